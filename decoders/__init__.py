@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
-    from .constraints.constructors import choice, grammar, json_schema, regex
+    from .constraints import choice, grammar, json_schema, regex
     from .errors import DecodersError
     from .generate import (
         Calibration,
@@ -73,10 +73,10 @@ _HOME = {
     "Block": "verifiers",
     "Outcomes": "verifiers",
     "hookimpl": "hookspecs",
-    "choice": "constraints.constructors",
-    "grammar": "constraints.constructors",
-    "json_schema": "constraints.constructors",
-    "regex": "constraints.constructors",
+    "choice": "constraints",
+    "grammar": "constraints",
+    "json_schema": "constraints",
+    "regex": "constraints",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .common.devices import host_reads
 from .errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from .costs import StepCosts
     from .drafting import Forced, OpensDraft, OpensModule, OtherVocabulary
     from .sampling import SamplingInputs, SamplingPlan
-    from .strategy import Strategy
+    from .settings import Configured
+    from .tree.draft import Sequences
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def no_costs(measure: bool = False) -> None:
     """Of a context made by hand, and of a draft model."""
 
 
-def no_memory(key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
+def no_memory(key: str, factory: Callable[[], Any], of: Configured | None = None) -> Any:
     """Of a context made by hand, of a draft model, and with the setting ``memory=False``: nothing is kept."""
     return factory()
 
@@ -103,7 +103,7 @@ class Context:
     compile: Callable[[Callable[..., Any]], Callable[..., Any]]
     draft: OpensDraft = _outside_a_call
     vocabulary_of: Callable[[PreTrainedModel | str], OtherVocabulary | None] = _same_vocabulary
-    strategy: Callable[..., Strategy] = _outside_a_call
+    strategy: Callable[..., Any] = _outside_a_call
     sequences: Sequences | None = None
     coupled: bool = True
     level: int = 0
@@ -120,7 +120,7 @@ class Context:
     clock: Callable[[], float] = time.perf_counter
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
-    def part(self, strategy: Strategy, seldom: bool = False) -> Context:
+    def part(self, strategy: Configured, seldom: bool = False) -> Context:
         """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it.
 
         Args:
@@ -128,35 +128,3 @@ class Context:
         """
         draft = partial(self.draft, seldom=True) if seldom else self.draft
         return replace(self, memory=partial(self.memory, of=strategy), draft=draft)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The rows as committed so far; device tensors, updated in place by the loop between steps.
-
-    Attributes:
-        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; what lies behind a row's length is undefined. ``L``
-            covers the longest row and may grow from step to step.
-        length: ``[B]`` int64, committed tokens per row.
-        prompt_length: ``[B]`` int64, how many of them are prompt.
-        finished: ``[B]`` bool, rows that generate no more.
-        noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
-            (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
-            target's own draws; with others they are fresh in every step.
-    """
-
-    tokens: Tensor
-    length: Tensor
-    prompt_length: Tensor
-    finished: Tensor
-    noise_keys: Tensor
-
-    @property
-    def last(self) -> Tensor:
-        """``[B, 1]`` int64, the last committed token of each row: node 0 of the next block."""
-        return self.tokens.gather(1, self.length[:, None] - 1)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether Python may look at these values, and those of the step, without waiting: on a CPU, unless the hook is recorded."""
-        return host_reads(self.length)

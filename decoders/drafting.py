@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from .constraints.vocabulary import Vocabulary
-    from .context import Sequences
-    from .strategy import Step, Strategy
+    from .constraints import Vocabulary
+    from .settings import Configured
+    from .tree.draft import Sequences, Step
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class OpensDraft(Protocol):
     """:attr:`Context.draft`: opens a draft model for the length of a call."""
 
     def __call__(
-        self, model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None,
+        self, model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Configured | None = None,
         seldom: bool = False,
     ) -> Drafter:  # fmt: skip
         """A drafter with rows, a cache and compiled passes of its own.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from .constraints.base import Backend
+    from .constraints import Backend
     from .report import Observer
     from .strategy import Strategy
     from .verifiers.verifier import Verifier

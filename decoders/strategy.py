@@ -9,203 +9,75 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from .context import Context, Sequences, no_costs, no_memory
-from .errors import DraftError
+from .context import Context, no_costs, no_memory
 from .settings import Configured
-from .tree import MAX_NODES, NO_PARENT, Topology, TreeTensors, described, parents_by_row
+from .tree.draft import Draft, PromptChunk, Sequences, Step, check_draft
 
 __all__ = [
-    "Context", "Draft", "PromptChunk", "Sequences", "Step", "Strategy", "check_draft", "finish_all", "finishing", "no_costs",
-    "no_memory",
+    "Context", "Draft", "PromptChunk", "Sequences", "Step", "Strategy", "Traits", "check_draft", "finish_all", "finishing",
+    "no_costs", "no_memory",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A small tree of draft tokens for every row.
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """All that a strategy declares of itself: the attributes of :class:`Strategy` by the same names, which say what each means.
 
-    Attributes:
-        tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
-            draft token here": such a node and whatever continues it is never accepted.
-        topology: the block's shape, one for all rows (:class:`Topology`) or one per row (:class:`TreeTensors`).
-        scores: ``[B, N-1, V]`` float32, what each draft token was drawn from (``softmax``), given its parent; siblings are drawn
-            without replacement, in node order. None: the draft tokens were not drawn by chance. The coupled verifier needs
-            none.
-        depth: most draft tokens on a path, for trees per row whose proposer knows it; see :attr:`levels`.
-        grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, by a measure of its own with few
-            values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
+    There are no defaults: whoever makes one has to decide about every trait.
     """
 
-    tokens: Tensor
-    topology: Topology | TreeTensors
-    scores: Tensor | None = None
-    depth: int | None = None
-    grades: Tensor | None = None
-
-    @property
-    def levels(self) -> int:
-        """Upper bound of the depth; the grammar guide on the device walks this many levels."""
-        if isinstance(self.topology, Topology):
-            return self.topology.max_depth
-        return len(self.topology) - 1 if self.depth is None else self.depth
-
-    @property
-    def parents(self) -> Sequence[Sequence[int]]:
-        """Of every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
-        return parents_by_row(self.topology, len(self.tokens))
-
-    @property
-    def has_draft_tokens_only(self) -> bool:
-        """Whether its nodes may be left out: none is run for what it gives, whatever becomes of it."""
-        tree = self.topology
-        return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
-
-    def head(self, count: int) -> Draft:
-        """The first `count` draft tokens of every row: parents come before their children, so what is left are trees."""
-        if count >= self.tokens.shape[1]:
-            return self
-        return Draft(
-            self.tokens[:, :count], self.topology.head(count + 1),
-            scores=self.scores[:, :count] if self.scores is not None else None,
-            depth=min(self.levels, count), grades=self.grades[:, :count] if self.grades is not None else None,
-        )  # fmt: skip
+    exact: bool
+    needs_assistant: bool
+    takes_assistant: bool
+    needs_grammar: bool
+    rests: bool
+    misses_steps: bool
+    timed: bool
+    rows_apart: bool
+    on_device: bool
+    prompt_logits: bool
+    hidden_layers: tuple[int, ...]
+    grade_rates: tuple[float, ...]
+    observes: bool
+    reads_prompt: bool
+    rebatches: bool
+    limits: bool
+    finds_layers: bool
 
     @staticmethod
-    def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
-        """One continuation per row: ``tokens`` is ``[B, K]``.
-
-        Raises:
-            DraftError: `tokens` is something else.
-        """
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            raise DraftError(f"a chain is made of a tensor [rows, length], not {described(tokens)}")
-        return Draft(tokens, Topology.chain(tokens.shape[1]), scores)
-
-    @staticmethod
-    def branches(tokens: Tensor) -> Draft:
-        """Several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``.
-
-        Raises:
-            DraftError: `tokens` is something else.
-        """
-        if not isinstance(tokens, Tensor) or tokens.dim() != 3:
-            raise DraftError(f"branches are made of a tensor [rows, branches, length], not {described(tokens)}")
-        return Draft(tokens.flatten(1), Topology.branches(tokens.shape[1], tokens.shape[2]))
-
-    @staticmethod
-    def nothing(rows: int, device: torch.device) -> Draft:
-        """No draft token at all: plain decoding."""
-        return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
-
-    def check(self, rows: int) -> None:
-        """Raises DraftError if shapes or dtype break the contract (values are never trusted anyway)."""
-        if not isinstance(self.tokens, Tensor):
-            raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {described(self.tokens)}")
-        if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
-            raise DraftError(
-                f"draft tokens must be int64 [{rows}, N-1], not {self.tokens.dtype} {list(self.tokens.shape)}"
-            )
-        if self.tokens.shape[1] + 1 > MAX_NODES:
-            raise DraftError(f"a draft may have {MAX_NODES - 1} tokens per row at most, not {self.tokens.shape[1]}")
-        if isinstance(self.topology, TreeTensors):
-            self.topology.check(rows)
-        elif not isinstance(self.topology, Topology):
-            raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {described(self.topology)}")
-        if len(self.topology) != self.tokens.shape[1] + 1:
-            raise DraftError(
-                f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
-                f"not {len(self.topology)}"
-            )
-        if self.grades is not None and (
-            not isinstance(self.grades, Tensor)
-            or self.grades.dtype != torch.int64
-            or self.grades.shape != self.tokens.shape
-        ):
-            raise DraftError(
-                f"draft grades must be int64 {list(self.tokens.shape)}, as the tokens, not {described(self.grades)}"
-            )
-        if self.scores is not None:
-            fits = (
-                isinstance(self.scores, Tensor)
-                and self.scores.dim() == 3
-                and self.scores.shape[:2] == self.tokens.shape
-            )
-            if not fits or self.scores.dtype != torch.float32:
-                wanted = ", ".join(map(str, (*self.tokens.shape, "V")))
-                raise DraftError(f"draft scores must be float32 [{wanted}], not {described(self.scores)}")
+    def merged(parts: Sequence[Traits]) -> Traits:
+        """Those of a strategy whose drafts are those of all `parts`."""
+        return Traits(
+            exact=all(part.exact for part in parts),
+            needs_assistant=any(part.needs_assistant for part in parts),
+            takes_assistant=any(part.takes_assistant for part in parts),
+            needs_grammar=any(part.needs_grammar for part in parts),
+            rests=all(part.rests or not (part.observes or part.reads_prompt) for part in parts),
+            misses_steps=all(part.misses_steps or not part.observes for part in parts),
+            timed=any(part.timed for part in parts),
+            rows_apart=all(part.rows_apart for part in parts),
+            on_device=all(part.on_device for part in parts),
+            prompt_logits=any(part.prompt_logits for part in parts),
+            hidden_layers=(),  # they depend on the target: `layers_for` has those of all parts
+            grade_rates=(),  # the grades of several drafters are not on one scale
+            observes=any(part.observes for part in parts),
+            reads_prompt=any(part.reads_prompt for part in parts),
+            rebatches=all(part.rebatches for part in parts),
+            limits=all(part.limits for part in parts),
+            finds_layers=any(part.finds_layers or part.hidden_layers for part in parts),
+        )
 
 
-def check_draft(draft: object, proposer: str, rows: int) -> None:
-    """Raises DraftError if what `proposer` proposed is no draft for so many rows; values are never trusted anyway."""
-    if not isinstance(draft, Draft):
-        raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
-    try:
-        draft.check(rows)
-    except DraftError as error:
-        raise DraftError(f"propose of {proposer!r}: {error}") from None
-
-
-@dataclass(frozen=True)
-class Step:
-    """What became of a draft.
-
-    Attributes:
-        nodes: ``[B, N]`` int64, the block as run: node 0 and the draft tokens. ``N`` may exceed the draft's (padding).
-        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path when logits processors
-            run on the host.
-        path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
-        accepted: ``[B]`` int64, how many draft tokens were accepted.
-        emitted: ``[B]`` int64, tokens committed by this step: accepted draft tokens and one more, cut at the end of a row.
-        logits: ``[B, N, V]`` float32, the target's raw logits after each node.
-        hidden: ``[B, N, H]``, the hidden states that the output head read.
-        sequences: the rows with this step's tokens committed.
-        own_nodes: None: the block is your draft, or begins with it. n: only its first n nodes, root included, are your draft,
-            in its order. 0: none can be told apart.
-        layers: ``[B, N, T, H]``, what the ``T`` decoder layers of :attr:`Strategy.hidden_layers` gave, in that order; None
-            where none was asked for.
-    """
-
-    nodes: Tensor
-    chosen: Tensor
-    path: Tensor
-    accepted: Tensor
-    emitted: Tensor
-    logits: Tensor
-    hidden: Tensor
-    sequences: Sequences
-    own_nodes: int | None = None
-    layers: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PromptChunk:
-    """A stretch of the rows' prompts that the target has just read.
-
-    Together the chunks of a call hold every prompt token but each row's last, which is node 0 of the first step; a call whose
-    prompts have one token each has none. Where requests come and go (:meth:`Strategy.rebatch`) a chunk is of the prompts of rows that
-    are new. In rows that stay no token of it is valid, and all lie behind what they have committed.
-
-    Attributes:
-        tokens: ``[B, N]`` int64.
-        positions: ``[B, N]`` int64, where in its row each of them is; one after the other in every row.
-        valid: ``[B, N]`` bool, which of them are such tokens; the others lie behind their row's text and mean nothing.
-        hidden: ``[B, N, H]``, the hidden states that the output head reads, as in :class:`Step`.
-        layers: ``[B, N, T, H]``, as in :class:`Step`.
-        logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` asks for them.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    valid: Tensor
-    hidden: Tensor
-    layers: Tensor | None = None
-    logits: Tensor | None = None
+#: Traits that a class has if it overrides one of these hooks.
+_BY_HOOK = {
+    "observes": ("observe",), "reads_prompt": ("prefill",), "rebatches": ("rebatch",), "limits": ("limit",),
+    "finds_layers": ("layers_of", "layers_for"),
+}  # fmt: skip
 
 
 class Strategy(Configured, ABC):
@@ -239,6 +111,14 @@ class Strategy(Configured, ABC):
         grade_rates: how often draft tokens of each grade (:attr:`Draft.grades`) are right if their parent is, as a rule, from grade 0
             on: what they are expected to be before any was judged. Empty where it grades nothing, or does not know.
         prompt_logits: whether :meth:`prefill` is handed the prompts' logits: a pass of the output head over every token.
+
+    Set where a class overrides a hook, unless it declares them itself:
+        observes: whether :meth:`observe` does anything. If not, nodes at a draft's end without a draft token in any row are left out.
+        reads_prompt: whether :meth:`prefill` is to be called.
+        rebatches: whether :meth:`rebatch` keeps the state of rows that stay. One that reads prompts and does not would have to be
+            shown all texts anew: it is given its requests one at a time.
+        limits: whether it drafts as deep as :meth:`limit` says, so that a token more costs time.
+        finds_layers: whether :meth:`layers_of` or :meth:`layers_for` say which hidden layers it reads.
     """
 
     name: str
@@ -256,6 +136,28 @@ class Strategy(Configured, ABC):
     hidden_layers: tuple[int, ...] = ()
     grade_rates: tuple[float, ...] = ()
     prompt_logits: bool = False
+    observes: bool = False
+    reads_prompt: bool = False
+    rebatches: bool = False
+    limits: bool = False
+    finds_layers: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        parent = next(base for base in cls.__mro__[1:] if issubclass(base, Strategy))
+        for trait, hooks in _BY_HOOK.items():
+            own = any(getattr(cls, hook) is not getattr(parent, hook) for hook in hooks)
+            if own and trait not in vars(cls):
+                setattr(cls, trait, any(getattr(cls, hook) is not getattr(Strategy, hook) for hook in hooks))
+
+    @property
+    def traits(self) -> Traits:
+        """What it declares, in one object."""
+        return Traits(**{field.name: getattr(self, field.name) for field in fields(Traits)})
+
+    def declare(self, traits: Traits) -> None:
+        """Declares `traits` of this instance, whatever its class says: for strategies that are built of others."""
+        vars(self).update(vars(traits))
 
     def start(self, context: Context) -> Any:
         """Makes the state of one ``generate`` call (tensors on ``context.device``), given back to the other hooks."""
@@ -284,10 +186,7 @@ class Strategy(Configured, ABC):
     @property
     def reads_layers(self) -> bool:
         """Whether it asks for hidden layers of the target."""
-        own, plain = type(self), Strategy
-        return (
-            bool(self.hidden_layers) or own.layers_of is not plain.layers_of or own.layers_for is not plain.layers_for
-        )
+        return bool(self.hidden_layers) or self.finds_layers
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a stretch of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
@@ -298,16 +197,6 @@ class Strategy(Configured, ABC):
 
     def finish(self, state: Any) -> None:
         """The call is over, done or failed; comes once for every state that :meth:`start` has made."""
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether :meth:`prefill` is to be called: where it is overridden."""
-        return type(self).prefill is not Strategy.prefill
-
-    @property
-    def observes(self) -> bool:
-        """Whether :meth:`observe` does anything. If not, nodes at a draft's end without a draft token in any row are left out."""
-        return type(self).observe is not Strategy.observe
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
         """Requests have come or gone between two steps; makes the state of the rows as they are now, from that of those before.
@@ -323,26 +212,12 @@ class Strategy(Configured, ABC):
         """
         return self.start(context)
 
-    @property
-    def rebatches(self) -> bool:
-        """Whether :meth:`rebatch` keeps the state of rows that stay: where it is overridden.
-
-        A strategy that is built of others asks them. One that reads prompts and keeps no rows would have to be shown all texts
-        anew: it is given its requests one at a time.
-        """
-        return type(self).rebatch is not Strategy.rebatch
-
     def keeps_rows(self, state: Any) -> bool:
         """Whether it does with this state. If not, the loop ends it and starts anew, draft models included."""
         return self.rebatches
 
     def limit(self, state: Any, tokens: int) -> None:
         """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
-
-    @property
-    def limits(self) -> bool:
-        """Whether it drafts as deep as :meth:`limit` says, so that a token more costs time: where that is overridden."""
-        return type(self).limit is not Strategy.limit
 
     def details(self, state: Any) -> Mapping[str, Any]:
         """What the report is to say of the call besides its figures: JSON-safe, ``report.details``. Asked once, at the end."""

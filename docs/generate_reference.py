@@ -22,6 +22,7 @@ from rich.text import Text
 import decoders
 from decoders import (
     cli,
+    constraints,
     costs,
     demo,
     drafting,
@@ -33,11 +34,11 @@ from decoders import (
     serving,
     settings,
     strategies,
+    strategy,
     testing,
     verifiers,
 )
-from decoders.constraints import base as constraints
-from decoders.constraints import library, vocabulary
+from decoders.constraints import library
 from decoders.hf import arguments, options
 from decoders.sampling.processors import OPERATIONS
 from decoders.strategies import merged, mtp, ngram_table, ngram_training
@@ -103,6 +104,7 @@ def api() -> Iterator[str]:
         "demo": "below",
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
+    yield from section("decoders.strategy", {"Traits": strategy.Traits})
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
     loop = {"RuntimeSettings": settings.RuntimeSettings, "load_settings": settings.load_settings}
     yield from section("decoders.settings", loop)
@@ -124,9 +126,10 @@ def api() -> Iterator[str]:
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}
         yield from section(module, members)
-    names = ("Policy", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack")
-    yield from section("decoders.constraints.base", {n: getattr(constraints, n) for n in names})
-    yield from section("decoders.constraints.vocabulary", {"Vocabulary": vocabulary.Vocabulary})
+    names = (
+        "Policy", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "Vocabulary",
+    )  # fmt: skip
+    yield from section("decoders.constraints", {n: getattr(constraints, n) for n in names})
     yield from section(
         "decoders.constraints.library", {n: getattr(library, n) for n in ("names", "find", "read", "Ready")}
     )
@@ -203,7 +206,7 @@ CONSTANTS = {
     "decoders.testing.RECURRENT": "Names of the tiny models with recurrent layers that the loop decodes: {}.",
     "decoders.testing.UNSUPPORTED": "Names of the tiny models that it must refuse: {}.",
     "decoders.demo.MODELS": "Names of the demo models: {}.",
-    "decoders.constraints.base.Policy": "How text that a grammar forces may be spelled: `full` in any tokens, `canonical` only in "
+    "decoders.constraints.Policy": "How text that a grammar forces may be spelled: `full` in any tokens, `canonical` only in "
     "the tokenizer's own; see [grammars](../how-to/grammars.md).",
     "decoders.costs.CAUTION": "How many times the tokens that its time would bring a draft token has to be expected to bring: "
     "what seems to pay is, on average, what is overrated. 1.15.",

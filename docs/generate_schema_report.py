@@ -18,10 +18,10 @@ from typing import Any
 
 import llguidance
 
-from decoders.constraints.json_schema import JsonSchema
+from decoders.constraints import JsonSchema
+from decoders.constraints.patterns import limits as pattern_limits
+from decoders.constraints.schemas import limits as schema_limits
 from decoders.errors import GrammarError
-from decoders.patterns import limits as pattern_limits
-from decoders.schemas import limits as schema_limits
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = {"2020-12": ("draft2020-12", None), "7": ("draft7", "http://json-schema.org/draft-07/schema#")}

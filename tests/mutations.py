@@ -394,13 +394,13 @@ MUTATIONS = (
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
-        "an-anchor-inside-a-pattern-is-dropped", "decoders/patterns/python.py",
+        "an-anchor-inside-a-pattern-is-dropped", "decoders/constraints/patterns/python.py",
         "case Anchor(end=False) if not first:",
         "case Anchor(end=False) if False:",
         ("constraints/test_specs.py",),
     ),
     Mutation(
-        "alternatives-are-written-without-a-group", "decoders/patterns/writer.py",
+        "alternatives-are-written-without-a-group", "decoders/constraints/patterns/writer.py",
         "todo += _enclosed(part) if isinstance(part, Or) else [part]",
         "todo += [part]",
         ("patterns/test_dialects.py",),

@@ -10,9 +10,7 @@ from typing import Any, Protocol, Self
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import compiled_on_any_device
-from ..constraints.base import CompiledGrammar
-from ..constraints.constructors import regex
-from ..constraints.specs import Spec
+from ..constraints import CompiledGrammar, Spec, regex
 from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
 from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier

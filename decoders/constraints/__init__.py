@@ -1,11 +1,29 @@
-"""Grammars: what a text may be, as masks over the next token. See :mod:`.base` for the contract of a backend."""
+"""Grammars: what a text may be, as masks over the next token. All that the other packages import of them is listed here.
 
+``base`` has the contract of a backend.
+"""
+
+from . import library
 from .auto import Auto
-from .base import Backend
+from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
+from .calls import Called, CallSpec, written_calls
+from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
+from .compiling import compiled
+from .constructors import choice, grammar, json_schema, regex
+from .json_spec import LEFT_OUT, JsonSchema
+from .lazy_masks import LazyMasks
 from .llguidance import LLGuidance
-from .table import Table
+from .specs import Lark, Regex, Spec
+from .table import Table, TableGrammar
+from .token_table import TokenTable
+from .vocabulary import BYTE_TOKEN, Policy, Vocabulary
 
 #: In the order they are listed.
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
-__all__ = ["BUILT_IN", "Auto", "Backend", "LLGuidance", "Table"]
+__all__ = [
+    "BUILT_IN", "BYTE_TOKEN", "LEFT_OUT", "Auto", "Backend", "CallSpec", "Called", "CompiledGrammar", "JsonSchema", "LLGuidance",
+    "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec", "Table", "TableGrammar", "Tables", "Tabulated",
+    "TokenTable", "Vocabulary", "as_spec", "as_specs", "choice", "compiled", "grammar", "json_schema", "library", "mask_words",
+    "pack", "regex", "spec_of_file", "spec_of_library", "unknown_grammar", "unpack", "written_calls",
+]  # fmt: skip

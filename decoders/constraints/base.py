@@ -9,17 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import GrammarError
-from .vocabulary import Vocabulary
-
-#: "full": every token that leaves the text completable may come next. "canonical": where the grammar forces the next
-#: bytes, only the token that the tokenizer itself would begin them with: other tokens, hence another distribution.
-Policy = Literal["full", "canonical"]
+from .vocabulary import Policy, Vocabulary
 
 
 @dataclass(frozen=True)

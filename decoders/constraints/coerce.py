@@ -49,9 +49,9 @@ def as_spec(value: Any, find: Callable[[str], Any] | None = None) -> Spec | Comp
     if value is None or isinstance(value, (Spec, CompiledGrammar)):
         return value
     if isinstance(value, str):
-        return (find or of_library)(value)
+        return (find or spec_of_library)(value)
     if isinstance(value, Path):
-        return of_file(value)
+        return spec_of_file(value)
     if isinstance(value, re.Pattern):
         return regex(value)
     if isinstance(value, Mapping):
@@ -61,7 +61,7 @@ def as_spec(value: Any, find: Callable[[str], Any] | None = None) -> Spec | Comp
     return _of_type(value)
 
 
-def of_file(path: Path) -> Spec:
+def spec_of_file(path: Path) -> Spec:
     """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
 
     Raises:
@@ -102,7 +102,7 @@ def as_specs(
     return [specs[id(entry)] for entry in value for _ in range(per_prompt)]
 
 
-def of_library(name: str) -> Spec:
+def spec_of_library(name: str) -> Spec:
     """The grammar of the library called `name`, with or without its suffix.
 
     Raises:
@@ -111,14 +111,14 @@ def of_library(name: str) -> Spec:
     try:
         ready = library.find(name)
     except UnknownNameError as error:
-        raise unknown(name, error.choices) from None
+        raise unknown_grammar(name, error.choices) from None
     if ready.kind == "json_schema":
         return dataclasses.replace(json_schema(json.loads(ready.text)), label=ready.name)
     kind = Regex if ready.kind == "regex" else Lark
     return kind(ready.text, label=ready.name)
 
 
-def unknown(name: str, choices: Iterable[str]) -> UnknownNameError:
+def unknown_grammar(name: str, choices: Iterable[str]) -> UnknownNameError:
     """No grammar has that name."""
     hint = (
         "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list), "
@@ -131,7 +131,7 @@ def _of_type(value: Any) -> Spec:
     while (inner := getattr(value, "__supertype__", None) or _aliased(value)) is not None:
         value = inner
     if isinstance(value, type) and value in _READY:
-        return of_library(_READY[value])
+        return spec_of_library(_READY[value])
     if (texts := listed(value)) is not None:
         return Choice(tuple(dict.fromkeys(texts)))
     if is_json(value):

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import GrammarError, shortened
 from . import files
 from .base import Policy
-from .json_schema import JsonSchema
+from .json_spec import JsonSchema
 from .python_types import schema_of
 from .specs import Choice, Lark, Regex
 from .typed import OfType, asks_more

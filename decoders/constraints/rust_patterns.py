@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..patterns.rust import in_ecma
+from .patterns.rust import in_ecma
 
 _NO_SCHEMAS = ("metadata", "serialization", "default", "function")
 

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import get_args
 
 from ..errors import GrammarError, UnknownNameError, shortened
-from ..patterns.python import whole_text
-from ..patterns.writer import quoted
 from .base import Language, Policy
+from .patterns.python import whole_text
+from .patterns.writer import quoted
 
 #: Characters of all choices together: automata of a million states are no longer built in seconds.
 CHOICES_LIMIT = 5_000_000

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from ..schemas.formats import FORMATS
 from .rust_patterns import translated
+from .schemas.formats import FORMATS
 from .typed_dicts import readable
 
 _UUID = "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-%d[0-9A-Fa-f]{3}-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import GrammarError, shortened
 from .base import Language
-from .json_schema import JsonSchema
+from .json_spec import JsonSchema
 from .typed_dicts import readable
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."

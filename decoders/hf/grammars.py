@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..constraints.base import CompiledGrammar
-from ..constraints.coerce import as_specs
-from ..constraints.compiled import compiled
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import CompiledGrammar, Vocabulary, as_specs, compiled
 from ..errors import GrammarError, UnsupportedError
 from ..registry.resolve import resolve_backend, resolve_grammar
 from ..report import GrammarUse

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import Vocabulary
 from ..engine.model.layout import vocabulary_of
 from ..errors import UnsupportedError
 from .copies import GETSTATE

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from .. import constraints, strategies, verifiers
-from ..constraints import coerce, library
-from ..constraints.base import Backend
+from ..constraints import Backend, library, spec_of_library
 from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
@@ -37,7 +36,7 @@ def decoders_grammar_backends() -> tuple[type[Backend], ...]:
 
 @hookimpl
 def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
-    return {name: partial(coerce.of_library, name) for name in library.plain_names()}
+    return {name: partial(spec_of_library, name) for name in library.plain_names()}
 
 
 @hookimpl

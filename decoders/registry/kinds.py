@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..constraints.base import Backend
+from ..constraints import Backend
 from ..errors import PluginError, suggest
 from ..report import Observer
 from ..settings import OWN_VARIABLES, Settings, variable_of

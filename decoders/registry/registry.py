@@ -16,7 +16,7 @@ from typing import Any
 import pluggy
 
 from .. import __version__, hookspecs
-from ..constraints.base import Backend
+from ..constraints import Backend
 from ..errors import PluginError, UnknownNameError, suggest
 from ..hookspecs import PROJECT
 from ..report import Observer

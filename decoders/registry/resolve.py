@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ..constraints import coerce
-from ..constraints.base import Backend, CompiledGrammar
-from ..constraints.specs import Spec
+from ..constraints import Backend, CompiledGrammar, Spec, as_spec, spec_of_file, spec_of_library, unknown_grammar
 from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from ..settings import Settings, load_settings
 from ..strategies.merged import Merged, MergedSettings
@@ -159,10 +157,10 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
         value = registry().grammar(name)
     except UnknownNameError as error:
         try:
-            return coerce.of_library(name)  # with a suffix
+            return spec_of_library(name)  # with a suffix
         except UnknownNameError:
-            raise coerce.unknown(name, error.choices) from None
-    grammar = coerce.as_spec(value() if is_maker(value) else value, resolve_grammar)
+            raise unknown_grammar(name, error.choices) from None
+    grammar = as_spec(value() if is_maker(value) else value, resolve_grammar)
     if grammar is None:
         raise GrammarError(f"the plugin's function for grammar {name!r} made none")
     if isinstance(grammar, Spec) and grammar.label is None:
@@ -172,7 +170,7 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
 
 def grammar_or_file(text: str) -> Spec | CompiledGrammar:
     """The grammar in the file `text`, or else that of this name."""
-    return coerce.of_file(Path(text)) if Path(text).is_file() else resolve_grammar(text)
+    return spec_of_file(Path(text)) if Path(text).is_file() else resolve_grammar(text)
 
 
 def _settings_of(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..constraints.json_schema import LEFT_OUT
+from ..constraints import LEFT_OUT
 from ..engine.decode.request_output import TokenLogprobs
 from .bodies import Body
 from .jobs import Choice, Job

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from ..constraints import library
-from ..constraints.base import CompiledGrammar
-from ..constraints.coerce import as_spec
-from ..constraints.constructors import choice, regex
-from ..constraints.json_schema import JsonSchema
-from ..constraints.specs import Lark, Spec
+from ..constraints import CompiledGrammar, JsonSchema, Lark, Spec, as_spec, choice, library, regex
 from ..errors import GrammarError
 from .bodies import (
     ChoiceFormat,

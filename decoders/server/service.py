@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..constraints.specs import Regex
+from ..constraints import Regex
 from ..engine.model.compiled.openmp import release_threads
 from ..engine.model.layout import context_length
 from ..errors import QueueFull

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import Vocabulary
 from ..errors import UnsupportedError
 from ..serving.pieces import TextPieces, common
 

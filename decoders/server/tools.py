@@ -7,10 +7,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from ..constraints.base import CompiledGrammar
-from ..constraints.specs import Lark, Spec
+from ..constraints import Called, CallSpec, CompiledGrammar, Lark, Spec, written_calls
 from .bodies import ChatBody, Tool, ToolChoice
-from .calls import Called, CallSpec, written_calls
 from .formats import spec_of
 from .refusals import Refusal
 from .templates import CallStyle
@@ -69,9 +67,11 @@ class Calling:
         if self.style.special and not self.required:
             return None
         prefix = "" if self.style.special else self.style.prefix
+        functions = (tool.function for tool in self.tools)
         return CallSpec(
-            functions=tuple(Called.of(tool.function) for tool in self.tools), key_of_arguments=self.style.arguments, prefix=prefix,
-            suffix=self.style.suffix, text=not self.required, several=self.several and bool(prefix), format=self.format,
+            functions=tuple(Called.of(each.name, each.parameters, each.strict) for each in functions),
+            key_of_arguments=self.style.arguments, prefix=prefix, suffix=self.style.suffix, text=not self.required,
+            several=self.several and bool(prefix), format=self.format,
         )  # fmt: skip
 
     def free(self, text: str, begun: bool) -> int:

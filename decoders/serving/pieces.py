@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..constraints.vocabulary import BYTE_TOKEN
+from ..constraints import BYTE_TOKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, check_draft, finish_all
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, Traits, check_draft, finish_all
 from ..tree import NO_PARENT, Topology, TreeTensors
 from .budget import node_budget
 
@@ -72,28 +72,7 @@ class Merged(Strategy):
             raise SettingsError(f"a strategy can be merged only once: {'+'.join(p.name for p in parts)}")
         self.parts = tuple(parts)
         self.name = "+".join(part.name for part in parts)
-        self.exact = all(part.exact for part in parts)
-        self.needs_assistant = any(part.needs_assistant for part in parts)
-        self.takes_assistant = any(part.takes_assistant for part in parts)
-        self.needs_grammar = any(part.needs_grammar for part in parts)
-        self.timed = any(part.timed for part in parts)
-        self.rests = all(part.rests or not (part.observes or part.reads_prompt) for part in parts)
-        self.misses_steps = all(part.misses_steps or not part.observes for part in parts)
-        self.rows_apart = all(part.rows_apart for part in parts)
-        self.on_device = all(part.on_device for part in parts)
-        self.prompt_logits = any(part.prompt_logits for part in parts)
-
-    @property
-    def reads_prompt(self) -> bool:
-        return any(part.reads_prompt for part in self.parts)
-
-    @property
-    def observes(self) -> bool:
-        return any(part.observes for part in self.parts)
-
-    @property
-    def reads_layers(self) -> bool:
-        return any(part.reads_layers for part in self.parts)
+        self.declare(Traits.merged([part.traits for part in parts]))
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         return union(part.layers_of(count) for part in self.parts)
@@ -116,10 +95,6 @@ class Merged(Strategy):
             raise
         return state
 
-    @property
-    def rebatches(self) -> bool:
-        return all(part.rebatches for part in self.parts)
-
     def keeps_rows(self, state: MergedState) -> bool:
         return all(part.keeps_rows(own) for part, own in zip(self.parts, state.parts, strict=True))
 
@@ -134,10 +109,6 @@ class Merged(Strategy):
             if part.reads_prompt:
                 logits = chunk.logits if part.prompt_logits else None
                 part.prefill(own, replace(chunk, layers=self._layers(state, part, chunk.layers), logits=logits))
-
-    @property
-    def limits(self) -> bool:
-        return all(part.limits for part in self.parts)
 
     def limit(self, state: MergedState, tokens: int) -> None:
         for part, own in zip(self.parts, state.parts, strict=True):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import Vocabulary
 from ..drafting import ModulePasses, OtherVocabulary, cache_keyword
 from ..errors import UnsupportedError
 from ..strategy import Context, Draft, Sequences

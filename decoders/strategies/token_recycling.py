@@ -83,11 +83,7 @@ class TokenRecycling(Strategy):
 
     def __init__(self, settings: TokenRecyclingSettings | None = None, /, **values: object) -> None:
         super().__init__(settings, **values)
-        self.prompt_logits = self.settings.prompt_logits
-
-    @property
-    def reads_prompt(self) -> bool:
-        return self.prompt_logits
+        self.prompt_logits = self.reads_prompt = self.settings.prompt_logits
 
     def start(self, context: Context) -> _State:
         s: TokenRecyclingSettings = self.settings

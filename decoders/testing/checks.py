@@ -7,14 +7,14 @@ import functools
 import itertools
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from pydantic import ValidationError
 
 from ..common.devices import as_recorded
 from ..errors import SettingsError
 from ..settings import Settings
-from ..strategy import Strategy
+from ..strategy import Strategy, Traits
 from .conditions import Conditions, run
 from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
@@ -41,10 +41,7 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
         f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
     )
-    for flag in (
-        "exact", "needs_assistant", "takes_assistant", "rests", "misses_steps", "timed", "rows_apart", "needs_grammar", "on_device",
-        "prompt_logits",
-    ):  # fmt: skip
+    for flag in (field.name for field in fields(Traits) if field.type == "bool"):
         assert isinstance(getattr(strategy, flag), bool), f"{cls.__name__}.{flag} must be True or False"
     layers = strategy.hidden_layers
     assert isinstance(layers, tuple) and all(type(layer) is int for layer in layers), (

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..constraints.base import CompiledGrammar, Matcher, mask_words
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import CompiledGrammar, Matcher, Vocabulary, mask_words
 from .languages import STOPPED, Reference
 
 WALKS, STEPS = 4, 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from ..constraints.base import Matcher
+from ..constraints import Matcher
 from ..tree import NO_PARENT
 from .grammar_case import STEPS, GrammarCase, observed
 from .languages import STOPPED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..constraints.base import Tabulated, unpack
+from ..constraints import Tabulated, unpack
 from .grammar_case import STEPS, GrammarCase, mask, takes
 from .languages import STOPPED
 

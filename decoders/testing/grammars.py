@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from ..constraints.base import Backend, CompiledGrammar, Language, Policy
+from ..constraints import Backend, CompiledGrammar, Language, Policy
 from ..errors import GrammarError
 from .grammar_case import Check, GrammarCase
 from .grammar_moves import check_advance, check_apart, check_rollback, check_tree

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..constraints.base import Language
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import Language, Vocabulary
 
 #: First bytes of characters of two, three and four bytes.
 _LEADS = ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4))

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..constraints.base import CompiledGrammar, Language, Matcher, Tables, Tabulated, pack
-from ..constraints.vocabulary import Vocabulary
+from ..constraints import CompiledGrammar, Language, Matcher, Tables, Tabulated, Vocabulary, pack
 
 #: State after a stop token.
 ENDED = 1

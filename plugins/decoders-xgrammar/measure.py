@@ -29,9 +29,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import decoders
 import decoders.plugins
 from decoders import Context, Draft, Sequences, Settings, Strategy
-from decoders.constraints.base import Backend, unpack
-from decoders.constraints.table import Table, TableGrammar
-from decoders.constraints.vocabulary import Vocabulary
+from decoders.constraints import Backend, Table, TableGrammar, Vocabulary, unpack
 from decoders.tree import Topology
 
 NODES = 15

@@ -14,11 +14,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from decoders.constraints import compiled as cache
-from decoders.constraints import stored
+from decoders.constraints import compiling
+from decoders.constraints import compiling as cache
 from decoders.constraints.auto import Auto
 from decoders.constraints.base import Backend, CompiledGrammar, Language, Matcher, Policy
-from decoders.constraints.compiled import Cache
+from decoders.constraints.compiling import Cache
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.specs import Spec
 from decoders.constraints.table import Table
@@ -213,7 +213,7 @@ def test_a_damaged_or_foreign_file_warns_and_is_made_anew(
 
 def test_a_file_of_another_version_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Cache().compiled(Plain("a"), BYTES, Keeper(), tmp_path)
-    monkeypatch.setattr("decoders.constraints.stored.VERSION", stored.VERSION + 1)
+    monkeypatch.setattr("decoders.constraints.compiling.VERSION", compiling.VERSION + 1)
     assert [Cache().compiled(Plain("a"), BYTES, Keeper(), tmp_path).source for _ in range(2)] == ["compiled", "disk"]
 
 

@@ -9,14 +9,14 @@ import torch
 
 from decoders.constraints.auto import Auto
 from decoders.constraints.base import CompiledGrammar
-from decoders.constraints.compiled import Cache
+from decoders.constraints.compiling import Cache
 from decoders.constraints.constructors import regex
-from decoders.constraints.json_schema import JsonSchema
+from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.patterns import automata, ecma
+from decoders.constraints.patterns.deadline import check, deadline, left, spend
 from decoders.constraints.specs import Lark, Spec
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
-from decoders.patterns import automata, ecma
-from decoders.patterns.deadline import check, deadline, left, spend
 from decoders.settings import RuntimeSettings
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import decoders
 from decoders.constraints.coerce import as_spec
+from decoders.constraints.patterns.python import whole_text
+from decoders.constraints.patterns.writer import quoted
 from decoders.constraints.specs import CHOICES_LIMIT, Choice
 from decoders.errors import GrammarError, UnknownNameError
-from decoders.patterns.python import whole_text
-from decoders.patterns.writer import quoted
 
 SHORT_TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab", repeat=size)]
 

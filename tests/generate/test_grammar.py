@@ -28,7 +28,7 @@ from transformers import (
 import decoders
 from decoders.common import devices
 from decoders.constraints.base import CompiledGrammar
-from decoders.constraints.compiled import compiled, forget
+from decoders.constraints.compiling import compiled, forget
 from decoders.engine.decode import engine, loop
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError

@@ -19,8 +19,6 @@ CONTRACTS = {
 }
 #: What a room may import, besides itself.
 ALLOWED = {
-    "schemas": {"errors", "patterns"},
-    "patterns": {"errors"},
     "strategies": {
         "strategy", "drafting", "sampling", "costs", "constraints", "tree", "settings", "errors", "medusa", "eagle3", "dflash",
     },

@@ -9,15 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoders.constraints.patterns import automata, ecma
+from decoders.constraints.patterns.dialect import Dialect
+from decoders.constraints.patterns.ecma import ECMA
+from decoders.constraints.patterns.python import PYTHON, whole_text
+from decoders.constraints.patterns.reader import read
+from decoders.constraints.patterns.rust import RUST, check_part
+from decoders.constraints.patterns.tree import (
+    EMPTY,
+    Anchor,
+    Cat,
+    Chars,
+    Class,
+    Look,
+    Or,
+    Pattern,
+    Repeat,
+    copies,
+    nullable,
+)
+from decoders.constraints.patterns.writer import write
 from decoders.errors import GrammarError
-from decoders.patterns import automata, ecma
-from decoders.patterns.dialect import Dialect
-from decoders.patterns.ecma import ECMA
-from decoders.patterns.python import PYTHON, whole_text
-from decoders.patterns.reader import read
-from decoders.patterns.rust import RUST, check_part
-from decoders.patterns.tree import EMPTY, Anchor, Cat, Chars, Class, Look, Or, Pattern, Repeat, copies, nullable
-from decoders.patterns.writer import write
 
 DIALECTS = {"ecma": ECMA, "python": PYTHON, "rust": RUST}
 SHORT_TEXTS = ["".join(letters) for size in range(4) for letters in itertools.product("ab-\n", repeat=size)]

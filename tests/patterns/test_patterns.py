@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interegular.fsm import FSM, Alphabet
 
+from decoders.constraints.patterns import automata, characters, ecma, limits
+from decoders.constraints.patterns.writer import slashed
+from decoders.constraints.schemas import json_text
 from decoders.errors import GrammarError
-from decoders.patterns import automata, characters, ecma, limits
-from decoders.patterns.writer import slashed
-from decoders.schemas import json_text
 
 PATTERNS = [
     "^a|b$", "^[a-z]+(-[A-Z]{2})?$", "a.c", r"[^\s:]+:\d", "^$", "a{2,3}", "(^a)?b", "^(?:a|(b)*)c?$", "a+?b", r"^\S*\\?$",

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from decoders.constraints.constructors import json_schema
+from decoders.constraints.patterns import automata, ecma
+from decoders.constraints.patterns.rust import in_ecma
 from decoders.errors import GrammarError
-from decoders.patterns import automata, ecma
-from decoders.patterns.rust import in_ecma
 
 CHARACTERS = st.sampled_from([*"abcz09_-&~[]^:. \n", "é", "😀"])
 TEXTS = st.lists(CHARACTERS, max_size=4).map("".join)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from decoders.constraints.json_schema import JsonSchema
+from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.schemas.lenient import Validation
 from decoders.errors import GrammarError
-from decoders.schemas.lenient import Validation
 
 from .test_soundness import INSTANCES, REFUSED_SCHEMAS, TOO_MUCH
 

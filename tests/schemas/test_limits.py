@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from decoders.constraints.json_schema import JsonSchema
+from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.patterns import limits as patterns
+from decoders.constraints.schemas import limits as schemas
 from decoders.errors import GrammarError
-from decoders.patterns import limits as patterns
-from decoders.schemas import limits as schemas
 
 REFS = {f"d{i}": {"properties": {"l": {"$ref": f"#/$defs/d{(i * 7 + 1) % 40}"}, "r": {"$ref": f"#/$defs/d{(i * 3 + 2) % 40}"}}}
         for i in range(40)}  # fmt: skip

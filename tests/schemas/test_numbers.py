@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoders.schemas import number_text, numbers
-from decoders.schemas.numbers import Numbers
+from decoders.constraints.schemas import number_text, numbers
+from decoders.constraints.schemas.numbers import Numbers
 
 decimals = st.builds(lambda n, places: Fraction(n, 10**places), st.integers(-3000, 3000), st.integers(0, 3))
 bounds = st.none() | decimals

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema.validators import Draft202012Validator
 
-from decoders.constraints.json_schema import JsonSchema
+from decoders.constraints.json_spec import JsonSchema
 from decoders.errors import GrammarError
 
 NAMES = st.sampled_from(["a", "b", "ab", "x"])

@@ -15,9 +15,9 @@ import pydantic
 import pytest
 import typing_extensions
 
-from decoders.constraints.json_schema import JsonSchema
+from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.schemas.lenient import Validation
 from decoders.errors import GrammarError
-from decoders.schemas.lenient import Validation
 
 
 class Colour(enum.Enum):
@@ -338,6 +338,6 @@ def test_other_names_are_not_remarked(schema: Any) -> None:
 
 
 def test_no_more_than_some_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoders.schemas.ignored._MOST_COMPARED", 3)
+    monkeypatch.setattr("decoders.constraints.schemas.ignored._MOST_COMPARED", 3)
     schema = {f"maxLengt{i}": 1 for i in range(9)}
     assert sum("says nothing" in warning for warning in JsonSchema(schema).language().warnings) == 3

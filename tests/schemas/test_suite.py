@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from decoders.constraints.schemas.lenient import Validation
 from decoders.errors import GrammarError
-from decoders.schemas.lenient import Validation
 
 GENERATOR = Path(__file__).parents[2] / "docs" / "generate_schema_report.py"
 

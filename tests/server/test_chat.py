@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.constraints.constructors import regex
-from decoders.constraints.json_schema import JsonSchema
+from decoders.constraints.json_spec import JsonSchema
 from decoders.errors import GrammarError
 from decoders.server.bodies import ChatBody, Tool, parsed
 from decoders.server.prompts import Conversations

@@ -33,20 +33,20 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    from decoders.constraints import compiled
+    from decoders.constraints import compiling
 
-    made, state = compiled._made, Held()
+    made, state = compiling._made, Held()
 
     def wait(*arguments: Any) -> Any:
         state.begun += 1
         assert state.free.wait(60)
         return made(*arguments)
 
-    monkeypatch.setattr(compiled, "_made", wait)
-    compiled.forget()
+    monkeypatch.setattr(compiling, "_made", wait)
+    compiling.forget()
     yield state
     state.free.set()
-    compiled.forget()
+    compiling.forget()
 
 
 def test_plain_requests_do_not_wait_for_grammars(served: Any, service_of: Any, held: Held, wait_until: Any) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
+from decoders.constraints.calls import not_beginning
 from decoders.engine.decode.request_output import TokenLogprobs
 from decoders.server.answers import Growing
-from decoders.server.calls import not_beginning
 from decoders.server.processors import StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
 from decoders.serving.pieces import text_behind

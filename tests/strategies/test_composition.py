@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,14 +16,16 @@ import decoders
 from decoders.settings import Settings
 from decoders.strategies import PromptLookup, Suffix
 from decoders.strategies.merged import Merged, MergedSettings
-from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
+from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, Traits
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 from decoders.testing.replayed import Replayed
 from decoders.testing.spy import Spy
 from decoders.testing.wrapped import Wrapped
 
 #: All that a strategy says or does.
-PUBLIC = sorted({name for name in dir(Strategy) if not name.startswith("_")} | {"name", "settings"})
+PUBLIC = sorted(
+    {name for name in dir(Strategy) if not name.startswith("_") and name != "declare"} | {"name", "settings"}
+)
 HOOKS = [name for name in PUBLIC if callable(getattr(Strategy, name, None)) and name != "settings_class"]
 #: What is asked without an argument and no property: these a class or an instance sets.
 PLAIN = [n for n in PUBLIC if n not in HOOKS and not isinstance(getattr(Strategy, n, None), property)]
@@ -32,7 +35,7 @@ PROPERTIES = [name for name in PUBLIC if name not in HOOKS and name not in PLAIN
 MERGED = {
     "exact": False, "needs_assistant": True, "takes_assistant": True, "rests": False, "misses_steps": False, "timed": True,
     "rows_apart": False, "needs_grammar": True, "on_device": False, "prompt_logits": True,
-    "reads_prompt": True, "observes": True, "reads_layers": True, "rebatches": False, "limits": False,
+    "reads_prompt": True, "observes": True, "finds_layers": True, "reads_layers": True, "rebatches": False, "limits": False,
 }  # fmt: skip
 #: What it says for itself, and why.
 OF_ITS_OWN = {
@@ -42,6 +45,7 @@ OF_ITS_OWN = {
     "settings_class": "likewise",
     "hints": "they are read for each part before these are merged",
     "hidden_layers": "its layers are told by layers_of and layers_for",
+    "traits": "they are looked at one by one",
     "grade_rates": "a joint draft has no grades: those of several drafters are not on one scale",
 }
 
@@ -164,6 +168,29 @@ def merged(*parts: Strategy) -> Merged:
     return Merged(parts, MergedSettings(nodes=16))
 
 
+def test_whatever_a_strategy_declares_is_a_trait_and_has_a_rule() -> None:
+    """What is no trait tells classes apart; :meth:`Traits.merged` cannot leave out a trait, for they have no defaults."""
+    declared = {name for name in PLAIN if name not in ("name", "summary", "settings", "settings_class", "hints")}
+    assert declared == {field.name for field in fields(Traits)}
+    with pytest.raises(TypeError, match="missing"):
+        Traits(exact=True)  # type: ignore[call-arg]
+
+
+def test_hooks_that_are_overridden_are_declared_and_an_own_word_counts_more() -> None:
+    class Says(Watches):
+        observes = False
+
+    class Below(Says):
+        """Inherits the hook, and what was said of it."""
+
+    class Drops(Watches):
+        observe = Strategy.observe
+
+    assert Watches.observes and not Bare.observes and not Says().observes and not Below().observes
+    assert not Drops().observes
+    assert type("Mixed", (type("Mixin", (), {"prefill": Probe.prefill}), Bare), {}).reads_prompt
+
+
 def test_the_probe_differs_from_the_base_class_in_everything() -> None:
     plain, probe = Bare(), Probe()
     same = [name for name in (*PLAIN, *PROPERTIES) if getattr(plain, name) == getattr(probe, name)]
@@ -181,7 +208,8 @@ def test_a_wrapper_passes_everything_on(name: str, wrap: Callable[[Strategy], St
         return
     if name not in HOOKS:
         for inner in (Probe(), Bare()):
-            assert getattr(wrap(inner), name) == getattr(inner, name)
+            expected = inner.traits if name == "traits" else None
+            assert getattr(wrap(inner), name) == (replace(expected, rests=False) if expected else getattr(inner, name))
         return
     inner = Probe()
     wrapper = wrap(inner)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import decoders
-from decoders.context import Context, Sequences
+from decoders.context import Context
 from decoders.costs import Looks
 from decoders.engine.decode.worth import DraftWorth
 from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
 from decoders.strategies.auto_candidates import Candidate, Experience
-from decoders.strategy import Draft, Step, Strategy
+from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 
 PRUNED = {"compile": False, "prune": True, "memory": False}

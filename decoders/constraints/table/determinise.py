@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import GrammarError
-from ...patterns import deadline
-from ...patterns.rust import check_part, not_read, shown
+from ..patterns import deadline
+from ..patterns.rust import check_part, not_read, shown
 
 #: Longest regular expression, in characters.
 LONGEST = 200_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from ...errors import GrammarError
-from ...patterns.reader import read
-from ...patterns.rust import RUST
-from ...patterns.tree import Cat, Chars, Class, Or, Pattern, Repeat
+from ..patterns.reader import read
+from ..patterns.rust import RUST
+from ..patterns.tree import Cat, Chars, Class, Or, Pattern, Repeat
 
 #: A count from which on the expression is looked at.
 _COUNT = re.compile(r"\{(?:\d*,)?\d{2,}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...patterns.deadline import check
+from ..patterns.deadline import check
 from .equivalent import EquivalentStates
 from .lexicon import Lexicon
 from .rows import MaskRows, Row

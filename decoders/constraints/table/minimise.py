@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...patterns.equivalence import refined
+from ..patterns.equivalence import refined
 from .determinise import ByteAutomaton
 
 

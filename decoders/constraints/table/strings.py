@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...patterns.deadline import check
+from ..patterns.deadline import check
 from .lexicon import Lexicon
 from .minimise import distinct
 from .plain import room

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...constraints.base import CompiledGrammar
+from ...constraints import CompiledGrammar
 from ...strategy import PromptChunk, finish_all
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat

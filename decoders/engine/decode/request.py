@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...constraints.base import CompiledGrammar
+from ...constraints import CompiledGrammar
 from ...report import Observer, Report
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings

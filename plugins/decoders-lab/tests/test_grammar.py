@@ -15,10 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from decoders.cli import app
-from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
-from decoders.constraints.llguidance import LLGuidance
-from decoders.constraints.specs import Regex
-from decoders.constraints.vocabulary import Vocabulary
+from decoders.constraints import Backend, CompiledGrammar, Language, LLGuidance, Policy, Regex, Vocabulary
 from decoders.errors import GrammarError, SettingsError
 
 BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b'":', b'", "', b"aa", None], [259])

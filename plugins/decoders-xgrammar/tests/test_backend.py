@@ -7,7 +7,7 @@ from decoders_xgrammar import XGrammar
 
 import decoders
 import decoders.plugins
-from decoders.constraints.base import Language
+from decoders.constraints import Language
 from decoders.errors import GrammarError
 from decoders.testing.grammars import CHECKS, check_grammar
 from decoders.testing.languages import Reference, byte_vocabulary, references

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ....common import devices
-from ....constraints.base import CompiledGrammar, Tabulated, mask_words, unpack
-from ....constraints.token_table import TokenTable
+from ....constraints import CompiledGrammar, Tabulated, TokenTable, mask_words, unpack
 from ....errors import GrammarError
 from ....sampling.processors import Masks
 from ....strategy import Sequences

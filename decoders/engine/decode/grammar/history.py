@@ -12,8 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ....constraints.base import Policy
-from ....constraints.vocabulary import Vocabulary
+from ....constraints import Policy, Vocabulary
 from ....strategy import Sequences
 
 #: Last tokens of a row that are read before every proposal: more than a step writes, and what a draft model writes may have

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....constraints.base import CompiledGrammar, Tabulated
+from ....constraints import CompiledGrammar, Tabulated
 from ....errors import GrammarError
 from ....sampling.processors import Masks
 from ....strategy import Sequences

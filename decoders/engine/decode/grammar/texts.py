@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....constraints.base import CompiledGrammar, Tabulated, mask_words, unpack
-from ....constraints.lazy_masks import LazyMasks
+from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 
 #: Row of every mask table that allows all tokens.
 FREE = 0

@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decoders.bench.tables import plain_table, shown
-from decoders.constraints.base import Backend, CompiledGrammar, Language, Tabulated, mask_words, unpack
-from decoders.constraints.vocabulary import Vocabulary
+from decoders.constraints import Backend, CompiledGrammar, Language, Tabulated, Vocabulary, mask_words, unpack
 from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.errors import GrammarError
 from decoders.tree import NO_PARENT, Topology

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from decoders.constraints.base import Language
-from decoders.constraints.coerce import of_library
-from decoders.constraints.json_schema import JsonSchema
-from decoders.constraints.specs import Spec
+from decoders.constraints import JsonSchema, Language, Spec, spec_of_library
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,9 @@ def subjects() -> tuple[Subject, ...]:
                     value=_INTEGER, children=_list({"$ref": "#/$defs/node"}))}},
                 {"value": 1, "children": [{"value": 2, "children": []}, {"value": 3, "children": [
                     {"value": 4, "children": []}]}]}),
-        Subject("iso_date", "2024-02-29", lambda: of_library("iso_date")),
+        Subject("iso_date", "2024-02-29", lambda: spec_of_library("iso_date")),
         Subject("json", '{"a": [1, 2.5e3, null, true], "b": {"c": "text \\u00e9", "d": []}}',
-                lambda: of_library("json")),
+                lambda: spec_of_library("json")),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from decoders.constraints.vocabulary import Vocabulary
+from decoders.constraints import Vocabulary
 
 #: Tokens that are trained; more would take longer than the measurement.
 TRAINED = 16_000

@@ -11,8 +11,7 @@ import xgrammar
 from torch import Tensor
 
 from decoders import hookimpl
-from decoders.constraints.base import Backend, CompiledGrammar, Language, Matcher, Policy
-from decoders.constraints.vocabulary import Vocabulary
+from decoders.constraints import Backend, CompiledGrammar, Language, Matcher, Policy, Vocabulary
 from decoders.errors import GrammarError
 
 __all__ = ["XGrammar", "XGrammarGrammar", "XGrammarMatcher"]

@@ -1,0 +1,215 @@
+"""Grammars are compiled once: for a specification, a vocabulary, a backend and a policy. Kept in memory, on request on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..common.files import write_whole
+from ..errors import GrammarError
+from .base import Backend, CompiledGrammar, Language, Policy
+from .patterns.deadline import deadline
+from .vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from .specs import Spec
+
+
+#: Most grammars kept in memory, and most bytes of them, the longest unused given up first.
+KEPT = 64
+KEPT_BYTES = 128 << 20
+
+Source = Literal["compiled", "memory", "disk"]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A grammar and what it took to have it.
+
+    Attributes:
+        seconds: until it was there, waiting for another thread that compiles the same among them.
+        source: whether it was compiled now, had been before, or was read from a file.
+    """
+
+    grammar: CompiledGrammar
+    seconds: float
+    source: Source
+
+
+class Cache:
+    """Grammars in memory. Any number of threads may ask; each grammar is compiled by one of them."""
+
+    def __init__(self, size: int = KEPT) -> None:
+        self.size = size
+        self._entries: OrderedDict[tuple[object, ...], _Entry] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets all grammars; calls that use them keep them."""
+        with self._lock:
+            self._entries.clear()
+
+    def compiled(
+        self,
+        spec: Spec,
+        vocabulary: Vocabulary,
+        backend: Backend,
+        directory: Path | str | None = None,
+        seconds: float | None = None,
+    ) -> Compilation:
+        """The language of `spec` for `vocabulary`, compiled by `backend`.
+
+        Args:
+            directory: where compiled grammars are kept from one process to the next; none by default.
+            seconds: that compiling may take on the processor; None: :data:`~decoders.constraints.patterns.deadline.SECONDS`.
+
+        Raises:
+            GrammarError: it cannot be expressed or compiled, or not in time. Nothing is kept then.
+        """
+        begin = time.perf_counter()
+        folder = None if directory is None else Path(directory)
+        # The label is no part of the meaning, but messages and reports show it.
+        key = (spec.key, spec.label, vocabulary.fingerprint, type(backend), spec.policy)
+        with self._lock:
+            known = key in self._entries
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            while len(self._entries) > self.size:
+                self._entries.popitem(last=False)
+        source: Source = "memory"
+        if not known:
+            try:
+                with deadline(seconds):
+                    grammar, source = _made(spec, vocabulary, backend, folder)
+            except BaseException as error:
+                with self._lock:
+                    if self._entries.get(key) is entry:
+                        del self._entries[key]
+                entry.grammar.set_exception(error)
+                raise
+            entry.grammar.set_result(grammar)
+            self._bound(entry)
+        grammar = entry.grammar.result()
+        if folder is not None and folder not in entry.folders:
+            entry.folders.add(folder)
+            path = stored_path(folder, grammar.language, vocabulary, spec.policy, backend)
+            if source == "compiled" or not path.exists():
+                store(grammar, path)
+        return Compilation(grammar, time.perf_counter() - begin, source)
+
+    def _bound(self, newest: _Entry) -> None:
+        """Gives up the longest unused as long as there are too many bytes; never `newest`, nor what is being compiled."""
+        with self._lock:
+            there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
+            size = sum(entry.nbytes for entry in there.values())
+            for key, entry in there.items():
+                if size <= KEPT_BYTES:
+                    break
+                if entry is not newest:
+                    size -= entry.nbytes
+                    del self._entries[key]
+
+
+@dataclass
+class _Entry:
+    """A grammar, there or in the making, and the folders that have been seen to: it is kept there as well."""
+
+    grammar: Future[CompiledGrammar] = field(default_factory=Future)
+    folders: set[Path] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the grammar, once it is there."""
+        there = self.grammar.done() and self.grammar.exception() is None
+        return self.grammar.result().nbytes if there else 0
+
+
+def _made(
+    spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None
+) -> tuple[CompiledGrammar, Source]:
+    """From `directory` or, where it is not there, compiled."""
+    language = spec.language()
+    if directory is not None:
+        path = stored_path(directory, language, vocabulary, spec.policy, backend)
+        grammar = restored(path, language, vocabulary, spec.policy, backend)
+        if grammar is not None:
+            return grammar, "disk"
+    return backend.compile(language, vocabulary, spec.policy), "compiled"
+
+
+_shared = Cache()
+#: :meth:`Cache.compiled` and :meth:`Cache.clear` of the cache that this process has.
+compiled, forget = _shared.compiled, _shared.clear
+
+
+# Files: a line that says what it is, then what :meth:`CompiledGrammar.dump` gave. Nothing in them is run. A file is named after all
+# that its content follows from, so another version of the language or vocabulary has another file. Tables are kept. Of
+# llguidance there is nothing to keep: it compiles in a millisecond, and cannot write what it has.
+
+#: Raised when the files or the automata in them change their meaning. Files of another version are made anew.
+VERSION = 2
+_KIND = "compiled grammar of hf-decoders"
+SUFFIX = ".grammar"
+
+
+def stored_path(directory: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend) -> Path:
+    """Where `language`, compiled for `vocabulary` by `backend`, is kept."""
+    content = [backend.name, policy, vocabulary.fingerprint, language.regex, language.lark]
+    return directory / (hashlib.sha256(json.dumps(content).encode()).hexdigest() + SUFFIX)
+
+
+def store(grammar: CompiledGrammar, path: Path) -> bool:
+    """Keeps `grammar` as `path`, whole or not at all; returns whether it has a form that can be kept.
+
+    A file that cannot be written is a warning: the grammar is there all the same.
+    """
+    content = grammar.dump()
+    if content is None:
+        return False
+    head = {"kind": _KIND, "version": VERSION, "key": path.stem, "sha256": hashlib.sha256(content).hexdigest()}
+    try:
+        write_whole(path, json.dumps(head).encode() + b"\n" + content)
+    except OSError as error:
+        warnings.warn(f"compiled grammar not kept as {path}: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def restored(
+    path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
+) -> CompiledGrammar | None:
+    """The grammar kept as `path`; None if there is none of this version. A file that is damaged or something else warns."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(4096)
+            content = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"compiled grammar {path} cannot be read, compiling anew: {error}", stacklevel=2)
+        return None
+    try:
+        head = json.loads(line)
+        if not isinstance(head, dict) or head.get("kind") != _KIND:
+            raise ValueError("it is no compiled grammar")
+        if head.get("version") != VERSION:
+            return None
+        if head.get("key") != path.stem:
+            raise ValueError("it was made for something else")
+        if head.get("sha256") != hashlib.sha256(content).hexdigest():
+            raise ValueError("it is damaged")
+        return backend.restore(content, language, vocabulary, policy)
+    except (ValueError, GrammarError) as error:
+        warnings.warn(f"compiled grammar {path} is ignored, compiling anew: {error}", stacklevel=2)
+        return None

@@ -1,0 +1,98 @@
+"""What a dialect of regular expressions reads differently from the others, as a table for the one reader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ...errors import GrammarError
+from . import characters
+from .characters import Ranges
+from .tree import Anchor, Chars, Class
+
+#: What may be wrong with a pattern, or is more than a dialect reads.
+Problem: TypeAlias = Literal[
+    "unclosed group", "unopened group", "unclosed comment", "unclosed class", "class in a class", "class operation",
+    "range of classes", "range reversed", "nothing to repeat", "repeated anchor", "repeated group with anchors", "repeated twice",
+    "possessive", "too often", "bounds reversed", "backslash at the end", "unknown escape", "octal escape", "back-reference",
+    "word boundary", "anchor", "anchor inside", "look-around", "no digits", "no character", "unknown property", "options", "option x",
+    "atomic group", "group without a name", "unknown group", "lone surrogate",
+]  # fmt: skip
+
+#: One character of a set.
+Set: TypeAlias = Chars | Class
+#: What a letter behind a backslash means, or why it is refused.
+Escape: TypeAlias = Set | Anchor | Problem
+
+
+def single(character: str) -> Chars:
+    """The set of nothing but `character`."""
+    return Chars(characters.of(character))
+
+
+def property_in_rust(name: str, negated: bool) -> Class | None:
+    """A property of Unicode as Rust writes it, which also judges whether it exists; None without a name."""
+    return Class(rf"\{'P' if negated else 'p'}{{{name}}}") if name else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """A table of differences.
+
+    Attributes:
+        messages: reasons for refusals; ``{what}`` is the text that is refused. What has no reason here is read: as the other dialects
+            have it, or verbatim.
+        error: makes an error of the pattern, the problem, the text that is refused, the reason, and the place of that text.
+        dot: what ``.`` stands for.
+        escapes: letters that mean the same in a class and outside.
+        escapes_outside: letters that mean something else, or something at all, outside of classes.
+        escapes_in_class: letters that mean something else in a class.
+        is_reserved: whether a letter behind a backslash that has no meaning is refused, rather than standing for itself.
+        named_property: the characters of ``\\p{name}``, or those of ``\\P{name}`` if negated; None if the name is unknown.
+        short_properties: whether ``\\pL`` is a property too.
+        codes: letters of escapes that give a code point; its digits may stand in braces if `codes_in_braces` has the letter.
+        surrogate_pairs: whether two escapes may give the halves of one character; a half alone is a character, too.
+        control_letters: whether ``\\cA`` is U+0001.
+        open_low: whether ``{,n}`` is a quantifier.
+        most_digits: of the bound of a quantifier.
+        lone_counts: whether braces with nothing to repeat stand for themselves.
+        empty_classes: whether a bracket closes a class right behind its beginning; otherwise it stands for itself there.
+        no_range_before: what a hyphen in a class stands for itself before; "" is the end of the pattern.
+        class_operations: operators between classes, which are refused.
+        nested_classes: whether classes may stand in classes; they are kept verbatim then.
+        class_algebra: likewise, but their characters are told: of classes in classes, of POSIX and of operations between them.
+        named_group: the beginning of a group with a name.
+        comments: whether ``(?#…)`` is one.
+        look_aheads: whether ``(?=`` and ``(?!`` are read.
+        other_groups: groups of other kinds by how they begin, the first that fits counts.
+        nesting_limited: whether groups may be nested only as deep as :data:`limits.NESTING` says.
+    """
+
+    messages: Mapping[Problem, str]
+    error: Callable[[str, Problem, str, str, int], GrammarError]
+    dot: Ranges
+    escapes: Mapping[str, Escape] = field(default_factory=dict)
+    escapes_outside: Mapping[str, Escape] = field(default_factory=dict)
+    escapes_in_class: Mapping[str, Escape] = field(default_factory=dict)
+    is_reserved: Callable[[str], bool] = str.isalnum
+    named_property: Callable[[str, bool], Set | None]
+    short_properties: bool = False
+    codes: str = "xuU"
+    codes_in_braces: str = "xuU"
+    surrogate_pairs: bool = False
+    control_letters: bool = False
+    open_low: bool = True
+    most_digits: int = 8
+    lone_counts: bool = False
+    empty_classes: bool = False
+    no_range_before: tuple[str, ...] = ("", "]", "-")
+    class_operations: tuple[str, ...] = ()
+    nested_classes: bool = False
+    class_algebra: bool = False
+    named_group: re.Pattern[str] = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
+    comments: bool = False
+    look_aheads: bool = False
+    other_groups: tuple[tuple[re.Pattern[str], Problem], ...] = ()
+    nesting_limited: bool = False

@@ -1,0 +1,233 @@
+"""Patterns of JSON Schema (regular expressions of ECMA-262, found anywhere in the string) as trees for whole strings.
+
+Anchors are understood where they mean "the string begins (ends) here"; look-ahead, only right at the beginning of the
+pattern, where it says something about the string as a whole. Everything else outside regular languages is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TypeAlias
+
+from ...errors import GrammarError
+from . import characters, limits
+from .deadline import check
+from .dialect import Dialect, Problem, single
+from .reader import read
+from .tree import (
+    ANYTHING,
+    EMPTY,
+    NOTHING,
+    Anchor,
+    Cat,
+    Chars,
+    Look,
+    Or,
+    Pattern,
+    Repeat,
+    cat,
+    copies,
+    either,
+    irregular,
+    nullable,
+    repeat,
+)
+
+_MESSAGES: Mapping[Problem, str] = {
+    "unclosed group": "a ( that is not closed",
+    "unopened group": "a ) too many",
+    "unclosed class": "a [ that is not closed",
+    "range reversed": "a range in the wrong order",
+    "nothing to repeat": "nothing to repeat",
+    "repeated anchor": "nothing to repeat",
+    "repeated twice": "a repetition of a repetition",
+    "bounds reversed": "a repetition whose bounds are in the wrong order",
+    "backslash at the end": "a backslash at the end",
+    "unknown escape": "the escape {what}",
+    "octal escape": "an octal escape",
+    "no digits": "{what}, without its digits",
+    "no character": "{what}, without its digits",
+    "unknown property": "the property {what!r} (general categories are known)",
+    "look-around": "look-behind or a group of an unknown kind",
+    "group without a name": "a group without a name",
+    "unknown group": "look-behind or a group of an unknown kind",
+}
+
+
+def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
+    return _refusal(pattern, reason, place)
+
+
+def _refusal(pattern: str, reason: str, place: int) -> GrammarError:
+    return GrammarError(
+        f"pattern {pattern[:80]!r}: {reason} (at character {place}); a pattern without it, or strict=False, works",
+        "pattern",
+    )
+
+
+def _property(name: str, negated: bool) -> Chars | None:
+    ranges = characters.category(name)
+    if ranges is None:
+        return None
+    return Chars(characters.complement(ranges) if negated else ranges)
+
+
+_CLASSES = {"d": characters.DIGIT, "w": characters.WORD, "s": characters.SPACE}
+
+ECMA = Dialect(
+    messages=_MESSAGES,
+    error=_error,
+    dot=characters.DOT,
+    escapes={
+        **{letter: Chars(ranges) for letter, ranges in _CLASSES.items()},
+        **{letter.upper(): Chars(characters.complement(ranges)) for letter, ranges in _CLASSES.items()},
+        **{letter: single(character) for letter, character in zip("tnvfr0", "\t\n\v\f\r\0", strict=True)},
+    },
+    escapes_in_class={"b": single("\b")},
+    named_property=_property,
+    codes="xu",
+    codes_in_braces="u",
+    surrogate_pairs=True,
+    control_letters=True,
+    open_low=False,
+    lone_counts=True,
+    empty_classes=True,
+    no_range_before=("]",),
+    named_group=re.compile(r"\(\?<[^\W\d]\w*>"),
+    look_aheads=True,
+    other_groups=((re.compile(r"\(\?<"), "group without a name"), (re.compile(r"\(\?"), "unknown group")),
+    nesting_limited=True,
+)
+
+
+@lru_cache(maxsize=1024)
+def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
+    """Strings in which `pattern` is found: those in every tree marked True and in none marked False. The trees are regular.
+
+    Raises:
+        GrammarError: not a regular expression of ECMA-262, or one that is not a regular language here.
+    """
+    if len(pattern) > limits.PATTERN_CHARACTERS:
+        limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
+    conditions = _Search(pattern).conditions(read(pattern, ECMA))
+    _check_copies(pattern, max(copies(tree) for tree, _ in conditions))
+    return conditions
+
+
+def _check_copies(pattern: str, count: int) -> None:
+    if count > limits.COPIES:
+        what = f"the pattern {pattern[:60]!r}, its repetitions written out,"
+        limits.exceeded("COPIES", limits.COPIES, what, "pattern")
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One way to match a part of a pattern: what it matches, and whether that begins or ends the string."""
+
+    begins: bool
+    tree: Pattern
+    ends: bool
+
+    @property
+    def whole(self) -> Pattern:
+        """The strings in which it is found."""
+        return cat(*([] if self.begins else [ANYTHING]), self.tree, *([] if self.ends else [ANYTHING]))
+
+
+_Readings: TypeAlias = tuple[_Reading, ...]
+_START: _Readings = (_Reading(False, EMPTY, False),)
+_AT_BEGINNING: _Readings = (_Reading(True, EMPTY, False),)
+
+
+class _Search:
+    """Resolves the anchors and the look-ahead of one pattern."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.looks: list[tuple[Pattern, bool]] = []
+
+    def conditions(self, tree: Pattern) -> tuple[tuple[Pattern, bool], ...]:
+        searched = either(*(reading.whole for reading in self.readings(tree, alternated=False, nested=False)))
+        return ((searched, True), *self.looks)
+
+    def readings(self, tree: Pattern, alternated: bool, nested: bool) -> _Readings:
+        """How `tree` may match: at most one reading for each of the four kinds of anchoring.
+
+        Args:
+            alternated: whether it is an alternative beside others.
+            nested: whether it is inside of a group.
+        """
+        match tree:
+            case Chars():
+                return (_Reading(False, tree, False),)
+            case Anchor(end):
+                return (_Reading(not end, EMPTY, end),)
+            case Or(parts):
+                return _merged(reading for part in parts for reading in self.readings(part, True, nested))
+            case Cat(parts):
+                _check_copies(self.pattern, len(parts) // 2)  # every second one may be an anchor
+                readings = _START
+                for part in parts:
+                    if isinstance(part, Look):
+                        self.look(part, readings, alternated, nested)
+                    else:
+                        check("reading a pattern", "pattern")
+                        pairs = product(readings, self.readings(part, False, True))
+                        readings = _merged(joined for a, b in pairs if (joined := _join(a, b)) is not None)
+                return readings
+            case Look():
+                self.look(tree, _START, alternated, nested)
+            case Repeat(part, low, high):
+                return self.repeated(tree.place, self.readings(part, False, True), low, high)
+        raise irregular(tree)
+
+    def look(self, look: Look, before: _Readings, alternated: bool, nested: bool) -> None:
+        """Adds what `look` says of the string, if `before` it is nothing but the string's beginning."""
+        if before != _AT_BEGINNING:
+            reason = "look-ahead that does not stand right after ^ at the beginning"
+            raise _refusal(self.pattern, reason, look.place)
+        if alternated or nested:
+            reason = "look-ahead beside |" if alternated else "look-ahead inside a group"
+            raise _refusal(self.pattern, reason, look.place)
+        ahead = self.readings(look.part, False, True)
+        self.looks.append(
+            (either(*(_Reading(True, reading.tree, reading.ends).whole for reading in ahead)), look.positive)
+        )
+
+    def repeated(self, place: int, readings: _Readings, low: int, high: int | None) -> _Readings:
+        if max(low, high or 0) > limits.COPIES:
+            limits.exceeded("COPIES", limits.COPIES, "a counted repetition", "pattern")
+        if all(not reading.begins and not reading.ends for reading in readings):
+            return (_Reading(False, repeat(either(*(reading.tree for reading in readings)), low, high), False),)
+        if (low, high) == (0, 1):
+            return _merged((*readings, _Reading(False, EMPTY, False)))
+        if (low, high) != (1, 1):
+            raise _refusal(self.pattern, "an anchor that is repeated", place)
+        return readings
+
+
+def _merged(readings: Iterable[_Reading]) -> _Readings:
+    """`readings` with the same anchors as one: at most four are left."""
+    kinds: dict[tuple[bool, bool], list[Pattern]] = {}
+    for reading in readings:
+        kinds.setdefault((reading.begins, reading.ends), []).append(reading.tree)
+    return tuple(_Reading(begins, either(*trees), ends) for (begins, ends), trees in kinds.items())
+
+
+def _join(a: _Reading, b: _Reading) -> _Reading | None:
+    """`b` right after `a`; None if an anchor between them makes that impossible."""
+    left, right = a.tree, b.tree
+    if b.begins:
+        if not nullable(left):
+            return None
+        left = EMPTY
+    if a.ends:
+        if not nullable(right):
+            return None
+        right = EMPTY
+    tree = cat(left, right)
+    return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)

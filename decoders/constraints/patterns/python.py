@@ -1,0 +1,140 @@
+"""Regular expressions of users: the whole text must match, whatever is not regular is refused.
+
+What is read is the common part of Python's ``re`` and Rust's ``regex``, so that a pattern means here what it means in
+``re.fullmatch``; constructs that the two read differently are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ...errors import GrammarError
+from . import characters
+from .dialect import Dialect, Problem, property_in_rust, single
+from .reader import read
+from .tree import Anchor, Cat, Class, Or, Pattern
+from .writer import write
+
+#: Largest count of a repetition: of a single byte, automata of that many states are still built.
+REPETITIONS = 99_999
+#: What to write instead of an assertion about the surroundings.
+_INTERSECT = (
+    "write the texts out, or use decoders.grammar, whose terminals have & (and) and ~ (not): T: /[a-z]+/ & ~/if|else/"
+)
+_ITSELF = r"write \{what[0]} for the character itself"
+_BACK_REFERENCE = "a back-reference is not regular: write the alternatives out"
+
+_MESSAGES: Mapping[Problem, str] = {
+    "unclosed group": "it is never closed",
+    "unopened group": "no group is open",
+    "unclosed comment": "it is never closed",
+    "unclosed class": "it is never closed",
+    "class in a class": "inside a class write \\[; classes in classes are not read",
+    "class operation": f"operations on classes are not read: escape the characters, or {_INTERSECT}",
+    "range of classes": "a range is from one character to another",
+    "range reversed": "the smaller character comes first",
+    "nothing to repeat": f"nothing stands before it; {_ITSELF}",
+    "repeated twice": f"what it repeats is already repeated: use (?:…); {_ITSELF}",
+    "repeated anchor": "it repeats an anchor",
+    "repeated group with anchors": "it repeats an anchor",
+    "possessive": "possessive repetition is not read: leave the second + out",
+    "too often": f"the limit is {REPETITIONS:,} repetitions",
+    "bounds reversed": "the smaller number comes first",
+    "backslash at the end": "nothing follows it",
+    "unknown escape": "there is no such escape",
+    "octal escape": "write \\x00",
+    "back-reference": _BACK_REFERENCE,
+    "word boundary": f"word boundaries are not read: {_INTERSECT}",
+    "look-around": f"look-around has no automaton of its own: {_INTERSECT}",
+    "no digits": "hexadecimal digits are missing",
+    "no character": "it stands for no character",
+    "options": "flags are not read: spell both cases, [Aa], or (.|\\n) for any character",
+    "atomic group": "atomic groups, conditions and the like are not read: use (?:…)",
+}
+
+
+def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
+    shown = pattern if len(pattern) <= 80 else f"…{pattern[max(0, place - 30) : place + 40]}…"
+    return GrammarError(f"regex {shown!r}: {what!r} at character {place}: {reason}", keyword=what)
+
+
+def _is_ascii_letter(letter: str) -> bool:
+    return letter.isascii() and letter.isalpha()
+
+
+PYTHON = Dialect(
+    messages=_MESSAGES,
+    error=_error,
+    dot=characters.complement(characters.of("\n")),
+    # Rust counts combining marks among word characters, and U+001C to U+001F not among white space.
+    escapes={
+        "d": Class(r"\d"), "D": Class(r"\D"), "w": Class(r"[\p{L}\p{N}_]"), "W": Class(r"[^\p{L}\p{N}_]"),
+        "s": Class(r"[\s\x1c-\x1f]"), "S": Class(r"[^\s\x1c-\x1f]"), "k": "back-reference", "0": "octal escape",
+        **dict.fromkeys("123456789", "back-reference"),
+        **{letter: single(character) for letter, character in zip("nrtfva", "\n\r\t\f\v\a", strict=True)},
+    },
+    escapes_outside={
+        "A": Anchor(end=False), "z": Anchor(end=True), "Z": Anchor(end=True), "b": "word boundary", "B": "word boundary",
+    },
+    escapes_in_class={"b": single("\b")},
+    is_reserved=_is_ascii_letter,
+    named_property=property_in_rust,
+    short_properties=True,
+    most_digits=len(str(REPETITIONS)),
+    class_operations=("&&", "--", "~~"),
+    comments=True,
+    other_groups=(
+        (re.compile(r"\(\?P="), "back-reference"),
+        (re.compile(r"\(\?[aiLmsuxRU-]+[:)]"), "options"),
+        (re.compile(r"\(\?.?", re.DOTALL), "atomic group"),
+    ),
+)  # fmt: skip
+
+
+def whole_text(pattern: str) -> str:
+    """`pattern` in Rust's notation, without what has no effect in a match of the whole text: anchors at its ends, laziness, captures.
+
+    Raises:
+        GrammarError: it is no regular expression in the sense of the theory, or not well formed; names what and where.
+    """
+    try:
+        pattern.encode()
+    except UnicodeEncodeError as error:
+        raise _error(
+            pattern, "lone surrogate", "half of a surrogate pair", "it stands for no character", error.start
+        ) from None
+    tree = read(pattern, PYTHON)
+    _check_anchors(pattern, tree)
+    return write(tree, anchors=False)
+
+
+def _check_anchors(pattern: str, tree: Pattern) -> None:
+    """Checks that all anchors of `tree` are at the ends of the text, where they have no effect.
+
+    Raises:
+        GrammarError: one is not.
+    """
+    # Whether a part comes first, and where text follows it.
+    todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
+    while todo:
+        node, first, following = todo.pop()
+        match node:
+            case Anchor(end=True) if following is not None:
+                reason = f"text follows it at character {following}, so nothing can match"
+                raise _error(pattern, "anchor", "$", reason, node.place)
+            case Anchor(end=False) if not first:
+                what = pattern[node.place : node.place + (2 if pattern[node.place] == "\\" else 1)]
+                reason = "the whole text must match anyway, and it stands inside of it: drop it"
+                raise _error(pattern, "anchor", what, reason, node.place)
+            case Or(parts):
+                todo += [(part, first, following) for part in parts]
+            case Cat(parts):
+                children: list[tuple[Pattern, bool, int | None]] = []
+                for index, part in reversed([*enumerate(parts)]):
+                    comes_first = first and all(isinstance(before, Anchor) for before in parts[:index])
+                    children.append((part, comes_first, following))
+                    following = following if isinstance(part, Anchor) else part.place
+                todo += children
+            case _:
+                pass  # the reader refuses to repeat an anchor

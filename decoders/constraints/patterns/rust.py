@@ -1,0 +1,123 @@
+"""The dialect of Rust's ``regex``: whether an expression can be part of a longer one, and its patterns as ECMA-262 has them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ...errors import GrammarError
+from . import characters, writer
+from .dialect import Dialect, Problem, property_in_rust, single
+from .ecma import ECMA
+from .reader import read
+from .tree import Anchor
+
+
+def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
+    if problem == "unopened group":
+        return GrammarError(f"{shown(pattern)} is no regular expression: {reason} at {place}")
+    return GrammarError(not_read(pattern, f"{reason}, {what} at {place}"))
+
+
+RUST = Dialect(
+    # Whether an expression is well formed is for Rust to say: what has no reason here is kept verbatim.
+    messages={
+        "unopened group": "unopened group, ')'",
+        "anchor": "no automaton has anchors (the whole text must match anyway)",
+        "word boundary": "no automaton has word boundaries",
+        "look-around": "no automaton has look-around",
+        "back-reference": "no automaton has back-references",
+        "atomic group": "no automaton has atomic groups",
+        "option x": "the option x would read what stands behind it differently",
+    },
+    error=_error,
+    dot=characters.complement(characters.of("\n")),
+    escapes_outside={
+        **dict.fromkeys("AzZ", "anchor"),
+        **dict.fromkeys("bB<>", "word boundary"),
+        **dict.fromkeys("123456789k", "back-reference"),
+    },
+    is_reserved=lambda _: True,
+    named_property=property_in_rust,
+    short_properties=True,
+    nested_classes=True,
+    other_groups=(
+        (re.compile(r"\(\?[a-zA-Z-]*x"), "option x"),
+        (re.compile(r"\(\?P="), "back-reference"),
+        (re.compile(r"\(\?>"), "atomic group"),
+        (re.compile(r"\(\?[a-zA-Z-]*[:)]"), "options"),
+    ),
+)
+
+
+#: Rust's dialect as far as ECMA-262 can say it. ``\d``, ``\w``, ``\s`` and ``.`` stand for ECMA-262's characters: Rust has more.
+_IN_SCHEMAS = replace(
+    ECMA,
+    messages={
+        **{problem: reason for problem, reason in ECMA.messages.items() if problem != "repeated twice"},
+        "word boundary": "a word boundary",
+        "back-reference": "a back-reference",
+    },
+    escapes_outside={
+        "A": Anchor(end=False), "z": Anchor(end=True),
+        **dict.fromkeys("bB<>", "word boundary"), **dict.fromkeys("123456789", "back-reference"),
+    },
+    escapes={**ECMA.escapes, "a": single("\a")},
+    escapes_in_class={},
+    short_properties=True,
+    codes="xuU",
+    codes_in_braces="xuU",
+    surrogate_pairs=False,
+    control_letters=False,
+    open_low=True,
+    lone_counts=False,
+    empty_classes=False,
+    no_range_before=("", "]", "-"),
+    class_algebra=True,
+    named_group=re.compile(r"\(\?P?<[^\W\d][\w.\[\]]*>"),
+    look_aheads=False,
+)  # fmt: skip
+_ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
+
+
+def in_ecma(pattern: str) -> str:
+    """`pattern`, of Rust's dialect, as a pattern of ECMA-262 that matches nothing that it does not.
+
+    As it is where both read the same, or neither reads it.
+
+    Raises:
+        GrammarError: ECMA-262 reads something else, and cannot say it.
+    """
+    try:
+        as_ecma = read(pattern, ECMA)
+    except GrammarError:
+        as_ecma = None
+    try:
+        as_rust = read(pattern, _IN_SCHEMAS)
+    except GrammarError:
+        if as_ecma is None:
+            return pattern
+        raise
+    if as_rust == as_ecma:
+        return pattern
+    written = writer.write(as_rust)
+    return _ESCAPED.sub(lambda part: f"\\u{{{part[1].lstrip('0') or '0'}}}" if part[1] else part[0], written)
+
+
+def check_part(regex: str) -> None:
+    """Checks that `regex` can be embedded between other parts. Whether it is well formed is checked by Rust.
+
+    Raises:
+        GrammarError: a parenthesis closes what `regex` has not opened, there is the option ``x``, or something that no automaton has.
+    """
+    read(regex, RUST)
+
+
+def not_read(regex: str, reason: str) -> str:
+    """The message that `regex` is not read, with the reason."""
+    return f"{shown(regex)} is not a regular expression that is read here: {reason}"
+
+
+def shown(regex: str) -> str:
+    """`regex` for a message."""
+    return repr(regex) if len(regex) <= 80 else f"{regex[:60]!r}… ({len(regex)} characters)"

@@ -1,0 +1,202 @@
+"""A schema document: drafts, identifiers, references. Nothing is fetched; the drafts' own meta-schemas are packaged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...errors import GrammarError
+from . import limits
+
+if TYPE_CHECKING:
+    from referencing import Registry
+    from referencing._core import Resolver
+    from referencing.jsonschema import Specification
+
+#: What once stood for whatever draft is the latest; genson writes it.
+_LATEST = "http://json-schema.org/schema"
+#: Drafts by the name that `referencing` gives them, and their year.
+_YEARS = {"draft-04": 2013, "draft-06": 2017, "draft-07": 2018, "draft2019-09": 2019, "draft2020-12": 2020}
+_BRACKETS = re.compile(r"[][{}]")
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A schema within the document.
+
+    Attributes:
+        schema: an object of JSON.
+        year: of its draft (2013, 2017, 2018, 2019, 2020).
+        path: where it stands, for messages.
+        dynamic: whether there are dynamic references, the target of which depends on the way to them.
+        subtracted: whether it stands for less than it says where keywords are left out, not for more: under ``not``, say.
+    """
+
+    schema: dict[str, Any]
+    year: int
+    path: str
+    resolver: Resolver[Any]
+    specification: Specification[Any]
+    dynamic: bool = False
+    subtracted: bool = False
+
+    def child(self, *keys: str | int) -> Place | bool:
+        """The schema under `keys`.
+
+        Raises:
+            GrammarError: there is no schema.
+        """
+        target: Any = self.schema
+        for key in keys:
+            target = target[key]
+        return self._alike(place(target, self.path_of(*keys), self.resolver, self.specification, self.dynamic))
+
+    def path_of(self, *keys: str | int) -> str:
+        """The path of what stands under `keys`."""
+        return self.path + "".join(map(step, keys))
+
+    def _alike(self, target: Place | bool) -> Place | bool:
+        return replace(target, subtracted=self.subtracted) if isinstance(target, Place) else target
+
+    @property
+    def scope(self) -> tuple[str, ...]:
+        """Distinguishes places that share a schema: the identifiers on the way to it, if dynamic references depend on them."""
+        if not self.dynamic:
+            return ()
+        return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
+
+    def follow(self, reference: str, keyword: str = "$ref") -> Place | bool:
+        """What `reference` refers to.
+
+        Raises:
+            GrammarError: nothing in the document.
+        """
+        from referencing.exceptions import Unresolvable
+        from referencing.jsonschema import lookup_recursive_ref
+
+        try:
+            if keyword == "$recursiveRef":
+                target = lookup_recursive_ref(self.resolver)
+            else:
+                target = self.resolver.lookup(reference)
+        except (
+            Unresolvable,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ) as problem:  # the last ones: a pointer into what is no schema
+            raise GrammarError(
+                f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
+                "refers to under $defs, with its $id",
+                keyword, self.path,
+            ) from problem  # fmt: skip
+        inside = reference.startswith("#/") or reference == "#"
+        path = "$" + "".join(map(step, reference[2:].split("/"))) if inside and len(reference) > 1 else "$"
+        path = path if inside else reference
+        return self._alike(
+            place(target.contents, path, target.resolver, self.specification, self.dynamic, entered=True)
+        )
+
+
+def step(key: str | int) -> str:
+    """One step of a JSON path."""
+    plain = isinstance(key, str) and key.replace("_", "a").isalnum()
+    return f".{key}" if plain else f"[{json.dumps(key)}]"
+
+
+def members(contents: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of all objects in `contents`."""
+    todo = [contents]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            yield from part.items()
+        if isinstance(part, dict | list):
+            todo += part.values() if isinstance(part, dict) else part
+
+
+def document(text: str) -> Place | bool:
+    """The schema in `text`.
+
+    Raises:
+        GrammarError: not JSON, too large, or of an unknown draft.
+    """
+    from jsonschema_specifications import REGISTRY
+
+    if len(text) > limits.SCHEMA_CHARACTERS:
+        limits.exceeded("SCHEMA_CHARACTERS", limits.SCHEMA_CHARACTERS, "the schema", path="$")
+    nesting = 0
+    for bracket in _BRACKETS.findall(text):  # those in strings count too: a bound, not a parser
+        nesting += 1 if bracket in "[{" else -1
+        if nesting > limits.NESTING:
+            limits.exceeded("NESTING", limits.NESTING, "schemas within schemas", path="$")
+    try:
+        contents = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise GrammarError(f"the schema is not JSON: {problem}", path="$") from problem
+    from referencing.jsonschema import DRAFT202012
+
+    specification = _specification(contents, DRAFT202012, "$")
+    place(contents, "$", REGISTRY.resolver(), specification, entered=True)  # a schema at all
+    resource = specification.create_resource(contents)
+    base = (isinstance(contents, dict) and resource.id()) or "urn:schema"
+    registry: Registry[Any] = REGISTRY.with_resource(base, resource)
+    dynamic = any(
+        key in ("$dynamicRef", "$recursiveRef")
+        or (
+            key in ("$ref", "$id", "id") and isinstance(value, str) and "json-schema.org" in value
+        )  # meta-schemas have some
+        for key, value in members(contents)
+    )
+    return place(contents, "$", registry.resolver(base), specification, dynamic, entered=True)
+
+
+def place(
+    contents: Any,
+    path: str,
+    resolver: Resolver[Any],
+    specification: Specification[Any],
+    dynamic: bool = False,
+    *,
+    entered: bool = False,
+) -> Place | bool:
+    """`contents` as a schema; `entered`: `resolver` knows of an ``$id`` in it.
+
+    Raises:
+        GrammarError: it is none, or of an unknown draft.
+    """
+    if isinstance(contents, bool):
+        return contents
+    if not isinstance(contents, dict):
+        raise GrammarError(f"{path}: a schema is an object or a boolean, not {json.dumps(contents)[:60]}", path=path)
+    for keyword in ("$id", "$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
+        if not isinstance(contents.get(keyword, ""), str):
+            raise GrammarError(f"{path}: {keyword} is a text, not {contents[keyword]!r}", keyword, path)
+    specification = _specification(contents, specification, path)
+    if not entered:
+        resolver = resolver.in_subresource(specification.create_resource(contents))
+    return Place(contents, _YEARS[specification.name], path, resolver, specification, dynamic)
+
+
+def _specification(contents: Any, default: Specification[Any], path: str) -> Specification[Any]:
+    from referencing.exceptions import CannotDetermineSpecification
+    from referencing.jsonschema import UnknownDialect, specification_with
+
+    declared = contents.get("$schema") if isinstance(contents, dict) else None
+    if not isinstance(declared, str) or declared.rstrip("#") == _LATEST:
+        return default
+    try:
+        target = specification_with(declared)
+    except (UnknownDialect, CannotDetermineSpecification) as problem:
+        raise GrammarError(
+            f"{path}: $schema {declared!r} is not a draft that is known here (draft 4, 6, 7, 2019-09, 2020-12)",
+            "$schema",
+            path,
+        ) from problem
+    if target.name not in _YEARS:
+        raise GrammarError(f"{path}: {target.name} is older than draft 4", "$schema", path)
+    return target

@@ -1,0 +1,273 @@
+"""Whether a value is valid under a schema: every keyword of every draft, in bounded time.
+
+A schema is asked once for each value, so that references that fan out cost what there is, not what there are ways to it;
+patterns are matched by automata. Formats are annotations here, as the drafts since 2019 have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import GrammarError
+from ..patterns.deadline import check
+from ..patterns.search import Search
+from . import keywords
+from .document import Place
+from .drafts import known
+from .equality import canonical
+from .numbers import fraction
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "null": type(None), "boolean": bool, "string": str, "array": list, "object": dict, "number": (int, float),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a value is not valid.
+
+    Attributes:
+        keyword: that it breaks; None: its schema is ``false``.
+        wanted: what the keyword says.
+        value: the part that breaks it.
+        path: keys and indices on the way to that part.
+    """
+
+    keyword: str | None
+    wanted: Any
+    value: Any
+    path: tuple[str | int, ...] = ()
+
+    def within(self, key: str | int) -> Failure:
+        """The same of a value in which this one stands under `key`."""
+        return replace(self, path=(key, *self.path))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a value under a schema.
+
+    Attributes:
+        failure: None if the value is valid.
+        evaluated: keys, or indices, that some keyword has evaluated, for ``unevaluatedProperties`` and ``unevaluatedItems``.
+    """
+
+    failure: Failure | None = None
+    evaluated: frozenset[str | int] = frozenset()
+
+
+_VALID = Verdict()
+
+
+class Judge:
+    """Judges the values of one text, all of which are kept alive by whoever asks."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self._verdicts: dict[tuple[object, ...], Verdict | None] = {}
+        self._texts: dict[int, str] = {}
+        self._enumerations: dict[int, frozenset[str]] = {}
+
+    def verdict(self, place: Place | bool, value: Any) -> Verdict:
+        """Whether the schema at `place` allows `value`.
+
+        Raises:
+            GrammarError: nobody can tell: the schema makes no sense, a reference leads to itself, or time is up.
+        """
+        if isinstance(place, bool):
+            return _VALID if place else Verdict(Failure(None, False, value))
+        key = (id(place.schema), place.scope, id(value))
+        if key not in self._verdicts:
+            check("validation")
+            self._verdicts[key] = None
+            self._verdicts[key] = self._judged(place, value)
+        verdict = self._verdicts[key]
+        if verdict is None:
+            raise GrammarError(f"{place.path}: a reference leads to itself without anything in between", "$ref")
+        return verdict
+
+    def _judged(self, place: Place, value: Any) -> Verdict:
+        schema = place.schema
+        read = {keyword: content for keyword, content in schema.items() if known(keyword, place.year)}
+        if "$ref" in read and place.year <= 2018:  # nothing stands beside it
+            return self.verdict(place.follow(read["$ref"]), value)
+        for keyword in self._broken(read, value):
+            return Verdict(Failure(keyword, read[keyword], value))
+        evaluated: set[str | int] = set()
+        for verdict in self._applied(place, read, value):
+            if verdict.failure is not None:
+                return verdict
+            evaluated |= verdict.evaluated
+        if isinstance(value, list | dict):
+            for verdict in self._inside(place, read, value):
+                if verdict.failure is not None:
+                    return verdict
+                evaluated |= verdict.evaluated
+            keyword = "unevaluatedProperties" if isinstance(value, dict) else "unevaluatedItems"
+            if keyword in read:
+                rest = [key for key in _keys(value) if key not in evaluated]
+                failed = self._each(place.child(keyword), value, rest)
+                return failed if failed.failure is not None else Verdict(evaluated=frozenset(_keys(value)))
+        return Verdict(evaluated=frozenset(evaluated))
+
+    def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Verdict:
+        """All parts of `value` under `keys`, which are evaluated by it."""
+        for key in keys:
+            if (failure := self.verdict(place, value[key]).failure) is not None:
+                return Verdict(failure.within(key))
+        return Verdict(evaluated=frozenset(keys))
+
+    # Keywords that say something of the value itself.
+
+    def _broken(self, read: dict[str, Any], value: Any) -> Iterator[str]:
+        """Keywords that `value` breaks, without those that apply schemas."""
+        if "type" in read:
+            names = read["type"] if isinstance(read["type"], list) else [read["type"]]
+            if not any(_is_of(name, value) for name in names):
+                yield "type"
+        if "const" in read and self._text(read["const"]) != self._text(value):
+            yield "const"
+        if "enum" in read and self._text(value) not in self._enumeration(read["enum"]):
+            yield "enum"
+        if isinstance(value, str):
+            yield from self._broken_by_text(read, value)
+        elif isinstance(value, list):
+            yield from _out_of_bounds(read, "minItems", "maxItems", len(value))
+            if read.get("uniqueItems") is True and len({self._text(item) for item in value}) < len(value):
+                yield "uniqueItems"
+        elif isinstance(value, dict):
+            yield from _out_of_bounds(read, "minProperties", "maxProperties", len(value))
+            if any(name not in value for name in keywords.read_names(read, "required")):
+                yield "required"
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            number = fraction(value)
+            for keyword in keywords.NUMBERS:
+                if keyword in read and not isinstance(read[keyword], bool):
+                    exclusive = (
+                        "exclusive" + keyword.capitalize()
+                    )  # until draft 4 a boolean, which says how to read the bound
+                    strict = {exclusive: True} if read.get(exclusive) is True else {}
+                    numbers = keywords.of_numbers({keyword: read[keyword], **strict})
+                    if numbers is None or not numbers.contains(number):
+                        yield keyword
+
+    def _broken_by_text(self, read: dict[str, Any], value: str) -> Iterator[str]:
+        yield from _out_of_bounds(read, "minLength", "maxLength", len(value))
+        if "pattern" in read and not self.search.found(read["pattern"], value):
+            yield "pattern"
+
+    def _text(self, value: Any) -> str:
+        if id(value) not in self._texts:
+            check("validation")
+            self._texts[id(value)] = canonical(value)
+        return self._texts[id(value)]
+
+    def _enumeration(self, values: list[Any]) -> frozenset[str]:
+        if id(values) not in self._enumerations:
+            self._enumerations[id(values)] = frozenset(map(self._text, values))
+        return self._enumerations[id(values)]
+
+    # Keywords that apply schemas to the value itself.
+
+    def _applied(self, place: Place, read: dict[str, Any], value: Any) -> Iterator[Verdict]:
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if keyword in read:
+                yield self.verdict(place.follow(read[keyword], keyword), value)
+        if "allOf" in read:
+            yield from (self.verdict(place.child("allOf", i), value) for i in range(len(read["allOf"])))
+        if "anyOf" in read:
+            every = [self.verdict(place.child("anyOf", i), value) for i in range(len(read["anyOf"]))]
+            valid = [verdict for verdict in every if verdict.failure is None]
+            yield from valid or [_deepest("anyOf", read, value, every)]
+        if "oneOf" in read:
+            every = [self.verdict(place.child("oneOf", i), value) for i in range(len(read["oneOf"]))]
+            valid = [verdict for verdict in every if verdict.failure is None]
+            if not valid:
+                yield _deepest("oneOf", read, value, every)
+            yield valid[0] if len(valid) == 1 else Verdict(Failure("oneOf", read["oneOf"], value))
+        if "not" in read and self.verdict(place.child("not"), value).failure is None:
+            yield Verdict(Failure("not", read["not"], value))
+        if "if" in read:
+            condition = self.verdict(place.child("if"), value)
+            if condition.failure is None:
+                yield condition
+            branch = "then" if condition.failure is None else "else"
+            if branch in read:
+                yield self.verdict(place.child(branch), value)
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for name, needs in keywords.read_object(read, keyword).items() if isinstance(value, dict) else ():
+                if name in value and isinstance(needs, list):
+                    if any(need not in value for need in needs):
+                        yield Verdict(Failure(keyword, read[keyword], value))
+                elif name in value:
+                    yield self.verdict(place.child(keyword, name), value)
+
+    # Keywords that apply schemas to what is in the value.
+
+    def _inside(self, place: Place, read: dict[str, Any], value: Any) -> Iterator[Verdict]:
+        return self._in_object(place, read, value) if isinstance(value, dict) else self._in_array(place, read, value)
+
+    def _in_object(self, place: Place, read: dict[str, Any], value: dict[str, Any]) -> Iterator[Verdict]:
+        others = dict.fromkeys(value)
+        for name in keywords.read_object(read, "properties"):
+            if name in value:
+                others.pop(name, None)
+                yield self._each(place.child("properties", name), value, [name])
+        for pattern in keywords.read_object(read, "patternProperties"):
+            names = [name for name in value if self.search.found(pattern, name)]
+            others = {name: None for name in others if name not in names}
+            yield self._each(place.child("patternProperties", pattern), value, names)
+        if "additionalProperties" in read:
+            yield self._each(place.child("additionalProperties"), value, [*others])
+        if "propertyNames" in read:
+            for name in value:
+                if (failure := self.verdict(place.child("propertyNames"), name).failure) is not None:
+                    yield Verdict(failure)
+
+    def _in_array(self, place: Place, read: dict[str, Any], value: list[Any]) -> Iterator[Verdict]:
+        listed = next((key for key in ("prefixItems", "items") if isinstance(read.get(key), list)), None)
+        first = 0 if listed is None else len(read[listed])
+        for index in range(min(first, len(value))):
+            yield self._each(place.child(listed, index), value, [index])  # type: ignore[arg-type]  # the range is empty
+        rest = "additionalItems" if listed == "items" else "items"
+        if rest in read and (listed is not None or rest == "items"):
+            yield self._each(place.child(rest), value, [*range(first, len(value))])
+        if "contains" in read:
+            kind = place.child("contains")
+            indices = [index for index, item in enumerate(value) if self.verdict(kind, item).failure is None]
+            low, high = keywords.read_count(read, "minContains"), keywords.read_count(read, "maxContains")
+            if len(indices) < (1 if low is None else low):
+                yield Verdict(Failure("contains", read["contains"], value))
+            if high is not None and len(indices) > high:
+                yield Verdict(Failure("maxContains", read["maxContains"], value))
+            yield Verdict(evaluated=frozenset(indices if place.year >= 2020 else ()))
+
+
+def _keys(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, dict) else [*range(len(value))]
+
+
+def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Verdict]) -> Verdict:
+    """Of alternatives that all fail, the one that goes furthest into the value, or else all of them."""
+    deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
+    if deepest is not None and deepest.failure is not None and deepest.failure.path:
+        return deepest
+    return Verdict(Failure(keyword, read[keyword], value))
+
+
+def _is_of(name: Any, value: Any) -> bool:
+    if name == "integer":
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return whole and not isinstance(value, bool)
+    keywords.of_type(name)  # there is such a type
+    return isinstance(value, _TYPES[name]) and (name != "number" or not isinstance(value, bool))
+
+
+def _out_of_bounds(read: dict[str, Any], least: str, most: str, size: int) -> Iterator[str]:
+    low, high = keywords.read_count(read, least), keywords.read_count(read, most)
+    if low is not None and size < low:
+        yield least
+    if high is not None and size > high:
+        yield most

@@ -1,0 +1,258 @@
+"""The values that the keywords about numbers, strings, arrays and objects allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import GrammarError
+from ..patterns import ecma
+from . import formats, limits, numbers, strings
+from .algebra import NodeAlgebra
+from .arrays import Arrays, Count, Items
+from .document import Place
+from .drafts import known
+from .nodes import FALSE, TRUE, Node
+from .numbers import Numbers
+from .objects import Keys, Objects, Property
+from .shapes import Shapes
+from .strings import Strings
+
+#: Gives the node of the schema under some keys of a place.
+NodeOf = Callable[..., Node]
+
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+STRINGS = ("minLength", "maxLength", "pattern", "format")
+ARRAYS = (
+    "prefixItems", "items", "additionalItems", "contains", "minContains", "maxContains", "minItems", "maxItems", "uniqueItems",
+)  # fmt: skip
+OBJECTS = (
+    "properties", "patternProperties", "additionalProperties", "propertyNames", "required", "minProperties", "maxProperties",
+)  # fmt: skip
+
+
+def of_type(name: Any) -> Shapes:
+    """All values of a type.
+
+    Raises:
+        GrammarError: there is no such type.
+    """
+    known = {
+        "null": Shapes(frozenset(["null"])), "boolean": Shapes(frozenset(["true", "false"])),
+        "number": Shapes(numbers=(Numbers(),)), "integer": Shapes(numbers=(Numbers(kind="integer"),)),
+        "string": Shapes(strings=(Strings(),)), "array": Shapes(arrays=(Arrays(),)), "object": Shapes(objects=(Objects(),)),
+    }  # fmt: skip
+    if not isinstance(name, str) or name not in known:
+        raise GrammarError(f"there is no type {name!r}; the types are {', '.join(known)}", "type")
+    return known[name]
+
+
+def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
+    """One value; `leaf` makes nodes of the values inside."""
+    if value is None or isinstance(value, bool):
+        return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
+    if isinstance(value, int | float):
+        return Shapes(numbers=(numbers.point(value),))
+    if isinstance(value, str):
+        return Shapes(strings=(Strings(values=frozenset([value])),))
+    if isinstance(value, list):
+        size = len(value)
+        return Shapes(arrays=(Arrays(tuple(map(leaf, value)), FALSE, size, size),))
+    return Shapes(objects=(Objects(tuple(Property(name, leaf(part), True) for name, part in value.items()), ()),))
+
+
+def of_numbers(schema: dict[str, Any]) -> Numbers | None:
+    """The numbers that `schema` allows; None if there are none."""
+    result: Numbers | None = Numbers()
+    pieces = []
+    for keyword, low in (("minimum", True), ("maximum", False)):
+        exclusive = schema.get("exclusive" + keyword.capitalize())
+        if keyword in schema:
+            bound = numbers.fraction(_number(schema, keyword))
+            pieces.append(
+                Numbers(bound, exclusive is True) if low else Numbers(high=bound, open_high=exclusive is True)
+            )
+        if exclusive is not None and not isinstance(exclusive, bool):  # a number since draft 6
+            bound = numbers.fraction(_number(schema, "exclusive" + keyword.capitalize()))
+            pieces.append(Numbers(bound, True) if low else Numbers(high=bound, open_high=True))
+    if "multipleOf" in schema:
+        step = numbers.fraction(_number(schema, "multipleOf"))
+        if step <= 0:
+            raise GrammarError(f"multipleOf {schema['multipleOf']!r} is not above zero", "multipleOf")
+        pieces.append(Numbers(multiple=step))
+    for piece in pieces:
+        result = numbers.intersection(result, piece) if result is not None else None
+    return result
+
+
+def of_strings(schema: dict[str, Any]) -> Strings | None:
+    """The strings that `schema` allows; None if there are none."""
+    result = Strings(low=read_count(schema, "minLength") or 0, high=read_count(schema, "maxLength")).simplified()
+    if result is not None and "pattern" in schema:
+        result = strings.intersection(result, _pattern(schema["pattern"]))
+    name = schema.get("format")
+    if result is not None and isinstance(name, str) and name in formats.FORMATS:
+        result = strings.intersection(result, Strings(formats=frozenset([name])))
+    return result
+
+
+def of_arrays(
+    place: Place, schema: dict[str, Any], node_of: NodeOf, opposite: NodeOf, algebra: NodeAlgebra
+) -> Arrays | None:
+    """The arrays that `schema`, the keywords that are read, allows; None if there are none.
+
+    `opposite` is `node_of` for a keyword that subtracts.
+    """
+    prefix: tuple[Node, ...] = ()
+    rest, evaluated = TRUE, Items()
+    dropped = _dropped(place, schema)
+    listed = next((k for k in ("prefixItems", "items") if isinstance(schema.get(k), list)), None)
+    if listed is not None:
+        prefix = tuple(node_of(listed, i) for i in range(len(schema[listed])))
+        evaluated = Items(len(prefix))
+    others_keyword = "additionalItems" if listed == "items" else "items"
+    others_begin = listed is not None or (others_keyword == "items" and "prefixItems" not in dropped)
+    if others_keyword in schema and others_begin:
+        rest, evaluated = node_of(others_keyword), Items(None)
+    counts: tuple[Count, ...] = ()
+    if "contains" in schema:
+        low, high = read_count(schema, "minContains"), read_count(schema, "maxContains")
+        low = low if low is not None else int("minContains" not in dropped)
+        kind, kind_at_most = node_of("contains"), opposite("contains")
+        if high is None or kind == kind_at_most:
+            counts = (Count(0, kind, low, high),)
+        else:
+            counts = (Count(0, kind, low, None), Count(0, kind_at_most, 0, high))
+        if place.year >= 2020 and evaluated.first is not None:
+            evaluated = Items(evaluated.first, (kind,))
+    unique = schema.get("uniqueItems") is True
+    low, high = read_count(schema, "minItems") or 0, read_count(schema, "maxItems")
+    return Arrays(prefix, rest, low, high, counts, unique, evaluated).simplified(algebra)
+
+
+def of_objects(
+    place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra, normalise: Callable[[Node], Shapes]
+) -> Objects | None:
+    """The objects that `schema`, the keywords that are read, allows; None if there are none. `normalise` gives a node's shapes."""
+    nodes = algebra.nodes
+    dropped = _dropped(place, schema)
+    named: dict[str, Node] = {name: node_of("properties", name) for name in read_object(schema, "properties")}
+    if len(named) > limits.PROPERTIES:
+        limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
+    classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
+    patterns = []
+    for text in read_object(schema, "patternProperties"):
+        pattern, node = _pattern_of_keys(place, text), node_of("patternProperties", text)
+        patterns.append(pattern)
+        with _blaming("patternProperties"):
+            classes = [
+                (shared, result)
+                for keys, old in classes
+                for part, result in [(pattern, (*old, node)), *((other, old) for other in strings.complement(pattern))]
+                if (shared := strings.intersection(keys, part)) is not None
+            ]
+            if len(classes) > limits.ALTERNATIVES:
+                limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys")
+            named = {n: nodes.intersection(old, node) if pattern.contains(n) else old for n, old in named.items()}
+    additional = node_of("additionalProperties") if "additionalProperties" in schema else TRUE
+    if "properties" in dropped:
+        additional = TRUE
+    unread = [node_of("patternProperties", text) for text in read_object(place.schema, "patternProperties")
+              if text not in schema.get("patternProperties", {})]  # fmt: skip
+    # A key that may match a pattern which is left out: more or less is allowed, whichever errs on the safe side.
+    if unread and place.subtracted:
+        additional = nodes.intersection(additional, *unread)
+        classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
+        named = {name: nodes.intersection(node, *unread) for name, node in named.items()}
+    elif unread:
+        additional = nodes.union(additional, *unread)
+    rest = tuple((keys, nodes.intersection(*result) if result else additional) for keys, result in classes)
+    if unread and not place.subtracted:
+        patterns.append(strings.ALL)
+    evaluated = Keys(frozenset(named), tuple(patterns), "additionalProperties" in schema)
+    required = dict.fromkeys(read_names(schema, "required"))
+    result = Objects(rest=rest)
+    properties = [Property(n, node, n in required) for n, node in named.items()]
+    properties += [Property(name, result.value(name), True) for name in required if name not in named]
+    if "propertyNames" in schema:
+        names = normalise(node_of("propertyNames")).strings
+        allowed = [prop if any(keys.contains(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)
+                for prop in properties]  # fmt: skip
+        properties = allowed
+        with _blaming("propertyNames"):
+            rest = tuple(
+                (shared, node)
+                for keys, node in rest
+                for name in names
+                if (shared := strings.intersection(keys, name)) is not None
+            )
+    low, high = read_count(schema, "minProperties") or 0, read_count(schema, "maxProperties")
+    return Objects(tuple(properties), rest, low, high, evaluated=evaluated).simplified(algebra)
+
+
+def _pattern(text: Any) -> Strings:
+    if not isinstance(text, str):
+        raise GrammarError(f"a pattern is a string, not {text!r}", "pattern")
+    return Strings(conditions=frozenset(ecma.strings(text)))
+
+
+def _pattern_of_keys(place: Place, text: str) -> Strings:
+    try:
+        return _pattern(text)
+    except GrammarError as problem:  # the path leads to the one pattern: others can be read
+        path = place.path_of("patternProperties", text)
+        raise GrammarError(f"{path}: patternProperties: {problem}", "patternProperties", path) from problem
+
+
+def _dropped(place: Place, schema: dict[str, Any]) -> frozenset[str]:
+    """Keywords of `place` that are left out: `schema` does not have them."""
+    return frozenset(keyword for keyword in place.schema if keyword not in schema and known(keyword, place.year))
+
+
+@contextmanager
+def _blaming(keyword: str) -> Iterator[None]:
+    """Makes `keyword` that of errors without a path."""
+    try:
+        yield
+    except GrammarError as problem:
+        if problem.path is not None:
+            raise
+        raise GrammarError(str(problem), keyword) from problem
+
+
+def _number(schema: dict[str, Any], keyword: str) -> int | float:
+    value = schema[keyword]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise GrammarError(f"{keyword} is a number, not {value!r}", keyword)
+    return value
+
+
+def read_count(schema: dict[str, Any], keyword: str) -> int | None:
+    """The value of a keyword that counts something; None if it is absent."""
+    if keyword not in schema:
+        return None
+    value = _number(schema, keyword)
+    if value < 0 or (isinstance(value, float) and not value.is_integer()):  # is_integer: of infinite ones, too
+        raise GrammarError(f"{keyword} is a whole number from 0, not {value!r}", keyword)
+    if value > limits.COUNT and keyword.startswith("max"):  # no text gets there
+        return None
+    if value > limits.COUNT:
+        limits.exceeded("COUNT", limits.COUNT, keyword, keyword)
+    return int(value)
+
+
+def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """The value of a keyword that is an object; an empty one if it is absent."""
+    value = schema.get(keyword, {})
+    if not isinstance(value, dict):
+        raise GrammarError(f"{keyword} is an object, not {value!r}", keyword)
+    return value
+
+
+def read_names(schema: dict[str, Any], keyword: str) -> list[str]:
+    """The value of a keyword that lists names; none if it is absent."""
+    value = schema.get(keyword, [])
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise GrammarError(f"{keyword} is a list of names, not {value!r}", keyword)
+    return value

@@ -1,0 +1,287 @@
+"""From schemas to shapes: every keyword is a set of values, and a schema is the intersection of its keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from ...errors import GrammarError
+from ..patterns.deadline import check
+from . import keywords, left_out, limits, shapes
+from .algebra import NodeAlgebra
+from .applicators import APPLICATORS, one_of_as_any_of
+from .document import Place
+from .drafts import known
+from .equality import canonical
+from .nodes import FALSE, TRUE, Node, Nodes
+from .shapes import ALL, NONE, Shapes
+from .strings import Strings
+
+_LOOK_AHEAD = 3
+_WORK = "the work of multiplying out allOf, anyOf, oneOf, not, …"
+
+
+class _CycleError(Exception):
+    """A node refers to itself with nothing in between."""
+
+
+class Normaliser(NodeAlgebra):
+    """Computes the shapes of nodes, each once.
+
+    Args:
+        dropped: (path, keyword) of keywords that are left out: they allow everything, and nothing where a schema is subtracted
+            (under ``not``), so that the whole allows more for it. oneOf is read as if it were anyOf.
+        evaluation: whether a keyword asks what others have evaluated.
+    """
+
+    def __init__(self, dropped: frozenset[tuple[str, str]] = frozenset(), evaluation: bool = True) -> None:
+        self.nodes = Nodes()
+        self.dropped, self.evaluation = dropped, evaluation
+        self.steps = self.depth = 0
+        self.known: dict[Node, Shapes] = {}
+        self.active: list[Node] = []
+        self.within: dict[Node, set[Node]] = {}
+
+    def step(self, count: int = 1) -> None:
+        self.steps += count
+        check(_WORK)
+        if self.steps > limits.STEPS:
+            limits.exceeded("STEPS", limits.STEPS, _WORK)
+
+    def place(self, content: Place | bool) -> Node:
+        """The node of a schema."""
+        if isinstance(content, bool):
+            return TRUE if content else FALSE
+        if not content.schema:
+            return TRUE
+        return self.nodes.leaf("schema", (id(content.schema), content.scope, content.subtracted), content)
+
+    def reads(self, place: Place, keyword: str) -> bool:
+        """Whether `place` has `keyword`, its draft knows it, and it is not left out."""
+        return keyword in place.schema and known(keyword, place.year) and (place.path, keyword) not in self.dropped
+
+    def opposite(self, place: Place) -> Place:
+        """`place` for a keyword that subtracts: what is left out in it then allows nothing where it allowed everything."""
+        return replace(place, subtracted=not place.subtracted) if self.dropped else place
+
+    def value(self, value: Any) -> Node:
+        """The node of a value, the same one for equal values."""
+        return self.nodes.leaf("value", canonical(value), value)
+
+    def empty(self, node: Node) -> bool:
+        if node in (TRUE, FALSE):
+            return node == FALSE
+        if node in self.known:
+            return self.known[node].empty
+        if self.depth >= _LOOK_AHEAD:
+            return False
+        self.depth += 1
+        try:
+            return self.normalise(node).empty
+        except _CycleError:
+            return False
+        finally:
+            self.depth -= 1
+
+    def shapes(self, node: Node) -> Shapes:
+        """The values of `node`.
+
+        Raises:
+            GrammarError: it cannot be expressed.
+        """
+        try:
+            return self.normalise(node)
+        except (_CycleError, RecursionError) as problem:
+            term = self.nodes.terms[node][1]
+            path = term.path if isinstance(term, Place) else "$"
+            raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
+
+    def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
+        """`problem`, which arose in writing `node`, with the place of its keyword, or of one that may have brought it about."""
+        seen, queue = {node}, [node]
+        places: list[Place] = []
+        for queued in queue:
+            term = self.nodes.terms[queued]
+            if term[0] == "schema":
+                places.append(term[1])
+            parts = {*self.within.get(queued, ()), *(term[1] if term[0] in ("all", "any") else [])}
+            queue += sorted(parts - seen)
+            seen |= parts
+        for keyword in (problem.keyword or "", *left_out.CAUSES.get(problem.keyword or "", ()), *left_out.COARSE):
+            for place in places:
+                if self.reads(place, keyword):
+                    return GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path)
+        if not places:
+            return problem
+        return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
+
+    def normalise(self, node: Node) -> Shapes:
+        if self.active:
+            self.within.setdefault(self.active[-1], set()).add(node)
+        if node in self.known:
+            return self.known[node]
+        if node in self.active:
+            raise _CycleError
+        check(_WORK)
+        self.active.append(node)
+        try:
+            current = self._compute(node)
+        finally:
+            self.active.pop()
+        self.known[node] = current
+        return current
+
+    def _compute(self, node: Node) -> Shapes:
+        kind, content = self.nodes.terms[node]
+        match kind:
+            case "false":
+                return NONE
+            case "true":
+                return ALL
+            case "schema":
+                return self.schema(content)
+            case "value":
+                return keywords.of_value(content, self.value)
+            case "not":
+                return shapes.difference(ALL, self.normalise(content), self)
+            case "any":
+                return shapes.union(*map(self.normalise, content))
+        current = ALL
+        for part in sorted(content, key=lambda part: self.nodes.terms[part][0] == "not"):
+            if self.nodes.terms[part][0] == "not":
+                current = shapes.difference(current, self.normalise(self.nodes.terms[part][1]), self)
+            else:
+                current = shapes.intersection(current, self.normalise(part), self)
+        return current
+
+    def schema(self, place: Place) -> Shapes:
+        """The values that the schema at `place` allows."""
+        schema = place.schema
+
+        def read(keyword: str) -> bool:
+            return self.reads(place, keyword)
+
+        if read("$ref") and place.year <= 2018:  # nothing stands beside it
+            with self.locating_errors(place, "$ref"):
+                return self.normalise(self.place(place.follow(schema["$ref"])))
+        current = self.types(place, read)
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if read(keyword):
+                with self.locating_errors(place, keyword):
+                    current = self.intersect(current, self.place(place.follow(schema[keyword], keyword)))
+        current = self._without_dropped(place, current)
+        for keyword, combine in APPLICATORS.items():
+            if read(keyword):
+                with self.locating_errors(place, keyword):
+                    current = combine(self, place, current)
+        return current
+
+    def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
+        """`current` as far as keywords that are left out leave it; they may have evaluated anything."""
+        dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
+        if place.subtracted:
+            return left_out.without(current, dropped)
+        if "oneOf" in dropped:
+            try:
+                return one_of_as_any_of(self, place, current)
+            except GrammarError as problem:  # too many alternatives, even so
+                if problem.path is not None:
+                    raise
+        evaluated = self.evaluation and not left_out.EVALUATING.isdisjoint(dropped)
+        return shapes.all_evaluated(current) if evaluated else current
+
+    @contextmanager
+    def locating_errors(self, place: Place, keyword: str, group: tuple[str, ...] = ()) -> Iterator[None]:
+        """Adds keyword and place to errors that have none; another keyword of `group` if the error names one."""
+        try:
+            yield
+        except GrammarError as problem:
+            if problem.path is not None:
+                raise
+            if problem.keyword in group and problem.keyword in place.schema:
+                keyword = problem.keyword
+            raise GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path) from problem
+
+    def node_of(self, place: Place) -> keywords.NodeOf:
+        """Makes nodes of the schemas under keys of `place`."""
+
+        def node(*keys: str | int) -> Node:
+            return self.place(place.child(*keys))
+
+        return node
+
+    def intersect(self, current: Shapes, node: Node) -> Shapes:
+        return current if current.empty else shapes.intersection(current, self.normalise(node), self)
+
+    def types(self, place: Place, read: Callable[[str], bool]) -> Shapes:
+        """The values that the keywords about single types, ``type``, ``const`` and ``enum`` allow."""
+        schema, current = place.schema, ALL
+        if read("type"):
+            with self.locating_errors(place, "type"):
+                names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+                current = shapes.union(*map(keywords.of_type, names))
+        for keyword in ("const", "enum"):
+            if read(keyword):
+                with self.locating_errors(place, keyword):
+                    values = schema[keyword] if keyword == "enum" else [schema[keyword]]
+                    current = shapes.intersection(current, self.values(values), self)
+        node_of = self.node_of(place)
+
+        def first_read(names: tuple[str, ...]) -> str:
+            return next((name for name in names if read(name)), "")
+
+        read_keywords = {key: value for key, value in schema.items() if read(key)}
+        if isinstance(patterns := read_keywords.get("patternProperties"), dict):
+            read_keywords["patternProperties"] = {
+                text: value
+                for text, value in patterns.items()
+                if (place.path_of("patternProperties", text), "patternProperties") not in self.dropped
+            }
+        if current.numbers and (keyword := first_read(keywords.NUMBERS)):
+            with self.locating_errors(place, keyword, keywords.NUMBERS):
+                numbers_allowed = keywords.of_numbers(read_keywords)
+                current = shapes.intersection(
+                    current, replace(ALL, numbers=() if numbers_allowed is None else (numbers_allowed,)), self
+                )
+        if current.strings and (keyword := first_read(keywords.STRINGS)):
+            with self.locating_errors(place, keyword, keywords.STRINGS):
+                strings_allowed = keywords.of_strings(read_keywords)
+                current = shapes.intersection(
+                    current, replace(ALL, strings=() if strings_allowed is None else (strings_allowed,)), self
+                )
+        if current.arrays and (keyword := first_read(keywords.ARRAYS)):
+            with self.locating_errors(place, keyword, keywords.ARRAYS):
+                arrays_allowed = keywords.of_arrays(
+                    place, read_keywords, node_of, self.node_of(self.opposite(place)), self
+                )
+                current = shapes.intersection(
+                    current,
+                    replace(ALL, arrays=() if arrays_allowed is None else (self.without_evaluated(arrays_allowed),)),
+                    self,
+                )
+        if current.objects and (keyword := first_read(keywords.OBJECTS)):
+            with self.locating_errors(place, keyword, keywords.OBJECTS):
+                objects_allowed = keywords.of_objects(place, read_keywords, node_of, self, self.normalise)
+                current = shapes.intersection(
+                    current,
+                    replace(ALL, objects=() if objects_allowed is None else (self.without_evaluated(objects_allowed),)),
+                    self,
+                )
+        return current
+
+    def without_evaluated(self, shape: Any) -> Any:
+        """`shape` without what has been evaluated, where no keyword asks for that."""
+        return shape if self.evaluation else replace(shape, evaluated=type(shape)().evaluated)
+
+    def values(self, values: Any) -> Shapes:
+        """Enumerated values."""
+        if not isinstance(values, list):
+            raise GrammarError(f"an enumeration is a list, not {values!r}", "enum")
+        if len(values) > limits.VALUES:
+            limits.exceeded("VALUES", limits.VALUES, f"an enumeration of {len(values):,} values", "enum")
+        texts = [value for value in values if isinstance(value, str)]
+        current = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
+        rest = (keywords.of_value(value, self.value) for value in values if not isinstance(value, str))
+        return shapes.union(current, *rest)

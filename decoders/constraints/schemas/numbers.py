@@ -1,0 +1,140 @@
+"""Sets of numbers: intervals of integers, of non-integers or of both, and multiples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from ...errors import GrammarError
+
+#: From here on not every integer is a float.
+EXACT = 2**53
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers between `low` and `high` (None: no bound) that are of a kind.
+
+    Attributes:
+        open_low: `low` itself is not among them.
+        open_high: `high` itself is not among them.
+        kind: "any", "integer" (1.0 is one), "fraction" for all but integers.
+        multiple: all are multiples of it; None where that is no condition.
+    """
+
+    low: Fraction | None = None
+    open_low: bool = False
+    high: Fraction | None = None
+    open_high: bool = False
+    kind: str = "any"
+    multiple: Fraction | None = None
+
+    @property
+    def empty(self) -> bool:
+        if self.low is None or self.high is None:
+            return False
+        if self.low > self.high:
+            return True
+        point = self.low == self.high
+        return point and (self.open_low or self.open_high or not self.contains(self.low))
+
+    def contains(self, value: Fraction) -> bool:
+        """Whether `value` is among them."""
+        if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
+            return False
+        if self.high is not None and (value > self.high or (self.open_high and value == self.high)):
+            return False
+        whole = value.denominator == 1
+        if (self.kind == "integer" and not whole) or (self.kind == "fraction" and whole):
+            return False
+        return self.multiple is None or (value / self.multiple).denominator == 1
+
+    def simplified(self) -> Numbers | None:
+        """The same set with closed bounds if it is one of integers; None if nothing is left."""
+        step = self.step
+        if step is None:
+            return None if self.empty else self
+        if self.kind == "fraction" and step.denominator == 1:
+            return None
+        low, high = self.low, self.high
+        if low is not None:
+            low = math.ceil(low / step) * step
+            low += step if self.open_low and low == self.low else 0
+        if high is not None:
+            high = math.floor(high / step) * step
+            high -= step if self.open_high and high == self.high else 0
+        simple = replace(self, low=low, open_low=False, high=high, open_high=False)
+        if simple.kind == "any" and step.denominator == 1:
+            simple = replace(simple, kind="integer")
+        if simple.kind == "integer" and simple.multiple is not None and simple.multiple != step:
+            simple = replace(simple, multiple=step)
+        if simple.multiple == 1 and simple.kind == "integer":
+            simple = replace(simple, multiple=None)
+        return None if simple.empty else simple
+
+    @property
+    def step(self) -> Fraction | None:
+        """The distance of neighbours, if they are evenly spaced."""
+        if self.kind == "integer":
+            return Fraction(1) if self.multiple is None else _common_multiple(self.multiple, Fraction(1))
+        return self.multiple
+
+
+def intersection(a: Numbers, b: Numbers) -> Numbers | None:
+    """The numbers of both `a` and `b`; None if there are none."""
+    kind = b.kind if a.kind == "any" else a.kind
+    if b.kind not in ("any", kind):
+        return None
+    low, open_low = max([(x.low, x.open_low) for x in (a, b) if x.low is not None], default=(None, False))
+    highs = [(x.high, not x.open_high) for x in (a, b) if x.high is not None]
+    high, closed_high = min(highs, default=(None, True))
+    multiple = a.multiple or b.multiple
+    if a.multiple is not None and b.multiple is not None:
+        multiple = _common_multiple(a.multiple, b.multiple)
+    return Numbers(low, open_low, high, not closed_high, kind, multiple).simplified()
+
+
+def complement(a: Numbers) -> list[Numbers]:
+    """The numbers that are not of `a`, as alternatives.
+
+    Raises:
+        GrammarError: they are those that are not multiples of something.
+    """
+    alternatives: list[Numbers] = []
+    if a.low is not None:
+        alternatives.append(Numbers(high=a.low, open_high=not a.open_low))
+    if a.high is not None:
+        alternatives.append(Numbers(low=a.high, open_low=not a.open_high))
+    if a.low is None or a.low != a.high:  # a point has no inside
+        if a.multiple is not None:
+            raise GrammarError(
+                "numbers that are not a multiple of something; strict=False validates them", "multipleOf"
+            )
+        if a.kind != "any":
+            alternatives.append(replace(a, kind="integer" if a.kind == "fraction" else "fraction"))
+    return [simple for piece in alternatives if (simple := piece.simplified()) is not None]
+
+
+def point(value: Any) -> Numbers:
+    """The one number `value`."""
+    exact = fraction(value)
+    return Numbers(exact, False, exact, False, "integer" if exact.denominator == 1 else "fraction")
+
+
+def fraction(value: Any) -> Fraction:
+    """`value` of a schema, as it was written: 0.1 is one tenth. Large floats are what they are: 1e23 is not ten to the 23rd.
+
+    Raises:
+        GrammarError: infinite or not a number.
+    """
+    try:
+        exact = isinstance(value, int) or abs(value) >= EXACT
+        return Fraction(value) if exact else Fraction(repr(value))
+    except (ValueError, OverflowError) as problem:
+        raise GrammarError(f"{value!r} is not a number of JSON") from problem
+
+
+def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
+    return Fraction(math.lcm(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator)

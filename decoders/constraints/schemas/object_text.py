@@ -1,0 +1,203 @@
+"""Objects as rules: declared properties in their order, then others; their number, and required members with undeclared keys.
+
+A grammar cannot tell which keys have been written. Declared properties have a fixed order, so none occurs twice. Other keys may
+occur twice, and a reader of the text keeps the last value: so only one of them is counted, and conditions are fulfilled by the last
+members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from ...errors import GrammarError
+from . import json_text, limits, strings
+from .nodes import FALSE, TRUE, Node
+from .notation import EMPTY, NOTHING, Expr, alt, rep, seq, text
+from .objects import Objects, Property
+from .strings import Strings
+
+if TYPE_CHECKING:
+    from .writing import Writer
+
+_MOST_CONDITIONS = 4
+_MEMBERS_PER_RULE = 16
+_ONE_UNDECLARED = (
+    "Of the properties that minProperties asks for, at most one is one that is not declared: others may be the same."
+)
+_SHARED_CONDITIONS = (
+    "Where several conditions ask for some property, one that is not declared meets all of them, "
+    "or each has keys of its own."
+)
+
+
+def write_object(writer: Writer, name: str, shape: Objects) -> Expr:
+    """The texts of `shape`; `name` begins the names of its rules."""
+    return _ObjectWriter(writer, name, shape).write()
+
+
+class _ObjectWriter:
+    def __init__(self, writer: Writer, name: str, shape: Objects) -> None:
+        self.writer, self.name, self.shape = writer, name, shape
+        self.members = [prop for prop in shape.properties if prop.node != FALSE]
+        self.undeclared = Strings(excluded=frozenset(shape.names)).simplified()
+        open_to_all = not shape.exists and shape.rest == ((strings.ALL, TRUE),)
+        self.rest = () if writer.closed and open_to_all and self.members else shape.rest
+        self.comma = text(writer.whitespace.comma)
+        self.low, self.high = shape.low, shape.high
+        if self.high is not None and not self.rest and self.high >= len(self.members):
+            self.high = None
+        self.last = max(1, self.low) if self.high is None else max(1, self.high)
+        self.done: set[str] = set()
+        self.todo: list[tuple[str, Callable[[], Expr]]] = []
+        if len(shape.exists) > _MOST_CONDITIONS:
+            limits.exceeded(
+                "conditions on some property", _MOST_CONDITIONS, "what must occur somewhere in an object", "not"
+            )
+        if self.last > 1 and sum(min(p, self.last) + 1 for p in range(len(self.members))) > limits.RULES:
+            keyword = "minProperties" if self.high is None else "maxProperties"
+            limits.exceeded(
+                "RULES", limits.RULES, f"counting {len(self.members):,} properties to {self.last:,}", keyword
+            )
+
+    def write(self) -> Expr:
+        whitespace = self.writer.whitespace
+        empty = []
+        if self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members):
+            empty = [text(rf"\{{{whitespace.opened}\}}")]
+        inside = self.declared(0, 0)
+        while self.todo:  # not by recursion: there may be thousands of properties
+            rule, expression = self.todo.pop()
+            self.writer.rule(rule, expression())
+        return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), inside, text(rf"{whitespace.closing}\}}")))
+
+    def declared(self, position: int, count: int) -> Expr:
+        """The rest of the object, from the property at `position` on, after `count` members (at most `last` are counted)."""
+        if position == len(self.members):
+            return self.undeclared_members(count, frozenset())
+        if self.high is None and count == self.last:  # only whether they are there
+            return self.named(f"p{position}", lambda: self.tail(position))
+        return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
+
+    def tail(self, position: int) -> Expr:
+        """The members from `position`, each behind a comma; up to a few in one rule, since rules may share the rest."""
+        end = min(len(self.members), position + _MEMBERS_PER_RULE - position % _MEMBERS_PER_RULE)
+        run = [self.optional(prop) for prop in self.members[position:end]]
+        return seq(*run, self.declared(end, self.last))
+
+    def optional(self, prop: Property) -> Expr:
+        return rep(seq(self.comma, self.member(prop)), int(prop.required), 1)
+
+    def choice(self, position: int, count: int) -> Expr:
+        if self.last == 1 and self.high is None:  # count is 0: which member is the first?
+            alternatives = []
+            for index, prop in enumerate(self.members[position:], position):
+                alternatives.append(seq(self.member(prop), self.declared(index + 1, 1)))
+                if prop.required:
+                    break
+            else:
+                alternatives.append(self.undeclared_members(0, frozenset()))
+            first = next((i for i, prop in enumerate(self.members) if prop.required), None)
+            if first is not None and first > 1:  # what stands before a member that is there
+                before = [rep(seq(self.member(prop), self.comma), 0, 1) for prop in self.members[position:first]]
+                return seq(*before, self.member(self.members[first]), self.declared(first + 1, 1))
+            return alt(*alternatives)
+        prop = self.members[position]
+        alternatives = [] if prop.required else [self.declared(position + 1, count)]
+        if self.high is None or count < self.high:
+            comma = [self.comma] if count else []
+            alternatives.append(seq(*comma, self.member(prop), self.declared(position + 1, min(count + 1, self.last))))
+        return alt(*alternatives)
+
+    def named(self, state: str, expression: Callable[[], Expr]) -> Expr:
+        """A reference to the rule of `state`, which :meth:`write` makes of `expression`."""
+        rule = f"{self.name}{state}"
+        if rule not in self.done:
+            self.done.add(rule)
+            self.todo.append((rule, expression))
+        return self.writer.reference(rule)
+
+    def member(self, prop: Property) -> Expr:
+        key = json_text.literal(json_text.quoted(prop.name)) + self.writer.whitespace.colon
+        return seq(text(key), self.writer.place(prop.node))
+
+    def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
+        """Members that are not declared; `fulfilled`: indices of the conditions of ``exists`` that are."""
+        shape = self.shape
+        if self.low - count > 1:
+            return self.several_undeclared()
+        if shape.exists:
+            return self.named(
+                f"s{count}_{'_'.join(map(str, sorted(fulfilled)))}", lambda: self.members_fulfilling(count, fulfilled)
+            )
+        item = self.item(())
+        needed = max(0, self.low - count)
+        left = None if self.high is None else self.high - count
+        if count:
+            return rep(seq(self.comma, item), needed, left)
+        # That there is nothing at all is dealt with elsewhere.
+        return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
+
+    def several_undeclared(self) -> Expr:
+        """Nothing: of several undeclared members, as ``minProperties`` would need them, two may have the same key.
+
+        Raises:
+            GrammarError: too few are declared to do without.
+        """
+        if self.item(()) != NOTHING:
+            if len(self.members) + 1 < self.low:
+                raise GrammarError(
+                    f"of {self.low} properties all but one need to be declared, since keys that are not may repeat; "
+                    "strict=False validates it afterwards",
+                    "minProperties",
+                )
+            self.writer.warning(_ONE_UNDECLARED)
+        return NOTHING
+
+    def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
+        """Undeclared members: first those that fulfil no condition, then those that do, whose keys fulfil no earlier condition."""
+        unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
+        comma = [self.comma] if count else []
+        alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
+        repeated: Expr | None = None
+        if len(self.shape.exists) > 1:
+            self.writer.warning(_SHARED_CONDITIONS)
+        for size in range(bool(fulfilled), len(unfulfilled) + 1) if self.high is None or count < self.high else ():
+            for taken in combinations(unfulfilled, size):
+                item = seq(*comma, self.item(taken, fulfilled))
+                after = min(count + 1, self.last) if self.high is None else count + 1
+                if not taken and after == count:
+                    repeated = item
+                else:
+                    alternatives.append(seq(item, self.undeclared_members(after, fulfilled | set(taken))))
+        return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
+
+    def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
+        """An undeclared member that fulfils the conditions `taken`, with a key of none of the conditions `fulfilled`."""
+        nodes, alternatives = self.writer.normaliser.nodes, []
+        for keys, node in self.rest:
+            allowed_keys: Strings | None = (
+                strings.intersection(keys, self.undeclared) if self.undeclared is not None else None
+            )
+            value: Node = node
+            for index in taken:
+                keys_of_condition, kind = self.shape.exists[index]
+                allowed_keys = (
+                    strings.intersection(allowed_keys, keys_of_condition) if allowed_keys is not None else None
+                )
+                value = nodes.intersection(value, kind)
+            key_sets = [] if allowed_keys is None else [allowed_keys]
+            for index in fulfilled:
+                other_keys = strings.complement(self.shape.exists[index][0])
+                key_sets = [
+                    both
+                    for keys_left in key_sets
+                    for keys_apart in other_keys
+                    if (both := strings.intersection(keys_left, keys_apart)) is not None
+                ]
+            alternatives += [
+                seq(self.writer.string(keys_left, self.writer.whitespace.colon), self.writer.place(value))
+                for keys_left in key_sets
+            ]
+        return alt(*alternatives)

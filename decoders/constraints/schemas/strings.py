@@ -1,0 +1,155 @@
+"""Sets of strings: patterns to meet or not, lengths in characters, enumerated and excluded values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ...errors import GrammarError
+from ..patterns import automata
+from ..patterns import limits as pattern_limits
+from ..patterns.tree import NOTHING, Pattern, words
+from . import formats
+
+if TYPE_CHECKING:
+    from interegular.fsm import FSM
+
+
+@dataclass(frozen=True)
+class Strings:
+    """Strings that meet every condition.
+
+    Attributes:
+        conditions: trees, each to be met (True) or not.
+        formats: names of known formats, met by what is written. A format is a condition to some and an annotation to
+            others: nothing is concluded from one, so that both are satisfied.
+        low: least length in characters.
+        high: greatest length, None if there is no bound.
+        values: none but these, if given; all other conditions are dealt with then.
+        excluded: none of these.
+    """
+
+    conditions: frozenset[tuple[Pattern, bool]] = frozenset()
+    formats: frozenset[str] = frozenset()
+    low: int = 0
+    high: int | None = None
+    values: frozenset[str] | None = None
+    excluded: frozenset[str] = field(default=frozenset())
+
+    @property
+    def unconstrained(self) -> bool:
+        """Whether every string is among them."""
+        return self == ALL
+
+    def contains(self, text: str) -> bool:
+        """Whether `text` is among them, formats aside."""
+        if self.values is not None:
+            return text in self.values
+        if text in self.excluded or len(text) < self.low or (self.high is not None and len(text) > self.high):
+            return False
+        return all(automata.matches(pattern, text) is good for pattern, good in self.conditions)
+
+    @property
+    def written(self) -> Strings | None:
+        """The strings that the grammar writes, for which formats are conditions; None if there are none.
+
+        Raises:
+            GrammarError: they are too many conditions for an automaton, formats among them.
+        """
+        if self.values is not None:
+            matching = (text for text in self.values if all(formats.valid(name, text) for name in self.formats))
+            return Strings(values=frozenset(matching)).simplified()
+        trees = (formats.tree(name) for name in self.formats)
+        conditions = self.conditions | {(pattern, True) for pattern in trees if pattern is not None}
+        try:
+            return replace(self, conditions=conditions, formats=frozenset()).simplified()
+        except GrammarError as problem:  # without formats there was none
+            raise GrammarError(str(problem), "format" if self.formats else None) from problem
+
+    def automaton(self) -> FSM:
+        """The strings as an automaton, unless they are enumerated; formats aside.
+
+        Raises:
+            GrammarError: too large.
+        """
+        return _automaton(self)
+
+    def simplified(self) -> Strings | None:
+        """The same set, None if it is empty."""
+        if self.values is not None:
+            return self if self.values else None
+        if self.high is not None and self.low > self.high:
+            return None
+        if self.high == 0:
+            return replace(_ONLY_EMPTY, formats=self.formats) if self.contains("") else None
+        if len(self.conditions) == 1 and not (self.low or self.high or self.excluded):
+            ((pattern, good),) = self.conditions
+            if good:  # trees leave out what cannot match
+                return None if pattern == NOTHING else self
+        return None if self.conditions and _nothing(self) else self
+
+
+ALL = Strings()
+_ONLY_EMPTY = Strings(values=frozenset([""]))
+
+
+def intersection(a: Strings, b: Strings) -> Strings | None:
+    """The strings of both `a` and `b`; None if there are none."""
+    if a == b or b.unconstrained:
+        return a
+    if a.unconstrained:
+        return b
+    if a.values is not None or b.values is not None:
+        few, other = (a, b) if a.values is not None else (b, a)
+        matching = frozenset(text for text in few.values or () if other.contains(text))
+        return replace(few, values=matching, formats=a.formats | b.formats).simplified()
+    highs = [x.high for x in (a, b) if x.high is not None]
+    return Strings(
+        a.conditions | b.conditions, a.formats | b.formats, max(a.low, b.low), min(highs, default=None), None,
+        a.excluded | b.excluded,
+    ).simplified()  # fmt: skip
+
+
+def complement(a: Strings) -> list[Strings]:
+    """The strings that are not of `a`, as alternatives."""
+    if a.values is not None:
+        return [Strings(excluded=a.values)]
+    left = [Strings(high=a.low - 1).simplified()] if a.low else []
+    if a.high is not None:
+        left.append(Strings(low=a.high + 1))
+    left += [
+        Strings(conditions=frozenset([(pattern, not good)])).simplified()
+        for pattern, good in sorted(a.conditions, key=repr)
+    ]
+    if a.excluded:
+        left.append(Strings(values=a.excluded))
+    return [piece for piece in left if piece is not None]
+
+
+def _nothing(strings: Strings) -> bool:
+    """Whether no string is among `strings`: their automaton says so or, if it is too large, the lengths that patterns allow.
+
+    Raises:
+        GrammarError: the automaton of the patterns alone is too large, or the lengths are.
+    """
+    try:
+        return strings.automaton().empty()
+    except GrammarError:
+        if strings.high is None or strings.high >= pattern_limits.STATES:
+            raise
+        patterns = replace(strings, low=0, high=None).automaton()
+    reached = set() if patterns.empty() else {0}
+    for length in range(strings.high + 1):
+        if length >= strings.low and reached & patterns.finals:
+            return False
+        reached = {after for state in reached for after in patterns.map[state].values()}
+    return True
+
+
+@lru_cache(maxsize=64)  # of up to 10 MB each
+def _automaton(strings: Strings) -> FSM:
+    conditions = sorted(strings.conditions, key=repr)  # hashes have no order
+    if strings.excluded:
+        conditions = [*conditions, (words(strings.excluded), False)]
+    return automata.automaton(conditions, strings.low, strings.high)

@@ -1,0 +1,228 @@
+"""What passes between the loop and a strategy: the rows, the draft that it proposes for them, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..common.devices import host_reads
+from ..errors import DraftError
+from .tensors import MAX_NODES, NO_PARENT, TreeTensors, described
+from .topology import Topology, parents_by_row
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The rows as committed so far; device tensors, updated in place by the loop between steps.
+
+    Attributes:
+        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; what lies behind a row's length is undefined. ``L``
+            covers the longest row and may grow from step to step.
+        length: ``[B]`` int64, committed tokens per row.
+        prompt_length: ``[B]`` int64, how many of them are prompt.
+        finished: ``[B]`` bool, rows that generate no more.
+        noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
+            (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
+            target's own draws; with others they are fresh in every step.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    finished: Tensor
+    noise_keys: Tensor
+
+    @property
+    def last(self) -> Tensor:
+        """``[B, 1]`` int64, the last committed token of each row: node 0 of the next block."""
+        return self.tokens.gather(1, self.length[:, None] - 1)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether Python may look at these values, and those of the step, without waiting: on a CPU, unless the hook is recorded."""
+        return host_reads(self.length)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A small tree of draft tokens for every row.
+
+    Attributes:
+        tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
+            draft token here": such a node and whatever continues it is never accepted.
+        topology: the block's shape, one for all rows (:class:`Topology`) or one per row (:class:`TreeTensors`).
+        scores: ``[B, N-1, V]`` float32, what each draft token was drawn from (``softmax``), given its parent; siblings are drawn
+            without replacement, in node order. None: the draft tokens were not drawn by chance. The coupled verifier needs
+            none.
+        depth: most draft tokens on a path, for trees per row whose proposer knows it; see :attr:`levels`.
+        grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, by a measure of its own with few
+            values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
+    """
+
+    tokens: Tensor
+    topology: Topology | TreeTensors
+    scores: Tensor | None = None
+    depth: int | None = None
+    grades: Tensor | None = None
+
+    @property
+    def levels(self) -> int:
+        """Upper bound of the depth; the grammar guide on the device walks this many levels."""
+        if isinstance(self.topology, Topology):
+            return self.topology.max_depth
+        return len(self.topology) - 1 if self.depth is None else self.depth
+
+    @property
+    def parents(self) -> Sequence[Sequence[int]]:
+        """Of every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+        return parents_by_row(self.topology, len(self.tokens))
+
+    @property
+    def has_draft_tokens_only(self) -> bool:
+        """Whether its nodes may be left out: none is run for what it gives, whatever becomes of it."""
+        tree = self.topology
+        return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
+
+    def head(self, count: int) -> Draft:
+        """The first `count` draft tokens of every row: parents come before their children, so what is left are trees."""
+        if count >= self.tokens.shape[1]:
+            return self
+        return Draft(
+            self.tokens[:, :count], self.topology.head(count + 1),
+            scores=self.scores[:, :count] if self.scores is not None else None,
+            depth=min(self.levels, count), grades=self.grades[:, :count] if self.grades is not None else None,
+        )  # fmt: skip
+
+    @staticmethod
+    def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
+        """One continuation per row: ``tokens`` is ``[B, K]``.
+
+        Raises:
+            DraftError: `tokens` is something else.
+        """
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            raise DraftError(f"a chain is made of a tensor [rows, length], not {described(tokens)}")
+        return Draft(tokens, Topology.chain(tokens.shape[1]), scores)
+
+    @staticmethod
+    def branches(tokens: Tensor) -> Draft:
+        """Several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``.
+
+        Raises:
+            DraftError: `tokens` is something else.
+        """
+        if not isinstance(tokens, Tensor) or tokens.dim() != 3:
+            raise DraftError(f"branches are made of a tensor [rows, branches, length], not {described(tokens)}")
+        return Draft(tokens.flatten(1), Topology.branches(tokens.shape[1], tokens.shape[2]))
+
+    @staticmethod
+    def nothing(rows: int, device: torch.device) -> Draft:
+        """No draft token at all: plain decoding."""
+        return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
+
+    def check(self, rows: int) -> None:
+        """Raises DraftError if shapes or dtype break the contract (values are never trusted anyway)."""
+        if not isinstance(self.tokens, Tensor):
+            raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {described(self.tokens)}")
+        if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
+            raise DraftError(
+                f"draft tokens must be int64 [{rows}, N-1], not {self.tokens.dtype} {list(self.tokens.shape)}"
+            )
+        if self.tokens.shape[1] + 1 > MAX_NODES:
+            raise DraftError(f"a draft may have {MAX_NODES - 1} tokens per row at most, not {self.tokens.shape[1]}")
+        if isinstance(self.topology, TreeTensors):
+            self.topology.check(rows)
+        elif not isinstance(self.topology, Topology):
+            raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {described(self.topology)}")
+        if len(self.topology) != self.tokens.shape[1] + 1:
+            raise DraftError(
+                f"{self.tokens.shape[1]} draft tokens need a topology of {self.tokens.shape[1] + 1} nodes (the root counts), "
+                f"not {len(self.topology)}"
+            )
+        if self.grades is not None and (
+            not isinstance(self.grades, Tensor)
+            or self.grades.dtype != torch.int64
+            or self.grades.shape != self.tokens.shape
+        ):
+            raise DraftError(
+                f"draft grades must be int64 {list(self.tokens.shape)}, as the tokens, not {described(self.grades)}"
+            )
+        if self.scores is not None:
+            fits = (
+                isinstance(self.scores, Tensor)
+                and self.scores.dim() == 3
+                and self.scores.shape[:2] == self.tokens.shape
+            )
+            if not fits or self.scores.dtype != torch.float32:
+                wanted = ", ".join(map(str, (*self.tokens.shape, "V")))
+                raise DraftError(f"draft scores must be float32 [{wanted}], not {described(self.scores)}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a draft.
+
+    Attributes:
+        nodes: ``[B, N]`` int64, the block as run: node 0 and the draft tokens. ``N`` may exceed the draft's (padding).
+        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path when logits processors
+            run on the host.
+        path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
+        accepted: ``[B]`` int64, how many draft tokens were accepted.
+        emitted: ``[B]`` int64, tokens committed by this step: accepted draft tokens and one more, cut at the end of a row.
+        logits: ``[B, N, V]`` float32, the target's raw logits after each node.
+        hidden: ``[B, N, H]``, the hidden states that the output head read.
+        sequences: the rows with this step's tokens committed.
+        own_nodes: None: the block is your draft, or begins with it. n: only its first n nodes, root included, are your draft,
+            in its order. 0: none can be told apart.
+        layers: ``[B, N, T, H]``, what the ``T`` decoder layers of :attr:`Strategy.hidden_layers` gave, in that order; None
+            where none was asked for.
+    """
+
+    nodes: Tensor
+    chosen: Tensor
+    path: Tensor
+    accepted: Tensor
+    emitted: Tensor
+    logits: Tensor
+    hidden: Tensor
+    sequences: Sequences
+    own_nodes: int | None = None
+    layers: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """A stretch of the rows' prompts that the target has just read.
+
+    Together the chunks of a call hold every prompt token but each row's last, which is node 0 of the first step; a call whose
+    prompts have one token each has none. Where requests come and go (:meth:`Strategy.rebatch`) a chunk is of the prompts of rows that
+    are new. In rows that stay no token of it is valid, and all lie behind what they have committed.
+
+    Attributes:
+        tokens: ``[B, N]`` int64.
+        positions: ``[B, N]`` int64, where in its row each of them is; one after the other in every row.
+        valid: ``[B, N]`` bool, which of them are such tokens; the others lie behind their row's text and mean nothing.
+        hidden: ``[B, N, H]``, the hidden states that the output head reads, as in :class:`Step`.
+        layers: ``[B, N, T, H]``, as in :class:`Step`.
+        logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` asks for them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    valid: Tensor
+    hidden: Tensor
+    layers: Tensor | None = None
+    logits: Tensor | None = None
+
+
+def check_draft(draft: object, proposer: str, rows: int) -> None:
+    """Raises DraftError if what `proposer` proposed is no draft for so many rows; values are never trusted anyway."""
+    if not isinstance(draft, Draft):
+        raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
+    try:
+        draft.check(rows)
+    except DraftError as error:
+        raise DraftError(f"propose of {proposer!r}: {error}") from None
