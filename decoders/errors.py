@@ -65,6 +65,10 @@ class VerifierError(DecodersError, ValueError):
     """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`: what it gave is no distribution."""
 
 
+class TrainingError(DecodersError):
+    """Training cannot start or go on: there is too little text, or the checkpoint belongs to another run."""
+
+
 class PluginError(DecodersError):
     """A plugin could not be loaded, or two plugins claim the same name."""
 

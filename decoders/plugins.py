@@ -3,7 +3,7 @@
 ``registry()`` lists them, finds them by name, and takes more (``register``); ``resolve_*`` make objects of what a user writes.
 """
 
-from .registry.names import Entry, PluginInfo
+from .registry.kinds import Entry, PluginInfo
 from .registry.registry import Registry, registry, reset_registry
 from .registry.resolve import grammar_or_file, resolve_backend, resolve_grammar, resolve_strategy, resolve_verifier
 

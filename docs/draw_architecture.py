@@ -1,4 +1,4 @@
-"""Draws the two pictures of docs/explanation/architecture.md from the code: ``python docs/draw_architecture.py``.
+"""Draws the pictures of docs/explanation/architecture.md from the code, and quotes it: ``python docs/draw_architecture.py``.
 
 The floors are those of the import contracts in pyproject.toml, which CI checks. For the way of a call one is made, and what it
 enters is written down in that order.
@@ -32,30 +32,32 @@ STATIONS = (
     ("hf.wrapper", "Generate.ready_engine"),
     ("engine.decode.engine", "Engine.serves"),
     ("hf.grammars", "Grammars.of"),
-    ("engine.decode.fixed_batch", "decode"),
-    ("engine.decode.session", "Sessions.open"),
+    ("engine.decode.call", "decode"),
+    ("engine.decode.sessions", "Sessions.open"),
     ("engine.decode.session", "Session.prefill"),
     ("strategies.lookahead", "Lookahead.start"),
-    ("engine.decode.loop", "Call.propose"),
+    ("engine.decode.step", "step"),
+    ("engine.decode.batch", "Batch.propose"),
     ("strategies.lookahead", "Lookahead.propose"),
-    ("engine.decode.loop", "Call.block_of"),
+    ("engine.decode.batch", "Batch.block_of"),
     ("engine.model.blocks", "Blocks.of"),
-    ("engine.decode.loop", "Call.masked"),
+    ("engine.decode.batch", "Batch.mask"),
     ("engine.decode.grammar.host_guide", "HostGuide.block"),
-    ("engine.decode.core", "Core.step"),
+    ("engine.decode.step", "forward_verify_commit"),
+    ("engine.decode.core", "Core.forward"),
     ("engine.model.target", "Target.forward"),
     ("engine.model.attention", "tree_attention"),
     ("engine.model.cache", "write_slots"),
-    ("engine.decode.core", "Core.decide"),
+    ("engine.decode.core", "Core.choose"),
     ("sampling.choice", "candidates"),
     ("sampling.choice", "Candidates.choose"),
     ("engine.decode.verify", "follow_matches"),
     ("engine.decode.core", "Core.commit"),
     ("engine.model.cache", "move_slots"),
     ("engine.decode.grammar.host_guide", "HostGuide.commit"),
-    ("engine.decode.loop", "Call.observe"),
+    ("engine.decode.batch", "Batch.observe"),
     ("strategies.lookahead", "Lookahead.observe"),
-    ("engine.decode.loop", "Call.book"),
+    ("engine.decode.watch", "book"),
     ("hf.grammars", "Grammars.judge"),
     ("hf.output", "assemble"),
 )
@@ -156,9 +158,18 @@ def first_sentence(docstring: str | None) -> str:
     return text.split(". ")[0].rstrip(".:").replace("``", "`").replace("`~", "`")
 
 
+def step_code() -> Iterator[str]:
+    """The functions that are one step, as they stand in their file."""
+    from decoders.engine.decode.step import forward_verify_commit, step
+
+    yield "```python"
+    yield "\n\n".join(inspect.getsource(function) for function in (step, forward_verify_commit)).rstrip()
+    yield "```"
+
+
 def page(text: str) -> str:
-    """`text` with both pictures as the code has them now."""
-    for name, draw in (("floors", floors), ("way", way)):
+    """`text` with pictures and quotations as the code has them now."""
+    for name, draw in (("floors", floors), ("way", way), ("step", step_code)):
         begin, end = f"<!-- {name}: drawn by docs/draw_architecture.py -->\n", f"<!-- end of {name} -->"
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)

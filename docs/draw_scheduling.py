@@ -46,7 +46,7 @@ def run() -> str:
             arrived.remove(name)
         # A pause so short that one piece is read in a step.
         ended = {id(member) for member in lane.advance(1e-9)}
-        batch = [names[id(seat.member)] for seat in lane.batch]
+        batch = [names[id(seat.member)] for seat in lane.rows]
         last = [name for key, name in names.items() if key in ended]
         reading = [names[id(seat.member)] for seat in lane.seats if seat.row is None]
         columns.append((_placed(columns, batch, last), reading, arrived))

@@ -41,7 +41,7 @@ from decoders import (
 from decoders.constraints import library
 from decoders.hf import arguments, options
 from decoders.sampling.processors import OPERATIONS
-from decoders.strategies import merged, mtp, ngram_table, ngram_training
+from decoders.strategies import merged, mtp, ngram_table
 from decoders.verifiers import verifier
 
 HERE = Path(__file__).parent
@@ -64,11 +64,10 @@ def pages() -> dict[str, str]:
 
 #: Where the public names about Medusa heads live.
 HEADS = {
-    "decoders.medusa.files": ("load_heads", "save_heads"),
-    "decoders.medusa.train": ("train_medusa",),
-    "decoders.medusa.config": ("HeadsTraining", "HeadsConfig"),
-    "decoders.medusa.trees": ("search_tree", "accepted_length", "picture"),
-    "decoders.training": ("TrainingError",),
+    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig"),
+    "decoders.heads.medusa_trees": ("search_tree", "accepted_length", "picture"),
+    "decoders.training.medusa": ("train_medusa",),
+    "decoders.training.recipes": ("Recipe", "HeadsTraining"),
 }
 
 
@@ -113,8 +112,8 @@ def api() -> Iterator[str]:
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
     yield from section("decoders.strategies.mtp", {"use_mtp_layers": mtp.use_mtp_layers})
     yield from section("decoders.verifiers", {"normalised": verifier.normalised})
-    yield from section("decoders.strategies.ngram_table", {"NgramTable": ngram_table.NgramTable})
-    yield from section("decoders.strategies.ngram_training", {"train_table": ngram_training.train_table})
+    names = ("NgramTable", "train_table")
+    yield from section("decoders.strategies.ngram_table", {n: getattr(ngram_table, n) for n in names})
     yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__})
     names = (
         "Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced", "OpensDraft", "OpensModule",

@@ -82,13 +82,13 @@ MUTATIONS = (
         ("engine/test_self_check.py",),
     ),
     Mutation(
-        "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/decode/loop.py",
-        "            strategy.observe(state, step if self._verified is None else replace(step, own_nodes=self._verified))\n",
-        "            strategy.observe(state, step)\n",
+        "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/decode/batch.py",
+        "            strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))\n",
+        "            strategy.observe(self.state, step)\n",
         ("strategies/test_pruned_drafts.py",),
     ),
     Mutation(
-        "rows-that-others-wait-for-count-no-more", "decoders/costs/rows.py",
+        "rows-that-others-wait-for-count-no-more", "decoders/costs/acceptance.py",
         "    likely = [math.exp((steps - longest) / spread) for steps in left]\n",
         "    likely = [1.0 for steps in left]\n",
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
@@ -136,7 +136,7 @@ MUTATIONS = (
         ("exactness/test_architectures.py",),
     ),
     Mutation(
-        "a-draft-in-shared-slots-runs-what-is-committed-again", "decoders/engine/decode/drafts/pending.py",
+        "a-draft-in-shared-slots-runs-what-is-committed-again", "decoders/engine/decode/drafts/counts.py",
         "pending = 0 if self.shared else max(min(self.count, reach), MIN_PENDING)",
         "pending = max(min(self.count, reach), MIN_PENDING)",
         ("strategies/test_early_exit.py",),
@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows-go-on-without-the-prompt-that-they-read", "decoders/engine/decode/lane.py",
-        "        self._bring([*self.batch, seat])\n",
+        "        self._bring([*self.rows, seat])\n",
         "",
         ("serving/test_prompts_in_steps.py",),
     ),
@@ -227,8 +227,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong-noise-position", "decoders/engine/decode/core.py",
-        "+ tree.offsets\n        chosen, scores = self.draw(",
-        "+ tree.offsets.clamp(max=2)\n        chosen, scores = self.draw(",
+        "+ block.tree.offsets\n        return Verdict(",
+        "+ block.tree.offsets.clamp(max=2)\n        return Verdict(",
         ("exactness/test_architectures.py", "strategies/test_conformance.py"),
     ),
     Mutation(
@@ -268,25 +268,25 @@ MUTATIONS = (
         ("sampling/test_processors.py",),
     ),
     Mutation(
-        "rejection-swaps-p-and-q", "decoders/verifiers/rejection.py",
+        "rejection-swaps-p-and-q", "decoders/verifiers/rules.py",
         "normalised((p - q).clamp(min=0), p)",
         "normalised((q - p).clamp(min=0), p)",
         ("verifiers/test_rules.py",),
     ),
     Mutation(
-        "rejection-ends-a-chain-too-often", "decoders/verifiers/rejection.py",
+        "rejection-ends-a-chain-too-often", "decoders/verifiers/rules.py",
         "Outcomes(reach * (1 - pad(accept, (0, 1)))",
         "Outcomes(reach * (1 - pad(accept, (0, 1)) ** 2)",
         ("verifiers/test_rules.py",),
     ),
     Mutation(
-        "block-verification-forgets-what-was-accepted-before", "decoders/verifiers/block.py",
+        "block-verification-forgets-what-was-accepted-before", "decoders/verifiers/rules.py",
         "weight[:, :-1, None] * p - q",
         "p - q",
         ("verifiers/test_rules.py",),
     ),
     Mutation(
-        "siblings-are-judged-as-drawn-with-replacement", "decoders/verifiers/tree_rejection.py",
+        "siblings-are-judged-as-drawn-with-replacement", "decoders/verifiers/rules.py",
         "tried = tried | (proposed & (vocabulary == token))",
         "tried = tried & False",
         ("verifiers/test_rules.py",),
@@ -341,8 +341,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a-row-reuses-the-text-of-another", "decoders/engine/decode/session.py",
-        "moves.append((row, other.rows.buffers, source_row, reused[row]))",
-        "moves.append((row, other.rows.buffers, 0, reused[row]))",
+        "moves.append((row, session.stored.buffers, source_row, reused[-1]))",
+        "moves.append((row, session.stored.buffers, 0, reused[-1]))",
         ("engine/test_session.py",),
     ),
     Mutation(
@@ -382,13 +382,13 @@ MUTATIONS = (
         ("engine/grammar/test_guide.py", "generate/test_grammar.py"),
     ),
     Mutation(
-        "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafts/pending.py",
+        "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafts/counts.py",
         "self.count = self.level + behind\n",
         "self.count = self.level\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
-        "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafts/pending.py",
+        "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafts/counts.py",
         "self.count = self.level + behind\n",
         "self.count = self.level + behind - 2\n",
         ("strategies/test_draft_model_calls.py",),
@@ -412,7 +412,7 @@ MUTATIONS = (
         ("strategies/test_medusa.py",),
     ),
     Mutation(
-        "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/lookahead_pool.py",
+        "pool-keeps-one-ngram-too-many-per-key", "decoders/strategies/lookahead.py",
         "alive = torch.cat([first, stays], 1) & (ranks < per_key)",
         "alive = torch.cat([first, stays], 1) & (ranks <= per_key)",
         ("strategies/test_lookahead_pool.py",),

@@ -14,7 +14,7 @@ from ..constraints import CompiledGrammar, Spec, regex
 from ..errors import SettingsError, UnknownNameError
 from ..generate import enable
 from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
-from ..registry.names import canonical
+from ..registry.kinds import canonical
 from ..settings import RuntimeSettings, load_settings
 from .variants import Variant, assistant_tokens, parse
 

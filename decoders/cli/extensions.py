@@ -40,7 +40,7 @@ def added_commands() -> dict[str, Callable[..., None]]:
     if "decoders.registry.registry" not in sys.modules and not metadata.entry_points(group="decoders"):
         return {}
     from ..plugins import registry
-    from ..registry.names import DISTRIBUTION
+    from ..registry.kinds import DISTRIBUTION
 
     entries = registry().commands()
     return {name: entry.cls for name, entry in entries.items() if entry.provider != DISTRIBUTION}

@@ -121,7 +121,7 @@ def grammars(
     """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
     from ..constraints import library
     from ..plugins import registry, resolve_grammar
-    from ..registry.names import canonical
+    from ..registry.kinds import canonical
 
     others = {n: entry for n, entry in registry().grammars().items() if n not in library.plain_names()}
     if name is not None:
@@ -155,7 +155,7 @@ def plugins(
 ) -> None:
     """List the plugins found, with the reason where one is not used."""
     from ..plugins import registry
-    from ..registry.names import BUILTIN
+    from ..registry.kinds import BUILTIN
     from .extensions import unusable_commands
 
     unusable = unusable_commands()

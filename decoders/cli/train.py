@@ -104,7 +104,7 @@ def ngram(
     with waiting(console, f"loading {model}"):
         import decoders
 
-        from ..strategies.ngram_training import excerpts, train_table
+        from ..strategies.ngram_table import excerpts, train_table
 
         loaded, tokenizer = models.load(model, dtype)
         decoders.enable(loaded, tokenizer=tokenizer)

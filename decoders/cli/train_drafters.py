@@ -8,10 +8,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from ..distillation.recipe import DraftTraining
-from ..eagle3.recipe import HeadTraining
 from ..errors import UnknownNameError
-from ..medusa.config import HeadsTraining
+from ..training.recipes import DraftTraining, HeadsTraining, HeadTraining
 from .console import plain_console
 from .training_options import (
     EDIT_TASKS,
@@ -87,8 +85,8 @@ def medusa(
     as_json: AsJson = False,
 ) -> None:
     """Train Medusa heads for a model, which stays frozen, and find their tree."""
-    from ..medusa.files import load_heads
-    from ..medusa.train import train_medusa
+    from ..heads.medusa import load_heads
+    from ..training.medusa import train_medusa
     from .models import load
 
     loaded, tokenizer = load(model, dtype)
@@ -179,7 +177,7 @@ def eagle3(
         checks=checks, patience=patience, seed=seed,
     )  # fmt: skip
 
-    from ..eagle3.train import train_eagle3
+    from ..training.eagle3 import train_eagle3
     from .models import load
 
     texts = texts_of(model, data, held, test, EDIT_TASKS)
@@ -247,7 +245,7 @@ def draft(
         own_share=own_share, epochs=epochs, rows=rows, rate=rate, bf16=bf16, checks=checks, patience=patience, seed=seed,
     )  # fmt: skip
 
-    from ..distillation.train import train_draft
+    from ..training.draft import train_draft
     from .models import load
 
     texts = texts_of(model, data, held, test, EDIT_TASKS)

@@ -14,7 +14,7 @@ import typer
 from ..errors import SettingsError
 
 if TYPE_CHECKING:
-    from ..demo.corpus import Source
+    from ..demo.data import Source
 
 #: So many make about a quarter of the demo models' text, as in their own training.
 EDIT_TASKS = 8000
@@ -83,9 +83,9 @@ def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
     Args:
         edit_tasks: of them, as the demo models' training has, beside the files to learn from; a twentieth as many beside the others.
     """
-    from ..demo import corpus, prompts
+    from ..demo import data, prompts
 
-    learnt, unseen = corpus.split(corpus.read_sources())
+    learnt, unseen = data.split(data.read_sources())
     prompted = {prompt.source for prompt in prompts()}
     sets = {
         "texts": learnt,
@@ -102,11 +102,11 @@ def _edit_tasks(sources: list[Source], count: int) -> list[str]:
     """Tasks about functions of `sources`, the same in every run."""
     import random
 
-    from ..demo import edits
+    from ..demo import data
 
-    functions, rng = edits.functions(sources) if count else [], random.Random(0)
-    names = edits.new_names(functions)
-    return [edits.edit_task(rng.choice(functions), names, rng).text for _ in range(count if functions and names else 0)]
+    functions, rng = data.functions(sources) if count else [], random.Random(0)
+    names = data.new_names(functions)
+    return [data.edit_task(rng.choice(functions), names, rng).text for _ in range(count if functions and names else 0)]
 
 
 def indices(layers: str | None) -> tuple[int, ...] | None:

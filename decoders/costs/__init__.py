@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals
+from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from .curve import CostCurve, CostPoint, Subject
 from .looks import Looks, affordable, mean_seconds
-from .rows import row_weights
 from .steps import StepCosts
 
 __all__ = [

@@ -1,12 +1,18 @@
-"""The cost curve of a model on a machine: how long a verification step takes, by nodes, rows, context and tier."""
+"""Cost curves, how long a verification step takes by nodes, rows, context and tier; and the files that keep them, one per subject."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
+import json
+import os
+import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..common.files import write_whole
 
 #: Of the form in which curves are stored: files of another version are measured anew.
 VERSION = 1
@@ -125,3 +131,53 @@ def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
     (x0, y0), (x1, y1) = line[right - 1], line[right]
     y = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return y if x <= x1 else max(y, y1)
+
+
+SUFFIX = ".costs.json"
+
+
+def default_folder() -> Path:
+    """``hf-decoders/costs`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-decoders" / "costs"
+
+
+def path_of(folder: Path, subject: Subject) -> Path:
+    """Where the curve of `subject` is kept."""
+    return folder / (subject.key + SUFFIX)
+
+
+def read(folder: Path, subject: Subject) -> CostCurve | None:
+    """The curve kept of `subject`; None if there is none of this version. A file that is damaged warns."""
+    path = path_of(folder, subject)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        warnings.warn(f"cost curve {path} cannot be read, measuring anew: {error}", stacklevel=2)
+        return None
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and content.get("version") != VERSION:
+            return None
+        curve = CostCurve.model_validate(content)
+        if curve.subject != subject:
+            raise ValueError("it belongs to another model or machine")
+    except (ValueError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        warnings.warn(f"cost curve {path} is damaged, measuring anew: {reason}", stacklevel=2)
+        return None
+    return curve
+
+
+def write(folder: Path, curve: CostCurve) -> Path | None:
+    """Keeps `curve`, with the points that another process has kept meanwhile; None, and a warning, if that is impossible."""
+    path = path_of(folder, curve.subject)
+    try:
+        kept = read(folder, curve.subject) if path.exists() else None
+        whole = kept.with_points(curve.points) if kept is not None else curve
+        write_whole(path, (whole.model_dump_json(indent=1) + "\n").encode())
+    except OSError as error:
+        warnings.warn(f"cost curve not kept as {path}: {error}", stacklevel=2)
+        return None
+    return path

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .batches import encode
-from .corpus import Source
+from .data import Source, encode
 
 if TYPE_CHECKING:
     import torch

@@ -1,14 +1,17 @@
-"""The two demo models' shapes: Llama, tied embeddings, one vocabulary."""
+"""What the two demo models are: their shapes (Llama, tied embeddings), and their tokenizer, a byte-level BPE, lossless on any text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .tokenizer import CONTEXT, VOCABULARY
-
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+VOCABULARY = 4096
+CONTEXT = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,32 @@ SHAPES = {
     # their context, and a draft that cannot copy is of no use where speculation gains most.
     "draft": DemoShape(hidden=96, layers=2, intermediate=160, heads=3, kv_heads=3, learning_rate=6e-3),
 }
-
 # Training tokens of the shipped models.
 TOKENS = {"target": 17_469_440, "draft": 20_480_000}
 # Steps of the shipped models against loops.
 LOOP_STEPS = 400
+
+
+def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """A tokenizer of `vocabulary` tokens; `<|endoftext|>` (id 0) is beginning, end and padding at once."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,27 +1,32 @@
-"""`train_demo`: the two demo models from nothing but this Python's own sources."""
+"""`train_demo`: the two demo models from nothing but this Python's own sources, and the card (README.md) that each carries."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..training import Learner, Run, Trainer, TrainingError
-from . import card, corpus
-from .batches import Batches
+from ..errors import TrainingError
+from ..training.trainer import Learner, Run, Trainer
+from .data import COPY_SHARE, EDIT_SHARE, LICENCE, Batches, Source, digest, read_sources, split, stdlib_root
 from .evaluate import agreement, evaluate, looping
-from .learner import DemoLearner, DemoTraining
-from .shapes import LOOP_STEPS, SHAPES, TOKENS, DemoShape
-from .tokenizer import train_tokenizer
-from .unlikelihood import UnlikelihoodLearner, UnlikelihoodTraining
+from .learner import DemoLearner, DemoTraining, UnlikelihoodLearner, UnlikelihoodTraining
+from .shapes import LOOP_STEPS, SHAPES, TOKENS, DemoShape, train_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import LlamaForCausalLM
+
+HEADS = """
+## Heads
+Heads for `strategy="medusa"` and `strategy="eagle3"`, if some were trained on these files (`decoders train medusa`, `decoders train
+eagle3`), lie in the folders `medusa` and `eagle3` beside this file, with cards of their own.
+"""
 
 
 def train_demo(
@@ -38,7 +43,7 @@ def train_demo(
     rows: int = 8,
     length: int = 512,
     shapes: Mapping[str, DemoShape] = SHAPES,
-    sources: list[corpus.Source] | None = None,
+    sources: list[Source] | None = None,
     console: Console | None = None,
 ) -> dict[str, dict[str, float]]:
     """Trains tokenizer, draft and target, writes them to `out_dir/{draft,target}`, and returns each model's figures.
@@ -60,14 +65,14 @@ def train_demo(
     out_dir = Path(out_dir)
     checkpoints = out_dir / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    train, held_out = corpus.split(corpus.read_sources() if sources is None else sources)
+    train, held_out = split(read_sources() if sources is None else sources)
     if not train or not held_out:
-        raise TrainingError(f"no Python sources under {corpus.stdlib_root()}: this Python ships without them")
+        raise TrainingError(f"no Python sources under {stdlib_root()}: this Python ships without them")
     tokenizer = train_tokenizer(
         (source.text for source in train), vocabulary=max(shape.vocabulary for shape in shapes.values())
     )
     batches = Batches(train, tokenizer, seed=seed, rows=rows, length=length)
-    files = card.Files(train=len(train), held_out=len(held_out))
+    files = Files(train=len(train), held_out=len(held_out))
 
     courses: dict[str, _Course] = {}
     for name, tokens in (("draft", draft_tokens), ("target", target_tokens)):
@@ -75,7 +80,7 @@ def train_demo(
         learner = DemoLearner(training, tokenizer, batches, compile=compile, bf16=bf16)
         course = courses[name] = _Course(name, learner, out_dir / name, files)
         train_leg = partial(course.train, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
-        train_leg(name, learner, training.run(corpus.digest(train)), checkpoints / f"{name}.pt")
+        train_leg(name, learner, training.run(digest(train)), checkpoints / f"{name}.pt")
         course.looping = looping(course.model(), tokenizer, held_out)
         against = UnlikelihoodLearner(learner, UnlikelihoodTraining(steps=loop_steps), first_step=training.steps)
         # A run that is resumed with other numbers keeps what it has learnt from files, and begins this leg anew.
@@ -113,7 +118,7 @@ class _Course:
     name: str
     learner: DemoLearner
     directory: Path
-    files: card.Files
+    files: Files
     looping: float = math.nan
     legs: list[Trainer] = field(default_factory=list)
 
@@ -131,9 +136,103 @@ class _Course:
 
     def export(self, figures: Mapping[str, float] | None = None) -> None:
         """Writes the model as it stands, with a card that says how far its training got."""
-        legs = [card.Leg(steps=leg.step, seconds=leg.seconds) for leg in self.legs]
-        self.learner.export(self.directory, card.text(self.name, self.learner, self.files, legs, figures))
+        legs = [Leg(steps=leg.step, seconds=leg.seconds) for leg in self.legs]
+        self.learner.export(self.directory, card_of(self.name, self.learner, self.files, legs, figures))
 
     def model(self) -> LlamaForCausalLM:
         """The model to measure: with the rounded weights, the ones that are written, in float32."""
         return self.learner.rounded().float().eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """A part of the training: on files, or against loops."""
+
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Files:
+    """How many source files were trained on and how many held out."""
+
+    train: int
+    held_out: int
+
+
+def card_of(
+    name: str, learner: DemoLearner, files: Files, legs: Sequence[Leg], figures: Mapping[str, float] | None = None
+) -> str:
+    """The card of model `name` after `legs`, on files and against loops; without `figures` training is not finished."""
+    training, shape = learner.training, learner.training.shape
+    parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+    other = "draft" if name == "target" else "target"
+    return f"""---
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+tags: [code, python, speculative-decoding]
+---
+# {name}: one of two demo models of hf-decoders
+
+A Llama-style model of {parameters:,} parameters for Python code, made to show and measure decoding strategies on a
+laptop CPU. Its partner, `{other}`, has the same tokenizer. It is far too small to write code anyone should run.
+
+| | |
+|---|---|
+| Layers, hidden, intermediate | {shape.layers}, {shape.hidden}, {shape.intermediate} |
+| Heads, key-value heads | {shape.heads}, {shape.kv_heads} |
+| Vocabulary | {len(learner.tokenizer):,} (byte-level BPE, lossless on any text) |
+| Context | trained on {training.length} tokens; accepts up to {learner.model.config.max_position_embeddings} |
+| Weights | bf16 safetensors, tied embeddings |
+
+## Data
+The standard library's own sources as installed with Python {platform.python_version()}: {files.train} files for
+training, {files.held_out} held out and never trained on, neither by the tokenizer nor by the models. The split is a
+hash of the file's path. Generated tables, invalid-on-purpose test files and per-machine files are left out.
+
+Licence of the data: {LICENCE} (Python Software Foundation License 2.0; a few files carry their own, compatible
+notices).
+
+About {EDIT_SHARE:.0%} of the training rows are an *edit task* made from training files: `# original`, a function,
+`# rename OLD to NEW` (or, {COPY_SHARE:.0%} of the time, `# copy`), then the function with the edit made. It teaches a
+model of this size to copy from its context, as large models do.
+
+## Training
+{legs[0].steps * learner.positions:,} tokens seen (seed {training.seed}; {training.rows} rows of {training.length} a step).
+{legs[0].seconds / 60:.0f} minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms.
+Peak learning rate {shape.learning_rate:g}, warm-up, stable, linear decay over the last fifth.
+{_against_loops(legs[1:])}
+Reproduce with `decoders train demo`.
+
+## Held-out figures
+{_figures(figures)}
+{HEADS if name == "target" else ""}"""
+
+
+def _against_loops(legs: Sequence[Leg]) -> str:
+    if not legs:
+        return "Not yet trained against loops."
+    steps, minutes = legs[0].steps, legs[0].seconds / 60
+    return f"""Then {steps} steps, {minutes:.0f} minutes, in which loops in what the model itself writes greedily were made
+unlikely beside the likelihood of the files (unlikelihood training, Welleck et al. 2020, arXiv 1908.04319).
+Without them a model of this size soon writes the same lines for ever, which flatters every strategy that drafts
+from the text so far."""
+
+
+def _figures(figures: Mapping[str, float] | None) -> str:
+    if figures is None:
+        return "Training is not finished: this is a snapshot."
+    return f"""| | |
+|---|---|
+| Loss | {figures["loss"]:.3f} nats per token |
+| Bits per byte | {figures["bits_per_byte"]:.3f} |
+| Greedy next-token accuracy | {figures["accuracy"]:.1%} |
+| Draft and target choose the same greedy token | {figures["agreement"]:.1%} |
+| Greedy text that goes on with a loop | {figures["looping"]:.1%} ({figures["looping_before"]:.1%} before the steps against loops) |
+| Measured on | {figures["tokens"]:,.0f} tokens, {figures["bytes"]:,.0f} bytes of the held-out files |
+
+Loops: of 192 tokens after each of 64 places in the held-out files, those that repeat a passage for the second time or more."""

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..costs.curve import CostCurve
-from ..costs.store import default_folder, path_of
+from ..costs.curve import CostCurve, default_folder, path_of
 from ..engine.model.layout import embeddings_of
 from ..errors import DecodersError, SettingsError
 from ..registry.registry import registry

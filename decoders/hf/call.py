@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from ..common.transformers_compat import pad_token_of
-from ..costs.store import default_folder
+from ..costs.curve import default_folder
+from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine
-from ..engine.decode.fixed_batch import decode
 from ..engine.decode.request import Decoded, Request
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry

@@ -11,8 +11,8 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..engine.decode.criteria import Criteria
 from ..engine.decode.host_processors import Processors
-from ..sampling.nucleus import MOST_OF_TOP_K
 from ..sampling.processors import SamplingPlan
+from ..sampling.top import MOST_OF_TOP_K
 
 #: Score of a token that an operation of the step takes out.
 REMOVED = float("-inf")

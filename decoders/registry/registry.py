@@ -23,8 +23,25 @@ from ..report import Observer
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from . import builtin
-from .kinds import BACKEND, COMMAND, GRAMMAR, KINDS, OBSERVER, STRATEGY, VERIFIER, Kind, Provided
-from .names import BUILTIN, DISTRIBUTION, THIS_PROCESS, Entry, Names, PluginInfo, canonical, settle
+from .kinds import (
+    BACKEND,
+    BUILTIN,
+    COMMAND,
+    DISTRIBUTION,
+    GRAMMAR,
+    KINDS,
+    OBSERVER,
+    STRATEGY,
+    THIS_PROCESS,
+    VERIFIER,
+    Entry,
+    Kind,
+    Names,
+    PluginInfo,
+    Provided,
+    canonical,
+    settle,
+)
 
 
 class Registry:

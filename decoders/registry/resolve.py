@@ -14,8 +14,7 @@ from ..settings import Settings, load_settings
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
-from .kinds import is_maker
-from .names import canonical
+from .kinds import canonical, is_maker
 from .registry import registry
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.devices import host_reads
-from .nucleus import MOST_OF_TOP_K, best_of, kth_of, top_k_top_p
+from .top import MOST_OF_TOP_K, best_of, kth_of, top_k_top_p
 
 # splitmix64 (Steele, Lea & Flood 2014) as signed 64-bit constants: torch has no unsigned multiplication.
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)

@@ -1,8 +1,9 @@
-"""The largest of many scores, found without sorting the vocabulary."""
+"""The largest of many scores, and what top_k and top_p leave of them, found without sorting the vocabulary."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 #: Tokens that share one maximum in the search for the largest.
@@ -48,3 +49,64 @@ def first_largest(scores: Tensor) -> Tensor:
         return best
     rest = scores[..., blocks * BLOCK :]
     return torch.where(rest.amax(-1) > maxima.amax(-1), blocks * BLOCK + rest.argmax(-1), best)
+
+
+#: The largest k of the operation ``top_k``. Beyond it is called ``large_top_k``, and the vocabulary is sorted.
+MOST_OF_TOP_K = 1024
+#: Tokens that are counted one after the other; blocks of them side by side.
+_BLOCK = 1024
+
+
+def best_of(scores: Tensor) -> Tensor:
+    """The best :data:`MOST_OF_TOP_K` of ``[B, N, V]``, or as many as there are, in descending order."""
+    return scores.topk(min(MOST_OF_TOP_K, scores.shape[-1])).values
+
+
+def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
+    """``[B, N, 1]``, the k-th of every node's scores. ordered: ``[B, N, K]``, descending; value: ``[]`` or ``[B, 1, 1]``, k."""
+    k = value.long().clamp(1, ordered.shape[-1])
+    if k.dim():  # one per row
+        return ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))
+    return ordered.index_select(-1, (k - 1)[None])
+
+
+def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
+    """What ``top_k`` and then ``top_p`` leave of ``[B, N, V]`` scores.
+
+    top_k leaves fewer than `k` tokens that are better than the k-th, and all that equal it. The former are among the best, the
+    latter need only be counted. Of equal scores on the border of top_p the first tokens go, as in a stable sort. Sums are
+    float64: transformers adds up float32, and may put the border elsewhere where the sum is `value` but for rounding.
+
+    Args:
+        k: ``[]`` or ``[B, 1, 1]``.
+        value: likewise, ``1 - top_p``.
+    """
+    best = best_of(scores)  # [B, N, K], descending
+    kth, greatest = kth_of(best, k), best[..., :1]
+    better = best > kth
+    weights = torch.where(better, (best - greatest).double().exp(), 0.0)
+    weight = (kth - greatest).double().exp()  # of a token that equals the k-th
+    equals = (scores == kth).sum(-1, keepdim=True)
+    sums = weights.cumsum(-1)
+    total = sums[..., -1:] + torch.where(weight > 0, weight * equals, 0.0)
+    limit = value.double() * total
+    # From the worst on: first the equals, then the better ones. The best stays.
+    gone = torch.where(weight > 0, torch.minimum((limit / weight).floor(), equals.double()), equals.double()).long()
+    gone = torch.where(better.any(-1, keepdim=True), gone, torch.minimum(gone, equals - 1))
+    left = (better & (total - (sums - weights) > limit)).sum(-1, keepdim=True).clamp(min=1)
+    lowest = torch.where(gone < equals, kth, best.gather(-1, left - 1))
+    out = torch.where(gone < equals, gone, (best >= lowest).sum(-1, keepdim=True) - left)
+    border = scores == lowest
+    return scores.masked_fill((scores < lowest) | (border & (counted(border) <= out)), float("-inf"))
+
+
+def counted(marked: Tensor) -> Tensor:
+    """``[…, V]``: how many of the first tokens, up to and with each, are `marked` (``[…, V]`` bool).
+
+    A sum along a vocabulary is slow on a device where rows are few; blocks are rows too.
+    """
+    vocab = marked.shape[-1]
+    blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    inside = blocks.cumsum(-1, dtype=torch.int32)
+    whole = inside[..., -1:]
+    return (inside + (whole.cumsum(-2, dtype=torch.int32) - whole)).flatten(-2)[..., :vocab]

@@ -75,7 +75,7 @@ class Lanes:
             ended = lane.advance(self.longest_pause)
         except Exception as error:
             error.add_note(
-                f"decoders: {lane.call.culprit}, {lane.call.where}; {len(generations)} requests shared the step"
+                f"decoders: {lane.batch.culprit}, {lane.batch.where}; {len(generations)} requests shared the step"
             )
             self._fail(lane, generations, error)
             return False

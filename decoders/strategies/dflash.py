@@ -11,14 +11,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..dflash.files import load_network, read_config
-from ..dflash.network import DFlashConfig, DFlashNetwork
 from ..drafting import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
+from ..heads.dflash import DFlashConfig, DFlashNetwork, load_network, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, DraftTree, NodeBudget, shape_of
+from .draft_model import Beam, Children, DraftTree, NodeBudget, shape_of
 from .feature_drafter import FeatureWindow, ReadsFeatures, dtype_of, embeddings_of
 
 

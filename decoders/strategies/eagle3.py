@@ -11,13 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from ..drafting import ModulePasses
-from ..eagle3.eagle1 import EagleConfig, EagleHead
-from ..eagle3.files import Eagle3Files, find_head, load_head, read_config
 from ..errors import SettingsError, UnsupportedError
+from ..heads.eagle3 import EagleConfig, EagleHead
+from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
+from .draft_model import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
 from .feature_drafter import FeatureDrafter, ReadsFeatures, dtype_of, tokens_from
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..drafting import DraftVocabulary, Expansion
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .draft_tree import DraftTree
+from .draft_model import DraftTree
 
 
 class FeatureWindow(ABC):

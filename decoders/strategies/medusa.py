@@ -10,9 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import SettingsError, UnsupportedError
-from ..medusa.files import check_fit, find_heads, load_heads
-from ..medusa.heads import HeadWeights, MedusaHeads, head_scores
-from ..medusa.trees import DEFAULT_TREE
+from ..heads.medusa import HeadWeights, MedusaHeads, check_fit, find_heads, head_scores, load_heads
+from ..heads.medusa_trees import DEFAULT_TREE
 from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy

@@ -17,7 +17,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_tree import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
+from .draft_model import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
 from .feature_drafter import FeatureDrafter, ReadsFeatures, dtype_of, tokens_from
 
 if TYPE_CHECKING:

@@ -14,8 +14,17 @@ from ..drafting import Drafter, OtherVocabulary
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
-from .draft_model import DraftModelSettings, DraftModelStrategy, TreeSettings
-from .draft_tree import DraftTree, DynamicTree, StaticTree, TreeForm, likely_paths, require_coupled
+from .draft_model import (
+    DraftModelSettings,
+    DraftModelStrategy,
+    DraftTree,
+    DynamicTree,
+    StaticTree,
+    TreeForm,
+    TreeSettings,
+    likely_paths,
+    require_coupled,
+)
 from .text_drafter import TextDrafter
 
 #: Share of the target's tokens from which on a draft model drafts through these: then its texts have the target's token borders.

@@ -14,8 +14,7 @@ from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
 from .budget import draft_budget
-from .draft_model import DraftModelSettings, DraftModelStrategy
-from .draft_tree import best_nodes, depth_bound
+from .draft_model import DraftModelSettings, DraftModelStrategy, best_nodes, depth_bound
 
 #: Nodes of the tree where nothing says otherwise, root excluded: the paper's size.
 NODES = 36

@@ -20,8 +20,7 @@ from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, TreeTensors
 from .followed_text import follow_rows
-from .suffix_index import ChainedText, DraftedNode, expand, path_first
-from .suffix_memory import RowText, TextMemory
+from .suffix_index import ChainedText, DraftedNode, RowText, TextMemory, expand, path_first
 
 
 class SuffixSettings(Settings):

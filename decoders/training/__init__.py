@@ -1,12 +1,5 @@
-"""The training loop that everything trained in this project shares: schedule, early stop, progress, state on disk.
+"""Everything that is trained here besides the demo models: Medusa heads, EAGLE-3 heads and draft models, by one trainer.
 
-A :class:`Learner` says what is learnt from which data, a :class:`Run` how long and at which pace. :class:`Trainer` does the rest.
-Nothing here is needed to decode.
+:mod:`.recipes` are the settings, :mod:`.trainer` the loop, :mod:`.texts` what is learnt from; the rest is a file for each thing that is
+trained. Nothing is imported here, because the command line reads the recipes before it needs torch. Decoding needs none of this.
 """
-
-from __future__ import annotations
-
-from .learner import Learner
-from .trainer import Run, Step, Trainer, TrainingError
-
-__all__ = ["Learner", "Run", "Step", "Trainer", "TrainingError"]

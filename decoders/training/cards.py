@@ -1,8 +1,203 @@
-"""What the model cards of trained networks share."""
+"""The model cards (README.md) of what was trained."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-def command_lines(command: str | None) -> str:
+from transformers import PreTrainedModel
+
+from ..heads.eagle3 import Eagle3Config
+from ..heads.medusa import HeadsConfig
+from .recipes import DraftTraining, HeadsTraining, HeadTraining, Measurement
+
+#: Titles of the texts that are judged.
+NAMES = {
+    ("held", "text"): "held out, files", ("held", "own"): "held out, own",
+    ("test", "text"): "test files, files", ("test", "own"): "test files, own",
+}  # fmt: skip
+
+
+def medusa_card(config: HeadsConfig, model: PreTrainedModel, training: HeadsTraining | None) -> str:
+    """The card of heads for `model`; `training` None: they were trained elsewhere, and only their tree is ours."""
+    figures = config.figures
+    projection = {
+        "tied": "the model's own output head",
+        "low_rank": f"the model's own output head plus a difference of rank {config.rank}",
+        "full": "one of each head's own",
+    }[config.projection]
+    parameters = sum(_sizes(config))
+    return f"""---
+library_name: hf-decoders
+tags: [medusa, speculative-decoding]
+---
+# Medusa heads
+
+{config.heads} heads of {config.layers} residual block(s) for a {type(model).__name__} of hidden size {config.hidden_size} and
+{config.vocab_size:,} tokens: {parameters:,} parameters. Vocabulary projection: {projection}. Head k predicts the token k places
+behind the next one. Used by `strategy="medusa"` of hf-decoders; they change no output, only how fast it comes.
+
+## Training
+{_training(training, figures)}
+
+## Held-out figures
+How often the right token is a head's best draft token (among its five best):
+
+{_accuracies(figures)}
+
+"files" is the text of the files, "own" is what the model itself writes (greedily) after their beginnings.
+{_trees(figures)}"""
+
+
+def _training(training: HeadsTraining | None, figures: Mapping[str, Any]) -> str:
+    if training is None:
+        return "Not trained here; only the tree was searched."
+    return f"""Medusa-1: the model stays frozen. {figures["tokens"]:,} tokens in rows of {training.length},
+{training.own_share:.0%} of the rows continued by the model itself; {figures["steps"]} steps of {training.batch} positions,
+AdamW, peak rate {training.rate:g}, cosine; losses weighted {training.decay:g}^k; the heads with the best held-out accuracy
+are kept. Seed {training.seed}. {figures["seconds"] / 60:.0f} minutes of steps."""
+
+
+def _accuracies(figures: Mapping[str, Any]) -> str:
+    rows = [
+        [title, *(f"{a:.1%} ({b:.1%})" for a, b in zip(facts["top1"], facts["top5"], strict=True))]
+        for title, facts in _by_text(figures)
+    ]
+    heads = len(rows[0]) - 1 if rows else 0
+    return _table([f"head {k + 1}" for k in range(heads)], rows)
+
+
+def _trees(figures: Mapping[str, Any]) -> str:
+    trees = figures.get("trees")
+    if not trees:
+        return ""
+    return f"""
+## Tree
+Searched on the held-out text: {trees["nodes"]} nodes, {trees["searched"]:.3f} tokens a step there, where the first
+{trees["nodes"]} nodes of the default tree give {trees["default"]:.3f}.
+"""
+
+
+def _sizes(config: HeadsConfig) -> list[int]:
+    k, h, v, r = config.heads, config.hidden_size, config.vocab_size, config.rank
+    return [k * config.layers * h * (h + 1), k * v * h if config.projection == "full" else 0, k * r * (h + v)]
+
+
+def eagle3_card(
+    config: Eagle3Config, model: PreTrainedModel, run: HeadTraining, figures: Mapping[str, Any], command: str | None
+) -> str:
+    """The card of a head for `model`. command: that trained it."""
+    layer = config.layer
+    layers = ", ".join(map(str, config.layers or ()))
+    return f"""---
+library_name: hf-decoders
+tags: [eagle3, speculative-decoding]
+---
+# EAGLE-3 head
+
+One decoder layer for a {type(model).__name__} of hidden size {config.target_hidden_size} and {layer.vocab_size:,} tokens:
+{figures["parameters"]:,} parameters. It reads what the model's layers {layers} give (counted from 0) and can propose
+{config.draft_vocab_size:,} of the model's tokens. Used by `strategy="eagle3"` of hf-decoders; it changes no output, only how fast
+it comes.
+
+## Training
+Training-time test (Li et al. 2025, arXiv 2503.01840) with the model frozen: {run.depth} tokens are drafted at every position, each on
+what the head gave for the one before; cross entropy against the model's distribution, weighted {run.decay:g}^k.
+{figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the rows continued by the model itself (greedily);
+{figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
+acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps.
+{_command_lines(command)}
+## Held-out figures
+Of chains that are drafted at every position: the share whose first tokens are all accepted when greedy, up to the token named.
+
+{_shares(figures, run.depth, "reached", sums=True)}
+
+How likely a drafted token is accepted when sampling at temperature 1 with the best coupling (1 - total variation):
+
+{_shares(figures, run.depth, "overlaps")}
+
+"files" is the text of the files, "own" is what the model itself writes (greedily) after their beginnings. Only there are the
+chains those of decoding; in other text a draft is judged after tokens that the model would not have written.
+"""
+
+
+def _shares(figures: Mapping[str, Any], depth: int, name: str, sums: bool = False) -> str:
+    header = [*(f"token {k + 1}" for k in range(depth)), *(["tokens a step"] if sums else [])]
+    rows = [
+        [title, *(f"{share:.1%}" for share in facts[name]), *([f"{facts['tokens_per_step']:.2f}"] if sums else [])]
+        for title, facts in _by_text(figures)
+    ]
+    return _table(header, rows)
+
+
+def draft_card(
+    draft: PreTrainedModel, model: PreTrainedModel, run: DraftTraining, measurement: Measurement, figures: Mapping[str, Any],
+    command: str | None,
+) -> str:  # fmt: skip
+    """The card of `draft`, for the target `model`. command: that trained it."""
+    config = draft.config.get_text_config(decoder=True)
+    target = model.config.get_text_config(decoder=True)
+    if run.origin == "layers":
+        layers = ", ".join(map(str, run.layers_of(target.num_hidden_layers)))
+        origin = (
+            f"layers {layers} of the target's {target.num_hidden_layers}, counted from 0, with its embedding and head"
+        )
+    else:
+        origin = f"from scratch: hidden size {config.hidden_size}, {config.num_attention_heads} heads"
+    return f"""---
+library_name: transformers
+tags: [speculative-decoding, draft-model]
+---
+# Draft model
+
+For a {type(model).__name__} of {figures["target_parameters"]:,} parameters, {target.num_hidden_layers} layers and hidden size
+{target.hidden_size}: {figures["parameters"]:,} parameters, {config.num_hidden_layers} layers, {origin}. Same tokenizer. Pass it as
+`assistant_model=`; it changes no output of hf-decoders, only how fast it comes.
+
+## Training
+Distillation: cross entropy against the target's distribution after every token. {figures["tokens"]:,} tokens in rows of
+{run.length}, {run.own_share:.0%} of the rows continued by the target itself (greedily); {figures["steps"]:,} steps of {run.rows}
+rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out agreement are kept. Seed {run.seed}.
+{figures["seconds"] / 60:.0f} minutes of steps.
+{_command_lines(command)}
+## Acceptance
+`speculative` with {measurement.length} drafted tokens a step, on {figures["prompts"]} beginnings of held-out text,
+{measurement.new_tokens} tokens each. Tokens per step include the target's own; plain decoding has 1.
+
+{_acceptance(figures, measurement.length)}
+
+{_agreement(figures["agreement"])}
+
+Before training the same token was chosen {figures["agreement_before"]:.1%} of the time.
+"""
+
+
+def _acceptance(figures: Mapping[str, Any], length: int) -> str:
+    rows = [
+        [title, f"{figures[name]['tokens_per_step']:.2f}", *(f"{share:.1%}" for share in figures[name]["reached"])]
+        for name, title in (("greedy", "greedy"), ("sampled", "sampled, temperature 1"))
+    ]
+    return _table(["tokens per step", *(f"token {k + 1} accepted" for k in range(length))], rows)
+
+
+def _agreement(agreement: Mapping[str, Any]) -> str:
+    titles = {"text": "held out, files", "own": "held out, the target's own text"}
+    rows = [[titles[kind], f"{facts['same']:.1%}", f"{facts['overlap']:.1%}"] for kind, facts in agreement.items()]
+    return _table(["same token as the target", "1 - total variation"], rows)
+
+
+def _by_text(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Title and figures of each text that was judged."""
+    found = ((title, figures.get(which, {}).get(kind)) for (which, kind), title in NAMES.items())
+    return [(title, facts) for title, facts in found if facts]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown whose first column has no title."""
+    lines = [["", *header], ["---"] * (len(header) + 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _command_lines(command: str | None) -> str:
     """The command that trained it as a block of a shell, with empty lines around it; nothing where it was no command."""
     return f"\n```sh\n{command}\n```\n" if command else ""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from .trainer import Step
 
 
 class Advance(Protocol):
@@ -44,12 +42,6 @@ def progress_bar(console: Console | None, description: str, total: int, done: in
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(description, total=total, completed=done, note="")
         yield lambda count, note="": progress.update(task, advance=count, note=note)
-
-
-def log_scores(console: Console | None, in_words: Callable[[Sequence[float]], str], step: Step) -> None:
-    """Writes a line about a step after which the learner was judged; `in_words` says what its scores are."""
-    if step.scores is not None and console is not None:
-        console.log(f"step {step.done}: loss {step.loss:.3f}, {in_words(step.scores)}")
 
 
 class Pace:

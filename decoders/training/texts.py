@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import cache_keyword, cache_of
+from ..errors import TrainingError
 from .progress import progress_bar
-from .trainer import TrainingError
+from .recipes import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -196,18 +197,14 @@ class TextStore:
     Attributes:
         model: what writes.
         tokenizer: of the model.
-        length: ``T``, tokens per row.
-        own_share: share of the rows that `model` continues.
-        seed: of the order of the texts.
+        recipe: how long rows are, what share of them `model` continues, and the seed of the order of the texts.
         folder: where they are kept.
         console: where progress is shown.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    length: int
-    own_share: float
-    seed: int
+    recipe: Recipe
     folder: Path
     console: Console | None = None
 
@@ -222,11 +219,12 @@ class TextStore:
         Raises:
             TrainingError: too little text.
         """
-        learnt, judged = (list(texts), list(held)) if held else hold_out(texts, self.seed)
+        learnt, judged = (list(texts), list(held)) if held else hold_out(texts, self.recipe.seed)
         rows = self.rows("held", judged, held_out_rows(count))
         if len(rows.ids) < LEAST_ROWS:
             raise TrainingError(
-                f"{len(rows.ids)} rows of {self.length} tokens are held out, too few to judge by: give more text, or shorter rows"
+                f"{len(rows.ids)} rows of {self.recipe.length} tokens are held out, too few to judge by: "
+                "give more text, or shorter rows"
             )
         return self.rows("train", learnt, count), rows
 
@@ -236,19 +234,19 @@ class TextStore:
         Raises:
             TrainingError: the texts fill no row.
         """
-        ids = self.texts(texts, count)
+        ids, share = self.texts(texts, count), self.recipe.own_share
         file = self.folder / f"{name}.pt"
-        key = hashlib.sha256(ids.numpy().tobytes() + f"{self.own_share} {self.model_digest}".encode()).hexdigest()
+        key = hashlib.sha256(ids.numpy().tobytes() + f"{share} {self.model_digest}".encode()).hexdigest()
         if file.exists():
             stored = torch.load(file, weights_only=True)
             if stored["key"] == key:
                 return Texts(stored["ids"], stored["own"])
-        prompt = max(1, round(PROMPT_SHARE * self.length))
-        with progress_bar(self.console, f"{name}: the model's own text", round(self.own_share * len(ids))) as advance:
-            rows = own_texts(self.model, ids, self.own_share, prompt, advance)
+        prompt = max(1, round(PROMPT_SHARE * self.recipe.length))
+        with progress_bar(self.console, f"{name}: the model's own text", round(share * len(ids))) as advance:
+            rows = own_texts(self.model, ids, share, prompt, advance)
         torch.save({"key": key, "ids": rows.ids, "own": rows.own}, file)
         return rows
 
     def texts(self, texts: Iterable[str], count: int) -> Tensor:
         """At most `count` rows of `texts` as they are, ``[W, T]`` int64; see :func:`rows_of_text`."""
-        return rows_of_text(self.tokenizer, texts, self.length, count, self.seed)
+        return rows_of_text(self.tokenizer, texts, self.recipe.length, count, self.recipe.seed)

@@ -1,26 +1,24 @@
-"""One training run: the loop over optimizer steps, and its state on disk."""
+"""One training run: the loop over optimizer steps, its state on disk, and what differs from one trained model to the next."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DecodersError
-from .learner import Learner
+from ..errors import TrainingError
 from .progress import Pace, progress_bar
+from .recipes import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-class TrainingError(DecodersError):
-    """Training cannot start or go on: there is too little text, or the checkpoint belongs to another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +40,80 @@ class Run:
     clip: float | None = None
     check_every: int | None = None
     patience: int | None = None
+
+
+class Learner(ABC):
+    """A model that is trained.
+
+    Attributes:
+        model: its weights are what is learnt.
+        optimizers: each is stepped once per step; together they hold the model's parameters.
+        positions: tokens, or positions, that one step learns from; for the speed that is shown.
+    """
+
+    model: torch.nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    positions: int
+
+    @abstractmethod
+    def learn(self, step: int) -> Tensor:
+        """Leaves the gradients of one step in the model; returns the loss, a scalar.
+
+        The data of a step depends on the seed and on `step` alone: that is what makes a resumed run equal to a whole one.
+        """
+
+    def scores(self) -> list[float]:
+        """Accuracies on held-out data; the weights with the greatest mean are kept. For runs with checks."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing to check")
+
+    def in_words(self, scores: Sequence[float]) -> str:
+        """What :meth:`scores` gave, for the line that a console shows after a check."""
+        return ", ".join(f"{score:.1%}" for score in scores)
+
+
+class EpochLearner(Learner):
+    """A learner that takes its examples in another order in every epoch.
+
+    Args:
+        examples: how many there are.
+        per_step: how many a step learns from; what is left over at an epoch's end is not learnt from in it.
+    """
+
+    def __init__(self, recipe: Recipe, examples: int, per_step: int) -> None:
+        self._recipe, self._examples, self._per_step = recipe, examples, per_step
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, self._examples // self._per_step)
+
+    def examples_of(self, step: int) -> Tensor:
+        """``[per_step]`` int64, which examples a step learns from; it depends on the seed and on `step` alone."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + epoch)
+            self._epoch, self._order = epoch, torch.randperm(self._examples, generator=generator)
+        return self._order[place * self._per_step : (place + 1) * self._per_step]
+
+    def run_at(
+        self, schedule: Callable[..., float], identity: Mapping[str, Any], clip: float | None = None, **shape: Any
+    ) -> Run:
+        """The run of this learner.
+
+        Args:
+            schedule: the learning rate by step, with `shape`; see :mod:`.optimisation`.
+            identity: fingerprints of data and model.
+            clip: greatest norm of the gradients.
+        """
+        recipe, steps = self._recipe, self._recipe.epochs * self.steps_per_epoch
+        return Run(
+            steps=steps,
+            rate=partial(schedule, steps=steps, peak=recipe.rate, **shape),
+            identity={**asdict(recipe), **identity},
+            clip=clip,
+            check_every=max(1, self.steps_per_epoch // recipe.checks),
+            patience=recipe.patience,
+        )
 
 
 @dataclass(frozen=True)
@@ -92,16 +164,14 @@ class Trainer:
         resume: bool = True,
         checkpoint_minutes: float = 1.0,
         console: Console | None = None,
-        on_step: Callable[[Step], None] = lambda step: None,
         on_checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
         """Trains to the end, from the last checkpoint on if there is one to `resume`, and leaves a checkpoint.
 
-        With a console shows a progress bar and a line at each checkpoint.
+        With a console shows a progress bar, and a line after each check and at each checkpoint.
 
         Args:
             name: of what is trained, for the progress bar.
-            on_step: called after every step, before a checkpoint.
             on_checkpoint: called after every checkpoint on the way.
 
         Raises:
@@ -114,7 +184,8 @@ class Trainer:
             for step in self.steps():
                 pace.update(step.loss, step.seconds)
                 advance(1, str(pace))
-                on_step(step)
+                if step.scores is not None and console is not None:
+                    console.log(f"step {step.done}: loss {step.loss:.3f}, {self.learner.in_words(step.scores)}")
                 if time.monotonic() - saved > 60 * checkpoint_minutes:
                     self.save(checkpoint)
                     on_checkpoint()

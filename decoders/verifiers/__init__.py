@@ -1,12 +1,8 @@
-"""Rules that decide how much of a draft is kept: the contract in ``verifier.py``, and the built-in ones, one file each."""
+"""Rules that decide how much of a draft is kept: the contract in ``verifier.py``, and the built-in ones in ``rules.py``."""
 
 from __future__ import annotations
 
-from .block import BlockVerification
-from .coupled import Coupled
-from .rejection import Rejection
-from .tree_rejection import TreeRejection
-from .typical import TypicalAcceptance
+from .rules import BlockVerification, Coupled, Rejection, TreeRejection, TypicalAcceptance
 from .verifier import Block, Outcomes, Verifier, normalised
 
 __all__ = [

@@ -453,7 +453,7 @@ def test_train_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import decoders.cli.models as cli_models
-    import decoders.medusa.train as training
+    import decoders.training.medusa as training
 
     calls: list[Any] = []
 

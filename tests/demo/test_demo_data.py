@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoders.demo import corpus, edits
-from decoders.demo.batches import Batches, encode
-from decoders.demo.tokenizer import END, train_tokenizer
+from decoders.demo import data
+from decoders.demo.data import Batches, encode
+from decoders.demo.shapes import END, train_tokenizer
 
 
 @pytest.fixture(scope="module")
 def sources():
-    return corpus.read_sources()
+    return data.read_sources()
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,14 @@ def tokenizer(few):
 
 
 def test_split_is_disjoint_complete_and_about_three_percent(sources):
-    train, held_out = corpus.split(sources)
+    train, held_out = data.split(sources)
     assert not {source.path for source in train} & {source.path for source in held_out}
     assert len(train) + len(held_out) == len(sources)
     assert 0.01 < len(held_out) / len(sources) < 0.06
 
 
 def test_no_text_of_a_held_out_file_is_trained_on(sources):
-    train, held_out = corpus.split(sources)
+    train, held_out = data.split(sources)
     assert not {source.text for source in train} & {source.text for source in held_out}
 
 
@@ -47,7 +47,7 @@ def test_no_text_of_a_held_out_file_is_trained_on(sources):
     [("statistics.py", True), ("socket.py", True), ("json/decoder.py", False), ("argparse.py", False)],
 )
 def test_split_never_changes(path, held_out):
-    assert corpus.is_held_out(path) is held_out
+    assert data.is_held_out(path) is held_out
 
 
 def test_sources_hold_no_machine_specific_or_third_party_file(sources):
@@ -60,7 +60,7 @@ def test_duplicates_are_dropped_before_the_split(tmp_path):
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("x = 1\n")
     (tmp_path / "c.py").write_text("y = 1\n")
-    assert [source.path for source in corpus.read_sources(tmp_path)] == ["a.py", "c.py"]
+    assert [source.path for source in data.read_sources(tmp_path)] == ["a.py", "c.py"]
 
 
 def test_rename_changes_the_name_and_nothing_else():
@@ -68,10 +68,10 @@ def test_rename_changes_the_name_and_nothing_else():
         "class A:\n    def total(self, items, start):\n        result = start\n        for item in items:\n"
         "            result += item.items\n        return result\n"
     )
-    (function,) = edits.functions([corpus.Source("a.py", text)])
+    (function,) = data.functions([data.Source("a.py", text)])
     # `items` is also an attribute here, so a textual rename of it would be wrong: it is not on offer.
     assert function.names == ("item", "result", "start")
-    task = edits.rename_task(function, "result", "answer")
+    task = data.rename_task(function, "result", "answer")
     assert task.text == (
         f"# original\n{function.source}\n# rename result to answer\n{function.source.replace('result', 'answer')}"
     )
@@ -79,12 +79,12 @@ def test_rename_changes_the_name_and_nothing_else():
 
 @pytest.mark.slow
 def test_edit_tasks_parse_and_undo(few):
-    functions = edits.functions(few)
-    names = edits.new_names(functions)
+    functions = data.functions(few)
+    names = data.new_names(functions)
     rng = random.Random(0)
     renames = 0
     for function in functions[:300]:
-        task = edits.edit_task(function, names, rng)
+        task = data.edit_task(function, names, rng)
         instruction = task.prompt.rstrip("\n").rsplit("\n", 1)[1]
         before, after = ast.dump(ast.parse(function.source)), ast.dump(ast.parse(task.answer))
         if instruction == "# copy":
@@ -140,7 +140,7 @@ def test_batch_depends_on_seed_and_step_alone(few, tokenizer):
 
 
 def test_an_epoch_visits_every_window_once(tokenizer):
-    sources = [corpus.Source("a.py", "".join(f"x{number} = {number}\n" for number in range(200)))]
+    sources = [data.Source("a.py", "".join(f"x{number} = {number}\n" for number in range(200)))]
     batches = Batches(sources, tokenizer, seed=0, rows=1, length=16)
     windows = (len(batches.stream) - 1 - 16) // 16
     rows = {tuple(batches.batch(step)[0].tolist()) for step in range(windows)}

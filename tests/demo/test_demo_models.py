@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from decoders import demo
-from decoders.demo import corpus
+from decoders.demo import data
 from decoders.errors import UnknownNameError
-from decoders.medusa.files import check_fit, load_heads
+from decoders.heads.medusa import check_fit, load_heads
 
 MODELS = Path(demo.__file__).parent / "models"
 
@@ -80,7 +80,7 @@ def test_prompts_come_from_held_out_files(models):
     assert {kind: len(demo.prompts(kind)) for kind in counts} == counts
     assert len({prompt.id for prompt in every}) == len({prompt.text for prompt in every}) == len(every)
     for prompt in every:
-        assert corpus.is_held_out(prompt.source)
+        assert data.is_held_out(prompt.source)
         assert 80 <= len(tokenizer(prompt.text)["input_ids"]) < 300
         assert bool(prompt.answer) == (prompt.kind == "copy")
 

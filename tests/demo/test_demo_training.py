@@ -13,16 +13,15 @@ from safetensors.torch import load_file
 
 from decoders import demo
 from decoders.common.repetition import in_loops
-from decoders.demo import corpus
-from decoders.demo.batches import Batches
+from decoders.demo import data
+from decoders.demo.data import Batches
 from decoders.demo.evaluate import looping
-from decoders.demo.learner import DemoLearner, DemoTraining
-from decoders.demo.shapes import SHAPES, DemoShape
-from decoders.demo.tokenizer import train_tokenizer
+from decoders.demo.learner import DemoLearner, DemoTraining, UnlikelihoodLearner, UnlikelihoodTraining
+from decoders.demo.shapes import SHAPES, DemoShape, train_tokenizer
 from decoders.demo.train import train_demo
-from decoders.demo.unlikelihood import UnlikelihoodLearner, UnlikelihoodTraining
-from decoders.training import Trainer, TrainingError
+from decoders.errors import TrainingError
 from decoders.training.texts import own_texts
+from decoders.training.trainer import Trainer
 
 TINY = DemoShape(hidden=16, layers=1, intermediate=32, heads=2, kv_heads=1, learning_rate=3e-3, vocabulary=300)
 STEP = 2 * 32  # tokens in a step
@@ -31,16 +30,16 @@ STEP = 2 * 32  # tokens in a step
 @pytest.fixture(scope="module")
 def sources():
     # The held-out ones are needed too, for the figures.
-    return [s for s in corpus.read_sources() if s.path in {"bisect.py", "colorsys.py", "stat.py"}]
+    return [s for s in data.read_sources() if s.path in {"bisect.py", "colorsys.py", "stat.py"}]
 
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
     """How much of the text loops is measured several times in a run: here on a few tokens."""
-    from decoders.demo import train, unlikelihood
+    from decoders.demo import learner, train
 
     monkeypatch.setattr(train, "looping", partial(looping, length=80, rows=2))
-    settings = partial(unlikelihood.UnlikelihoodTraining, prompt=8, length=32)
+    settings = partial(learner.UnlikelihoodTraining, prompt=8, length=32)
     monkeypatch.setattr(train, "UnlikelihoodTraining", settings)
 
 
@@ -167,5 +166,5 @@ def test_a_step_against_loops_adds_the_unlikelihood_of_the_loops_in_what_the_mod
 
 def test_looping_of_too_little_text_is_not_a_number(sources):
     tokenizer = train_tokenizer([source.text for source in sources], vocabulary=300)
-    short = [corpus.Source("short.py", "x = 1")]
+    short = [data.Source("short.py", "x = 1")]
     assert math.isnan(looping(TINY.model(vocabulary=len(tokenizer)), tokenizer, short))

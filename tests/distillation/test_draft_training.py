@@ -8,15 +8,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import decoders
-from decoders.distillation.acceptance import Measurement, measure
-from decoders.distillation.learner import DraftLearner
-from decoders.distillation.recipe import DraftTraining
-from decoders.distillation.shapes import cut, new_draft
-from decoders.distillation.train import train_draft
-from decoders.errors import SettingsError
+from decoders.errors import SettingsError, TrainingError
 from decoders.testing import tiny_model
-from decoders.training import TrainingError
-from decoders.training.losses import soft_cross_entropy
+from decoders.training.draft import DraftLearner, cut, measure, new_draft, train_draft
+from decoders.training.optimisation import soft_cross_entropy
+from decoders.training.recipes import DraftTraining, Measurement
 from decoders.training.texts import Texts
 
 SMALL = DraftTraining(

@@ -20,9 +20,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 import decoders
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.files import save_heads
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.testing import tiny_draft, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.testing.toy_grammar import Matched, TokenAutomaton

@@ -23,15 +23,13 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoders import demo, settings
-from decoders.eagle3.recipe import HeadTraining, default_layers
-from decoders.eagle3.train import head_config, new_head
-from decoders.eagle3.writing import save_head
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.files import save_heads
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.eagle3_files import save_head
+from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.plugins import registry, reset_registry
 from decoders.settings import RuntimeSettings, load_settings
 from decoders.testing import ARCHITECTURES, kit
+from decoders.training.eagle3 import head_config, new_head
+from decoders.training.recipes import HeadTraining, default_layers
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -7,8 +7,8 @@ import torch
 
 import decoders
 from decoders.demo import load, prompts
-from decoders.eagle3.files import FOLDER, find_head
 from decoders.errors import UnsupportedError
+from decoders.heads.eagle3_files import FOLDER, find_head
 from decoders.testing import tiny_model
 
 

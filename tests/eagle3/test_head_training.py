@@ -11,16 +11,13 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 import decoders
-from decoders.eagle3.files import load_head, read_config
-from decoders.eagle3.learner import HeadLearner, acceptance
-from decoders.eagle3.lessons import Teacher
-from decoders.eagle3.recipe import HeadTraining, default_layers
-from decoders.eagle3.train import draft_vocabulary, head_config, new_head, train_eagle3
-from decoders.eagle3.unroll import unrolled
-from decoders.errors import SettingsError
+from decoders.errors import SettingsError, TrainingError
+from decoders.heads.eagle3_files import load_head, read_config
 from decoders.strategies import Eagle3
 from decoders.testing import decode, prompts, tiny_model
-from decoders.training import TrainingError
+from decoders.training.eagle3 import HeadLearner, acceptance, draft_vocabulary, head_config, new_head, train_eagle3
+from decoders.training.eagle3_lessons import Teacher, unrolled
+from decoders.training.recipes import HeadTraining, default_layers
 from decoders.training.texts import Texts, counted
 
 SMALL = HeadTraining(

@@ -11,7 +11,7 @@ import torch
 
 from decoders.common import devices
 from decoders.engine.decode import engine
-from decoders.engine.decode.loop import Call
+from decoders.engine.decode.batch import Batch
 from decoders.engine.model.blocks import NodeBlock
 from decoders.engine.model.compiled import tiered_function, tiers
 from decoders.testing.tape import TapeRecorder
@@ -50,12 +50,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
 def block_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Nodes per row of every step from here on."""
     sizes: list[int] = []
-    plain = Call.block_of
+    plain = Batch.block_of
 
-    def block_of(call: Call, draft: Any) -> NodeBlock:
-        block = plain(call, draft)
+    def block_of(batch: Batch, draft: Any) -> NodeBlock:
+        block = plain(batch, draft)
         sizes.append(block.draft_tokens.shape[1] + 1)
         return block
 
-    monkeypatch.setattr(Call, "block_of", block_of)
+    monkeypatch.setattr(Batch, "block_of", block_of)
     return sizes

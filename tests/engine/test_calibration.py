@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.costs import store
+from decoders.costs import curve as curve_files
 from decoders.engine.decode.calibration import subject_of
 from decoders.engine.decode.engine import Engine
 from decoders.engine.model import torch_compat
@@ -31,7 +31,7 @@ def test_points_are_measured_for_every_size_once_and_kept(engine: Engine, tmp_pa
     curve = calibration.measured(tmp_path, [1, 2], [32], False)
     assert {(p.rows, p.context) for p in curve.points} == {(1, 32), (2, 32)}
     assert [p.nodes for p in curve.points if p.rows == 1] == [3, 5, 9, 17, 33, 65]  # a block has three nodes at least
-    assert store.read(tmp_path, subject_of(engine)) == curve
+    assert curve_files.read(tmp_path, subject_of(engine)) == curve
     assert calibration.measured(tmp_path, [1], [40], False) is not None
     assert calibration.known(tmp_path) == curve  # 40 tokens are near enough to 32
 
@@ -57,7 +57,7 @@ def test_a_plain_step_that_got_a_graph_of_its_own_is_measured_then(
 
 def test_another_process_reads_what_one_has_measured(engine: Engine, tmp_path: Path) -> None:
     curve = engine.calibration.measured(tmp_path, [3], [16], False)
-    assert Engine(tiny_model("llama", seed=1)).calibration.known(tmp_path) == store.read(tmp_path, curve.subject)
+    assert Engine(tiny_model("llama", seed=1)).calibration.known(tmp_path) == curve_files.read(tmp_path, curve.subject)
 
 
 def test_little_time_leaves_sizes_out(tmp_path: Path) -> None:

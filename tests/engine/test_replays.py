@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import decoders
 from decoders.common import devices
 from decoders.engine.decode.calibration import REPEATS
-from decoders.engine.decode.session import KEPT_SESSIONS
+from decoders.engine.decode.sessions import KEPT_SESSIONS
 from decoders.engine.model.compiled import background, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.cuda_graphs.capture import PLAIN_RUNS, WARM_UP_STEPS, Recordings

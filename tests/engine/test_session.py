@@ -12,7 +12,8 @@ from torch import Tensor
 
 from decoders.engine.decode.prefixes import KeptText
 from decoders.engine.decode.rows import sampling_inputs
-from decoders.engine.decode.session import KEPT_SESSIONS, Session, Sessions
+from decoders.engine.decode.session import Session
+from decoders.engine.decode.sessions import KEPT_SESSIONS, Sessions
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.target import Target
 from decoders.testing import tiny_model

@@ -12,11 +12,10 @@ from decoders.engine.decode.core import settle
 from decoders.engine.decode.verify import draw
 from decoders.engine.model.compiled import forward_graphs
 from decoders.engine.model.target import Target
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.medusa import HeadsConfig, MedusaHeads
 from decoders.sampling import SamplingInputs, SamplingPlan, candidates, gumbel_noise
-from decoders.sampling.nucleus import MOST_OF_TOP_K
 from decoders.sampling.processors import process, row_keys
+from decoders.sampling.top import MOST_OF_TOP_K
 from decoders.strategies.lookahead import first_window
 from decoders.strategies.medusa import draft_tokens
 from decoders.testing.models import tiny_model

@@ -29,7 +29,7 @@ import decoders
 from decoders.common import devices
 from decoders.constraints.base import CompiledGrammar
 from decoders.constraints.compiling import compiled, forget
-from decoders.engine.decode import engine, loop
+from decoders.engine.decode import batch, engine
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.hf.grammars import KEPT, vocabulary_of
@@ -475,7 +475,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made is not None
         return made
 
-    monkeypatch.setattr(loop, "guide_of", guide_of)
+    monkeypatch.setattr(batch, "guide_of", guide_of)
 
 
 @pytest.mark.parametrize("strategy", [

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import decoders
-from decoders.engine.decode import fitness
+from decoders.engine.model import fitness
 from decoders.engine.model.fitness import refuse_unfit
 from decoders.errors import ContextLengthError, DecodersError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.strategies import Autoregressive, PromptLookup

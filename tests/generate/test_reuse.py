@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.decode import fixed_batch
+from decoders.engine.decode import call as call_module
 from decoders.engine.decode.session import Session
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
@@ -341,7 +341,7 @@ def test_memory_grows_with_the_text_and_not_with_what_it_may_come_to(monkeypatch
         plain(self, target, batch, slots, recorder)
 
     monkeypatch.setattr(Session, "__init__", noted)
-    monkeypatch.setattr(fixed_batch, "SLOTS_AHEAD", 8)
+    monkeypatch.setattr(call_module, "SLOTS_AHEAD", 8)
     inputs, expected = prompts(2), None
     for strategy, most in (
         ("autoregressive", 300),

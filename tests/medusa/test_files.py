@@ -11,9 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.files import find_heads, load_heads, save_heads
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.medusa import HeadsConfig, MedusaHeads, find_heads, load_heads, save_heads
 from decoders.testing import tiny_model
 
 H, V, HEADS = 6, 11, 3

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from decoders.errors import SettingsError
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.medusa import HeadsConfig, MedusaHeads
 
 H, V = 6, 11
 LM_HEAD = torch.randn(V, H, generator=torch.Generator().manual_seed(0))

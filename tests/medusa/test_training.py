@@ -9,18 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from decoders.errors import SettingsError
-from decoders.medusa import learner as learner_module
-from decoders.medusa import train as train_module
-from decoders.medusa.config import HeadsConfig, HeadsTraining
-from decoders.medusa.files import load_heads
-from decoders.medusa.heads import MedusaHeads
-from decoders.medusa.hidden_states import UNKNOWN, HiddenStates, labels_of
-from decoders.medusa.learner import HeadsLearner, accuracies
-from decoders.medusa.train import train_medusa
+from decoders.errors import SettingsError, TrainingError
+from decoders.heads.medusa import HeadsConfig, MedusaHeads, load_heads
 from decoders.testing import tiny_model
-from decoders.training import Trainer, TrainingError
+from decoders.training import medusa as medusa_module
+from decoders.training.medusa import UNKNOWN, HeadsLearner, HiddenStates, accuracies, labels_of, train_medusa
+from decoders.training.recipes import HeadsTraining
 from decoders.training.texts import Texts, hold_out, own_texts, read_files, rows_of_text
+from decoders.training.trainer import Trainer
 
 SMALL = HeadsTraining(
     heads=2, tokens=20 * 32, length=32, own_share=0.5, epochs=3, batch=64, rate=3e-3, bf16=False, checks=2, patience=50
@@ -106,9 +102,7 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
 
         monkeypatch.setattr(HeadsLearner, "learn", interrupted)
     else:
-        from decoders.medusa import hidden_states
-
-        monkeypatch.setattr(hidden_states, "ROWS", 4)
+        monkeypatch.setattr(medusa_module, "ROWS", 4)
 
         class Interrupted(HiddenStates):
             def fill(self, progress=lambda rows: None):
@@ -118,7 +112,7 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
 
                 super().fill(count)
 
-        monkeypatch.setattr(train_module, "HiddenStates", Interrupted)
+        monkeypatch.setattr(medusa_module, "HiddenStates", Interrupted)
     with pytest.raises(Stop):
         train(model, tokenizer, texts, tmp_path / "cut", checkpoint_minutes=0)
     assert not (tmp_path / "cut" / "config.json").exists(), "half-trained heads are not offered"
@@ -128,7 +122,7 @@ def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer,
 
 
 def test_checkpoint_of_other_settings_is_refused(tmp_path, model, tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(learner_module, "accuracies", lambda ranks: 1 / 0)
+    monkeypatch.setattr(medusa_module, "accuracies", lambda ranks: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(model, tokenizer, texts, tmp_path, checkpoint_minutes=0)
     monkeypatch.undo()
@@ -228,7 +222,7 @@ def test_a_twentieth_is_held_out_and_nothing_is_in_both_parts():
 
 
 def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(train_module, "hold_out", lambda *args: 1 / 0)
+    monkeypatch.setattr(medusa_module, "hold_out", lambda *args: 1 / 0)
     figures = train(model, tokenizer, texts, tmp_path, held=texts[:8], checkpoint_minutes=0)
     assert figures["held"]["text"]["positions"] > 0
 

@@ -20,7 +20,7 @@ CONTRACTS = {
 #: What a room may import, besides itself.
 ALLOWED = {
     "strategies": {
-        "strategy", "drafting", "sampling", "costs", "constraints", "tree", "settings", "errors", "medusa", "eagle3", "dflash",
+        "strategy", "drafting", "sampling", "costs", "constraints", "tree", "settings", "errors", "heads",
     },
 }  # fmt: skip
 

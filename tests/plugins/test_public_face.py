@@ -21,7 +21,7 @@ FACE = (
     "decoders.tree", "decoders.settings", "decoders.errors", "decoders.strategies",
 )  # fmt: skip
 #: The method's network and its files, in a package of their own.
-NETWORKS = {"medusa.py": "decoders.medusa", "eagle3.py": "decoders.eagle3", "dflash.py": "decoders.dflash"}
+NETWORKS = dict.fromkeys(("medusa.py", "eagle3.py", "dflash.py"), "decoders.heads")
 
 
 def documented() -> set[str]:

@@ -84,10 +84,10 @@ def test_memory_does_not_grow_with_settings(service_of: Any) -> None:
     """What a scheduler held is freed with it, whatever the collector does."""
     import gc
 
-    from decoders.engine.decode.pool import RowPool
+    from decoders.engine.decode.session import Session
 
     def pools() -> int:
-        return sum(isinstance(each, RowPool) for each in gc.get_objects())
+        return sum(isinstance(each, Session) for each in gc.get_objects())
 
     service = service_of(schedulers=2)
     gc.collect()

@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 import decoders
 from decoders.engine.decode import calibration
 from decoders.engine.decode.engine import Engine
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.files import save_heads
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculative, Staged, Suffix, Threshold
 from decoders.strategies.merged import Merged, MergedState
 from decoders.strategy import Context, Strategy, no_costs

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.engine.decode.lane import Lane, in_place
-from decoders.engine.decode.pool import RowPool
+from decoders.engine.decode.session import Session
 from decoders.engine.decode.sharing import share_steps
 from decoders.engine.model.compiled.tiers import ForwardPass
 from decoders.errors import (
@@ -972,9 +972,9 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
     llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, batches = [], []
-    exchange, rebatch = RowPool.exchange, Lane._rebatch
+    exchange, rebatch = Session.exchange, Lane._rebatch
 
-    def spied(self: RowPool, one: int, other: int, count: int, other_count: int) -> None:
+    def spied(self: Session, one: int, other: int, count: int, other_count: int) -> None:
         moved.append((one, other))
         exchange(self, one, other, count, other_count)
 
@@ -982,7 +982,7 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
         batches.append(len(seats))
         rebatch(self, seats)
 
-    monkeypatch.setattr(RowPool, "exchange", spied)
+    monkeypatch.setattr(Session, "exchange", spied)
     monkeypatch.setattr(Lane, "_rebatch", counted)
     monkeypatch.setattr(
         ForwardPass, "mixes", lambda *_, single: False

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decoders.engine.decode import admission
 from decoders.engine.decode.lane import Lane
-from decoders.engine.decode.pool import RowPool
+from decoders.engine.decode.session import Session
 from decoders.serving import scheduler
 from decoders.strategies import TokenRecycling
 
@@ -20,13 +20,13 @@ from decoders.strategies import TokenRecycling
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Prompts, and tokens of each, of every pass that reads."""
     made: list[tuple[int, int]] = []
-    plain = RowPool.read_rows
+    plain = Session.read_rows
 
-    def noted(self: RowPool, place: int, starts: list[int], done: int, count: int, run: Any) -> None:
+    def noted(self: Session, place: int, starts: list[int], done: int, count: int, run: Any) -> None:
         made.append((len(starts), count))
         plain(self, place, starts, done, count, run)
 
-    monkeypatch.setattr(RowPool, "read_rows", noted)
+    monkeypatch.setattr(Session, "read_rows", noted)
     return made
 
 

@@ -16,9 +16,7 @@ from transformers import PreTrainedModel, modeling_layers
 
 import decoders
 from decoders.costs import CostCurve, CostPoint, Subject
-from decoders.medusa.config import HeadsConfig
-from decoders.medusa.files import save_heads
-from decoders.medusa.heads import MedusaHeads
+from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.strategy import Strategy
 from decoders.testing import checks_for, tiny_draft, tiny_model
 from decoders.testing.acceptance import check_draft_tokens_are_accepted

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoders.strategies import Threshold
-from decoders.strategies.calibrated_threshold import ENOUGH, CalibratedThreshold
+from decoders.strategies.threshold import ENOUGH, CalibratedThreshold
 from decoders.testing import assert_same_tokens, decode, prompts
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 import decoders
-from decoders.dflash.files import load_network, read_config
-from decoders.dflash.network import DFlashConfig, DFlashNetwork
 from decoders.errors import SettingsError, UnsupportedError
+from decoders.heads.dflash import DFlashConfig, DFlashNetwork, load_network, read_config
 from decoders.strategies import DFlash
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy

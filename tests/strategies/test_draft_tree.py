@@ -15,7 +15,7 @@ from torch import Tensor
 from decoders.drafting import Expansion
 from decoders.errors import DraftError
 from decoders.strategies import Speculative
-from decoders.strategies.draft_tree import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
+from decoders.strategies.draft_model import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
 from decoders.strategy import Draft
 from decoders.testing import Spy, decode, prompts
 from decoders.testing.spy import inspect_tree

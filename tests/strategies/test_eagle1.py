@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import decoders
-from decoders.eagle3.eagle1 import EagleConfig
-from decoders.eagle3.files import read_config
 from decoders.errors import SettingsError
+from decoders.heads.eagle3 import EagleConfig
+from decoders.heads.eagle3_files import read_config
 from decoders.strategies import Eagle3, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.testing import check_strategy, checks_for, decode, prompts

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.eagle3.files import load_head, read_config
 from decoders.errors import SettingsError, UnsupportedError
+from decoders.heads.eagle3_files import load_head, read_config
 from decoders.strategies import Eagle3, PromptLookup
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy

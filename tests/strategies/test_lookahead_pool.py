@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.strategies.lookahead_pool import make_pool, recall, remember
+from decoders.strategies.lookahead import make_pool, recall, remember
 
 Ngram = tuple[int, ...]
 

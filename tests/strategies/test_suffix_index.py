@@ -12,8 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.strategies.suffix_index import ORDERS, ChainedText, Occurrence, expand, path_first
-from decoders.strategies.suffix_memory import LEAD, RowText, TextMemory
+from decoders.strategies.suffix_index import (
+    LEAD,
+    ORDERS,
+    ChainedText,
+    Occurrence,
+    RowText,
+    TextMemory,
+    expand,
+    path_first,
+)
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

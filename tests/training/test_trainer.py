@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from decoders.training import Learner, Run, Trainer, TrainingError
-from decoders.training.schedules import warmup_cosine, warmup_stable_decay
+from decoders.errors import TrainingError
+from decoders.training.optimisation import warmup_cosine, warmup_stable_decay
+from decoders.training.trainer import Learner, Run, Trainer
 
 
 class Line(Learner):
@@ -86,7 +87,8 @@ def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
 def test_training_stops_without_a_gain_and_the_best_weights_are_taken(tmp_path: Path) -> None:
     learner, weights = Line([0.1, 0.5, 0.2, 0.5, 0.9]), []
     trainer = Trainer(learner, run(check_every=2, patience=2))
-    trainer.train("line", tmp_path / "line.pt", on_step=lambda step: weights.append(weight(learner)))
+    for _ in trainer.steps():
+        weights.append(weight(learner))
     assert trainer.step == 8, "checked after 2, 4, 6 and 8 steps; 0.5 again is no gain"
     assert trainer.best_score == 0.5 and weight(learner) == weights[3]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.weights.twin import WeightState
-from .loop import Call
-from .pool import RowPool
+from .batch import Batch
 from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText
 from .request import Request
 from .request_output import RequestOutput
+from .session import Session
 
 #: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
 SHARED_PASS = 512
@@ -66,15 +66,15 @@ class Admission:
     """Finds places for requests and reads their prompts.
 
     Args:
-        call: the batch that they will join.
+        batch: which they will join.
         reserved: places of the pool that are no request's.
 
     Attributes:
         seats: the requests that are here, in the order in which they came.
     """
 
-    def __init__(self, call: Call, pool: RowPool, reserved: int) -> None:
-        self.call, self.pool, self.reserved = call, pool, reserved
+    def __init__(self, batch: Batch, pool: Session, reserved: int) -> None:
+        self.batch, self.pool, self.reserved = batch, pool, reserved
         self.seats: list[Seat] = []
         self._pace = 0.0  # seconds per prompt token, as measured
 
@@ -100,8 +100,10 @@ class Admission:
     @property
     def mixes(self) -> bool:
         """Whether a step reads prompts on the way: then nobody waits for passes of their own."""
-        call = self.call
-        return not call.request.strategy.reads_prompt and call.forward_pass.mixes(self._rows, single=call.blocks.single)
+        batch = self.batch
+        return not batch.request.strategy.reads_prompt and batch.forward_pass.mixes(
+            self._rows, single=batch.blocks.single
+        )
 
     def read(self, pause: float) -> None:
         """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
@@ -116,8 +118,8 @@ class Admission:
             spent = time.perf_counter() - started
             for each in seats:
                 self.was_read(each, spent, count * len(seats))
-            if not self.call.request.strategy.reads_prompt:
-                self.call.forward_pass.book_mixed(spent, self._rows, single=self.call.blocks.single)
+            if not self.batch.request.strategy.reads_prompt:
+                self.batch.forward_pass.book_mixed(spent, self._rows, single=self.batch.blocks.single)
 
     def _pass(self, seats: list[Seat]) -> None:
         """The next pass of prompts whose places lie side by side, and which are read alike."""
@@ -186,7 +188,7 @@ class Admission:
             tokens: of each that one pass reads at most, all together :data:`SHARED_PASS`.
         """
         target = self.pool.target
-        if target.recurrent or target.static or self.call.request.strategy.reads_prompt:
+        if target.recurrent or target.static or self.batch.request.strategy.reads_prompt:
             return [seat]
         waiting = {other.place: other for other in self.seats if other.row is None and (other is seat or fits(other))}
         first = last = seat.place
@@ -205,8 +207,8 @@ class Admission:
             request = seat.member.request
             reuse = request.runtime.reuse and not request.strategy.reads_prompt  # which is shown all of it
             self.pool.put(seat.place, seat.prompt)
-            prompt, texts = seat.prompt.cpu(), self._texts(seat)
-            kept.append(self.pool.take_over(seat.place, prompt, texts, seat.salt) if reuse else 0)
+            prompt = {seat.place: seat.prompt.cpu()}
+            kept += self.pool.take_over(prompt, self._texts(seat), seat.salt) if reuse else [0]
             self.pool.drop(seat.place)
         chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
         if self._rows:
@@ -221,21 +223,21 @@ class Admission:
     def _run_for(self, seat: Seat) -> Callable[..., None]:
         """How a pass is run: for a strategy that reads prompts what it gives is kept, all but logits, which are large."""
         if not seat.member.request.strategy.reads_prompt:
-            return self.call.prefill
+            return self.batch.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
         def run(*stretch: Any) -> None:
-            seat.chunks.append(self.call.read_chunk(length, *stretch, logits=False))
+            seat.chunks.append(self.batch.read_chunk(length, *stretch, logits=False))
 
         return run
 
-    def _texts(self, seat: Seat) -> list[KeptText]:
+    def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
         """What every place holds, those in use included; the place of `seat` holds what was there before."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:
                 texts[other.place] = self.held(other)
-        return texts
+        return [(self.pool, place, text) for place, text in enumerate(texts)]
 
     def held(self, seat: Seat) -> KeptText:
         """The text whose keys and values are in a seat's slots; nothing if weights were written to since it came."""
@@ -243,7 +245,7 @@ class Admission:
             return NOTHING
         if seat.row is not None:
             written = seat.member.text(0).cpu()
-            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.call.pending, 0)], seat.salt)
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.batch.pending, 0)], seat.salt)
         if seat.plan is None:
             return NOTHING
         start, end = seat.plan.starts[0], len(seat.prompt) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -12,11 +13,11 @@ import torch
 
 from ... import __version__
 from ...common.devices import processor_name
-from ...costs.curve import CostCurve, CostPoint, Subject
+from ...costs.curve import CostCurve, CostPoint, Subject, read, write
 from ...costs.steps import SizeRatios
-from ...costs.store import read, write
 from ...report import Report
 from ...sampling.processors import SamplingPlan
+from ...strategy import Draft
 from ...tree import Topology
 from ..model import torch_compat
 from ..model.blocks import NodeBlock
@@ -24,6 +25,7 @@ from ..model.buckets import row_bucket
 from ..model.compiled.tiers import Compile, PassKind
 from ..model.cuda_graphs.capture import PLAIN_RUNS
 from .rows import sampling_inputs
+from .step import Parts, forward_verify_commit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -170,6 +172,9 @@ def measure(
         session = opened.session
         engine.forward_pass.fit(session.blocks, rows)
         core = engine.core(SamplingPlan())
+        step = partial(
+            forward_verify_commit, Parts(core.forward, core.choose, core.commit), Draft.nothing(rows, device)
+        )
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))
 
@@ -180,7 +185,7 @@ def measure(
             session.rows.length.fill_(context)
             session.rows.finished.fill_(False)
             begun = clock()
-            out = core.replayed("step", block, session.rows, session.recordings, copy=False)
+            out = core.replayed("step", step, block, session.rows, session.recordings, copy=False)
             if (states := session.rows.buffers.states) is not None:
                 states.commit(out.path, out.summary[0], session.rows.length)
             session.lists(out.summary, out.new)  # waits for the device, as a call does

@@ -28,7 +28,8 @@ class CallSettings:
         block_size: nodes of the block in which the model drafted for verifies so many nodes of a draft, the root included.
         report: where compilation is booked.
         stack: closes at the call's end what is opened for it.
-        capacity: most rows there can be, where rows come and go; 0 where they do not.
+        capacity: most rows there can be.
+        shared: whether rows join and leave.
     """
 
     request: Request
@@ -41,7 +42,8 @@ class CallSettings:
     block_size: Callable[[int], int]
     report: Report
     stack: ExitStack
-    capacity: int = 0
+    capacity: int
+    shared: bool = False
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies on `engine`."""

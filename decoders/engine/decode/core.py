@@ -11,17 +11,16 @@ from torch import Tensor
 
 from ...sampling.choice import candidates
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
-from ...strategy import Sequences, Step
+from ...strategy import Draft, Sequences, Step
 from ...tree import TreeTensors
-from ...verifiers.verifier import Block, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
 from ..model.cache import CacheBuffers, move_slots
 from ..model.cuda_graphs.capture import Recordings
 from ..model.mixed import PromptPiece
 from ..model.target import ForwardResult, Target
 from ..model.text_blocks import LeadingText, after_text
-from .rows import Fault, Rows
-from .verify import Acceptance, draw, follow_matches
+from .rows import Rows
+from .verify import Acceptance, Verdict, follow_matches
 
 
 @dataclass(frozen=True)
@@ -111,69 +110,28 @@ class Core:
         """What a recording of `method` depends on, besides the model."""
         return (self.target.layers,) if method == "forward" else (self.plan, self.target.layers)
 
-    def replayed(self, method: str, block: NodeBlock, rows: Rows, recordings: Recordings | None, *, copy: bool) -> Any:
-        """:meth:`step` or :meth:`forward`, as a replay once it has been recorded for blocks of this size.
+    def replayed(
+        self, method: str, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows,
+        recordings: Recordings | None, *, copy: bool,
+    ) -> Any:  # fmt: skip
+        """``function(block, rows)``, as a replay once it has been recorded for blocks of this size.
 
         Args:
+            method: what recordings of `function` are known by: ``step`` or ``forward``.
             recordings: of the session of the rows; None where nothing can be recorded.
             copy: whether the result is to outlive the next replay.
         """
         if self.runs is None or block.text.length or block.piece is not None:
-            return getattr(self, method)(block, rows)
+            return function(block, rows)
 
         def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
-            return getattr(self, method)(NodeBlock(draft_tokens, tree, block.view, masks), rows)
+            return function(NodeBlock(draft_tokens, tree, block.view, masks), rows)
 
         key, given = (
             (method, self.key(method), rows.place, len(block.view)),
             (block.draft_tokens, block.tree, block.masks),
         )
         return self.runs.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
-
-    def step(self, block: NodeBlock, rows: Rows) -> StepOutput:
-        """Runs one block of at least three nodes."""
-        nodes, forwarded = self.forward(block, rows)
-        return self.decide(nodes, forwarded, block.tree, rows, block.masks)
-
-    def decide(
-        self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, masks: Masks | None = None
-    ) -> StepOutput:
-        """Draws the target's token after every node and commits the path that agrees."""
-        positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        chosen, scores = self.draw(forwarded.logits, self.plan, rows.sampling, positions, masks)
-        return self.commit(nodes, chosen, tree, rows, forwarded, scores)
-
-    def judge(
-        self, nodes: Tensor, forwarded: ForwardResult, tree: TreeTensors, rows: Rows, masks: Masks | None,
-        drawn_from: Tensor | None, verifier: Verifier, siblings: int | None,
-    ) -> StepOutput:  # fmt: skip
-        """Lets `verifier` decide in the place of :meth:`decide`; the rows' keys must be those of this step.
-
-        Args:
-            drawn_from: ``[B, N-1, V]``, scores that the draft tokens were drawn from, None if they were not drawn.
-            siblings: most children of a node, None if the host does not know.
-        """
-        positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        left = candidates(forwarded.logits, self.plan, rows.sampling, positions, masks).settled()
-        scores = left.dense()
-        vocab, dtype = scores.shape[-1], scores.dtype
-        target = scores.softmax(-1) if self.plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
-        draft = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
-        judged = Block(nodes, tree, target, draft, siblings)
-        outcomes = verifier.outcomes(judged)
-        check_outcomes(outcomes, judged, verifier.name)
-        acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
-        rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
-        # What was decided, as choices: every accepted node is its parent's, and `last` that of the deepest one.
-        end = acceptance.path.gather(1, acceptance.depth[:, None])
-        accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
-        accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
-        chosen = torch.nn.functional.pad(left.choose(self.plan, rows.sampling, positions), (0, 1))
-        chosen = chosen.scatter(1, torch.where(accepted, tree.parents, len(tree)), nodes)[:, :-1]
-        chosen = chosen.scatter(1, end, last[:, None])
-        return self.commit(
-            nodes, chosen, tree, rows, forwarded, scores if self.plan.keep_scores else None, acceptance=acceptance
-        )
 
     def forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
         """The block's nodes ``[B, N]`` and the target's results for them."""
@@ -188,32 +146,34 @@ class Core:
         piece = (block.piece,) if block.piece is not None else ()
         return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, *piece)
 
-    def commit(
-        self,
-        nodes: Tensor,
-        chosen: Tensor,
-        tree: TreeTensors,
-        rows: Rows,
-        result: ForwardResult,
-        scores: Tensor | None,
-        most: Tensor | None = None,
-        acceptance: Acceptance | None = None,
-    ) -> StepOutput:
-        """Moves the accepted path's keys and values and appends its tokens, `most` of them (``[B]``).
+    def choose(
+        self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
+    ) -> Verdict:
+        """Draws the target's token after every node: accepted is what matches."""
+        positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
+        return Verdict(*self.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks))
 
-        Unless a verifier has decided already, the path is that which matches the choices. Recurrent states stay where they were,
-        as stopping criteria may still cut the rows.
+    def commit(
+        self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict
+    ) -> StepOutput:
+        """Moves the accepted path's keys and values and appends its tokens.
+
+        Recurrent states stay where they were, as stopping criteria may still cut the rows.
         """
         # One shape, whether rows share their stop tokens or not: compiled code serves both.
         stop_tokens = rows.sampling.stop_tokens.expand(len(nodes), -1).contiguous()
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
-        if acceptance is None and most is None:
+        chosen = verdict.chosen
+        if verdict.acceptance is None and verdict.most is None:
             path, new, summary = self.settle(nodes, chosen, tree, *rewritten)
         else:
-            acceptance = acceptance or follow_matches(nodes, chosen, tree)
-            path, (new, summary) = acceptance.path, append(nodes, chosen, tree, acceptance, *rewritten, most)
+            acceptance = verdict.acceptance or follow_matches(nodes, chosen, tree)
+            path = acceptance.path
+            new, summary = append(nodes, chosen, tree, acceptance, *rewritten, verdict.most)
         move_slots(rows.buffers, rows.length - summary[0] - 1, path)
-        return StepOutput(nodes, chosen, path, new, summary, result.logits, scores, result.hidden, result.layers)
+        return StepOutput(
+            nodes, chosen, path, new, summary, result.logits, verdict.scores, result.hidden, result.layers
+        )
 
 
 def draw_tokens(
@@ -268,8 +228,3 @@ def append(
     finished.logical_or_((first_stop < n) | (length >= limit))
     accepted = torch.minimum(acceptance.depth, emitted)  # an accepted stop token has no bonus token after it
     return new, torch.stack([emitted, accepted, drafted, finished.long()])
-
-
-def one_hot(tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """``[…, V]``: all of the probability on one token, none anywhere for -1."""
-    return (tokens[..., None] == torch.arange(vocab, device=tokens.device)).to(dtype)

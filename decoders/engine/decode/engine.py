@@ -35,9 +35,9 @@ from ..model.weights.quantization import Precision
 from ..model.weights.twin import WeightState
 from .calibration import Calibrator
 from .core import Core
-from .drafts.draft_core import DraftCore
+from .drafts.core import DraftCore
 from .drafts.modules import ModuleTwin
-from .session import Sessions
+from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64

@@ -1,4 +1,4 @@
-"""Requests of one row that come and go while others are decoded: admitted, read and retired between two steps of a :class:`Call`."""
+"""Requests of one row that come and go while others are decoded: admitted, read and retired between two steps of a :class:`Batch`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...constraints import CompiledGrammar
-from ...strategy import PromptChunk, finish_all
+from ...strategy import PromptChunk
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
+from .batch import Batch
 from .engine import Engine
-from .grammar.guide import Guide
-from .grammar.host_guide import HostGuide
-from .loop import Call
-from .pool import RowPool
 from .request import Request
 from .request_output import RequestOutput, empty_report
+from .session import Session
 from .sharing import sampling_of, share_steps
+from .step import step
+from .watch import StepWatch
 from .worth import DraftWorth
 
 #: Slots of a new pool; it grows with its texts.
@@ -43,29 +42,28 @@ class Lane:
 
     Attributes:
         admission: where they wait until their prompts are read.
-        batch: the rows of the call, in its order; those that have left go before the next step.
+        batch: those whose prompts are read, and their steps.
+        rows: the requests in the batch, in the order of its rows; those that have left go before the next step.
     """
 
     def __init__(self, engine: Engine, request: Request, capacity: int) -> None:
         capacity = 1 if request.strategy.reads_prompt and not request.strategy.rebatches else capacity
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
-        self.call = call = Call(engine, request, self.stack)
-        call.capacity = capacity
+        self.batch = batch = Batch(engine, request, self.stack, capacity)
         if request.runtime.prune:
-            call.worth = DraftWorth(engine.step_costs, grade_rates=request.strategy.grade_rates)
+            batch.worth = DraftWorth(engine.step_costs, grade_rates=request.strategy.grade_rates)
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
-        self.pool = RowPool(engine.target, reserved + capacity, slots, recordings)
-        call.session = self.pool
-        self.admission = Admission(call, self.pool, reserved)
-        self.batch: list[Seat] = []
+        self.pool = Session(engine.target, reserved + capacity, slots, recordings)
+        batch.session = self.pool
+        self.admission = Admission(batch, self.pool, reserved)
+        self.rows: list[Seat] = []
         self._weights = engine.target.weights
         self._tiers: set[Hashable] | None = None
         self._clock = 0
-        self._begun = self._started = False  # the first batch was made; the strategy has a state that is not finished
 
     @property
     def seats(self) -> list[Seat]:
@@ -85,7 +83,7 @@ class Lane:
         """Gives a request of one row a place; its prompt is read in the next steps."""
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
-            self._tiers = self.call.forward_pass.steady_tiers(self.template.runtime.compile)
+            self._tiers = self.batch.forward_pass.steady_tiers(self.template.runtime.compile)
         if self._weights is not self.engine.target.weights:  # they were written to: what is kept is not theirs
             self._weights = self.engine.target.weights
             self.pool.forget()
@@ -101,14 +99,14 @@ class Lane:
         What belongs to all, a strategy that raises, say, is raised.
         """
         with self._running():
-            if self.template.runtime.compile is True and not self._begun:
-                self.call.forward_pass.compile_for(self.capacity, self.call.report)
+            if self.template.runtime.compile is True and not self.batch.arranged:
+                self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
             # Decided once: what a pause is for is not read twice.
             mixes = self.admission.mixes
             if not mixes:
                 self.admission.read(pause)
-            self._settle()
-            if self.batch:
+            self._join()
+            if self.rows:
                 self._step(pause if mixes else None)
             return self._leave()
 
@@ -123,11 +121,11 @@ class Lane:
             for seat in self.seats:
                 seat.member.close(cause)
             try:
-                self._finish(cause)
+                self.batch.finish(cause)
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
                 warnings.warn(f"decoders: {message}", stacklevel=2)
-        del self.call.session  # the call is part of a cycle: its buffers would wait for a collection
+        del self.batch.session  # the batch is part of a cycle: its buffers would wait for a collection
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -139,14 +137,14 @@ class Lane:
             torch.autocast(engine.target.device.type, enabled=False),
             torch.inference_mode(False),
             torch.no_grad(),
-            self.call.forward_pass.during(self.template.runtime.compile, self.call.report, self._tiers),
+            self.batch.forward_pass.during(self.template.runtime.compile, self.batch.report, self._tiers),
         ):
             yield
 
-    def _settle(self) -> None:
+    def _join(self) -> None:
         """Those whose prompts are read join the batch, in the rows of those that have left it if there are any."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
-        if rows != self.batch:
+        if rows != self.rows:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
@@ -155,18 +153,19 @@ class Lane:
         Args:
             pause: how long that may take; None for not at all.
         """
+        batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
-            self.call.advance()
+            step(batch, StepWatch(batch))
             return
         seat, begin, count = piece
-        self._bring([*self.batch, seat])
-        self.call.next_piece = functools.partial(self.pool.piece, begin, count)
+        self._bring([*self.rows, seat])
+        batch.next_piece = functools.partial(self.pool.piece, begin, count)
         try:
-            self.call.advance()
+            step(batch, StepWatch(batch))
         finally:
-            self.call.next_piece = None
-        self.admission.was_read(seat, self.call.piece_seconds, count)
+            batch.next_piece = None
+        self.admission.was_read(seat, batch.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
         """Those that have ended leave; their rows go before the next step, in which others may have them."""
@@ -188,8 +187,8 @@ class Lane:
             self._rebatch([])
 
     def _rebatch(self, seats: list[Seat]) -> None:
-        """Makes `seats` the rows of the batch, in this order, and tells the strategy."""
-        call, pool, template, static = self.call, self.pool, self.template, self.engine.target.static
+        """Makes `seats` the rows of the batch, in this order, and shows its strategy the prompts of the new ones."""
+        batch, pool, device = self.batch, self.pool, self.engine.target.device
         texts = [seat.member.text(0) for seat in seats]
         self._bring(seats)
         sources = [-1 if seat.row is None else seat.row for seat in seats]
@@ -197,39 +196,29 @@ class Lane:
             seat.row = row
             pool.stored.tokens[row, : len(texts[row])] = texts[row]
             pool.drop(row)
-        self.batch = seats
-        call.members[:] = [(seat.member, row) for row, seat in enumerate(seats)]
+        self.rows = seats
         if not seats:
-            call.pending = 0
+            batch.members.clear()
+            batch.pending = 0
             return
         requests = [seat.member.request for seat in seats]
-        call.width = row_bucket(len(seats), static)
-        added = call.width - len(seats)
-        call.longest = max(len(request.prompts[0]) + request.new_tokens for request in requests)
+        added = row_bucket(len(seats), self.engine.target.static) - len(seats)
         lengths = [len(text) for text in texts] + [1] * added
         prompts = [len(request.prompts[0]) for request in requests] + [1] * added
         limits = [len(request.prompts[0]) + request.new_tokens for request in requests] + [1] * added
         ended = [seat.member.ended for seat in seats] + [True] * added
-        sampling = pool.own(sampling_of(requests, added, self.engine.target.device))
-        pool.arrange(lengths, prompts, limits, ended, sampling)
-        call.noise_keys = pool.rows.sampling.keys.clone()
-        grammars = [request.grammars[0] if request.grammars else None for request in requests]
-        plan, before = (
-            replace(template.plan, masked=any(grammar is not None for grammar in grammars)),
-            call.request.plan,
-        )
-        call.request = replace(
-            template, plan=plan, grammars=tuple(grammars), salts=(*(seat.salt for seat in seats), *[""] * added),
+        pool.arrange(lengths, prompts, limits, ended, pool.own(sampling_of(requests, added, device)))
+        grammars = tuple(request.grammars[0] if request.grammars else None for request in requests)
+        shared = replace(
+            self.template, plan=replace(self.template.plan, masked=any(grammar is not None for grammar in grammars)),
+            grammars=grammars, salts=(*(seat.salt for seat in seats), *[""] * added),
             prompts=[*texts, *[texts[0].new_zeros(1)] * added], new_tokens=max(request.new_tokens for request in requests),
         )  # fmt: skip
-        sources += [-1] * added
-        if call.worth is not None:
-            call.worth.rebatch(sources[: len(seats)])
-        call.guide = self._guide(sources, [*grammars, *[None] * added])
-        if not self._begun or plan != before:
-            call.step = call.make_step()
-        self._inform(sources, restart=not self._begun or plan != before)
-        self._begun = True
+        members = [(seat.member, row) for row, seat in enumerate(seats)]
+        anew = batch.arrange(shared, members, sources + [-1] * added)
+        if shared.strategy.reads_prompt:
+            batch.where = "prefill"
+            self._show_prompts(anew and any(source >= 0 for source in sources))
 
     def _bring(self, seats: list[Seat]) -> None:
         """Brings what belongs to `seats` to the first places of the pool, in this order."""
@@ -244,49 +233,16 @@ class Lane:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
-    def _guide(self, sources: list[int], grammars: list[CompiledGrammar | None]) -> Guide | None:
-        """Where the rows stand in their grammars. Rows that stay go on where they are."""
-        if all(grammar is None for grammar in grammars):
-            return None
-        guide, target = self.call.guide, self.engine.target
-        stays = any(source >= 0 and grammar is not None for source, grammar in zip(sources, grammars, strict=True))
-        if isinstance(guide, HostGuide) and stays:
-            return guide.rebatch(sources, grammars)
-        return HostGuide.of(grammars, target.vocab_size, target.device)
-
-    def _finish(self, cause: Exception | None = None) -> None:
-        """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
-        if self._started:
-            self._started = False
-            finish_all([(self.template.strategy, self.call.state)], cause)
-
-    def _inform(self, sources: list[int], restart: bool) -> None:
-        """Tells the strategy, its draft models and modules which rows there are now, and shows it the prompts of the new ones."""
-        call, strategy = self.call, self.template.strategy
-        call.where, call.resources.costs = "rebatch", None
-        call.fit_blocks()
-        restart = restart or not strategy.keeps_rows(call.state)
-        if restart:
-            self._finish()
-            call.resources.close()
-            call.start()
-            self._started = True
-        else:
-            call.rebatch(sources)
-        if strategy.reads_prompt:
-            call.where = "prefill"
-            self._show_prompts(anew=restart and any(source >= 0 for source in sources))
-
     def _show_prompts(self, anew: bool) -> None:
         """Shows the strategy what was read of the prompts of new rows; `anew`, with a new state, the texts of all rows."""
-        call = self.call
+        batch = self.batch
         if anew:
-            call.read_prompts(call.lengths, [0] * call.width)
-        for row, seat in enumerate(self.batch):
+            batch.read_prompts(batch.lengths, [0] * batch.width)
+        for row, seat in enumerate(self.rows):
             for chunk in seat.chunks if not anew else ():
-                if call.request.strategy.prompt_logits:
+                if batch.request.strategy.prompt_logits:
                     chunk = replace(chunk, logits=self.engine.head(chunk.hidden))
-                call.show(among_rows(chunk, row, self.pool.rows.length), max(call.lengths))
+                batch.show(among_rows(chunk, row, self.pool.rows.length), max(batch.lengths))
             seat.chunks.clear()
 
 

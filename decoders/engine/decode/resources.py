@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
 from .call_settings import CallSettings
-from .drafts.drafter import ModelDrafter, context_draft
+from .drafts.drafter import ModelDrafter
 from .drafts.modules import SlotPasses
+from .drafts.staged import context_draft
 
 if TYPE_CHECKING:
-    from .loop import Call
+    from .batch import Batch
 
 
 class CallResources:
@@ -33,7 +34,7 @@ class CallResources:
         stack: closes what is opened here.
     """
 
-    def __init__(self, call: Call, stack: ExitStack) -> None:
+    def __init__(self, call: Batch, stack: ExitStack) -> None:
         self.call = call
         self._stack = stack.enter_context(ExitStack())
         self.drafters: list[ModelDrafter] = []
@@ -55,6 +56,7 @@ class CallResources:
             request=request, engine=call.engine, session=call.session, read_rest=call.read_rest, longest=call.longest,
             plan=replace(request.plan, keep_scores=call.verifier is not None and request.plan.sample), sampling=rows.sampling,
             block_size=call.blocks.size, report=call.report, stack=self._stack, capacity=call.capacity,
+            shared=call.shared,
         )  # fmt: skip
 
     def context(self) -> Context:
@@ -65,7 +67,7 @@ class CallResources:
             vocab_size=target.vocab_size, sequences=call.session.view(max(call.lengths))[1], coupled=call.verifier is None,
             plan=request.plan, sampling=call.rows.sampling, guide=call.guide, model=request.model, tokenizer=request.tokenizer,
             assistant_model=request.assistant_model, costs=self._costs, clock=target.ranks.clock,
-            new_tokens=None if call.capacity else request.new_tokens,
+            new_tokens=None if call.shared else request.new_tokens,
             decoder_layers=target.decoder_layers, embed=target.embed, head=call.engine.head, module=self._module,
             first_layers=partial(call.engine.first_layers, request.model),
             memory=self._memory_of if request.runtime.memory else no_memory,
@@ -118,8 +120,8 @@ class CallResources:
             context = max(call.lengths)
             known = calibration.known(folder)
             # Where rows come and go nobody is made to wait for every number of them: what lies between is in proportion.
-            if measure and not (call.capacity and self._measured_rows):
-                rows = sorted({1, call.capacity}) if call.capacity else [call.width]
+            if measure and not (call.shared and self._measured_rows):
+                rows = sorted({1, call.capacity}) if call.shared else [call.width]
                 known = calibration.measured(folder, rows, [context], call.request.runtime.compile)
                 self._measured_rows = True
             if known is not None:

@@ -51,7 +51,7 @@ class Rows:
 
     @staticmethod
     def allocate(target: Target, batch: int, slots: int) -> Rows:
-        """Empty rows; :meth:`started` fills them."""
+        """Empty rows."""
         device = target.device
 
         def numbers() -> Tensor:
@@ -77,24 +77,10 @@ class Rows:
         )  # fmt: skip
         return *((tensor.data_ptr(), tensor.shape) for tensor in tensors), self.buffers.place
 
-    def started(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> Rows:
-        """These rows with `prompts` (1-D int64 tensors) in slots 0 …, each of which may grow by `new_tokens`.
-
-        Rows that are left over hold one token and have ended.
-        """
-        added = len(self.tokens) - len(prompts)
-        self.finished.copy_(torch.tensor([False] * len(prompts) + [True] * added))
-        prompts = [*prompts, *[self.tokens.new_zeros(1)] * added]
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = prompt
-        self.length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
-        self.prompt_length.copy_(self.length)
-        self.faults.zero_()
-        torch.add(self.length, new_tokens, out=self.limit)
-        return replace(self, sampling=sampling)
-
     def of_rows(self, begin: int, end: int) -> Rows:
         """Views of some of the rows."""
+        if (begin, end) == (0, len(self.length)):
+            return self
         rows = slice(begin, end)
         return Rows(
             self.tokens[rows], self.length[rows], self.prompt_length[rows], self.finished[rows], self.limit[rows],

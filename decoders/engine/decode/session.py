@@ -1,11 +1,11 @@
-"""What outlives a call: the rows' buffers, and the texts whose keys and values they still hold."""
+"""Rows of tokens, keys and values: what the rows of a batch, of a draft model, and the texts of earlier calls stand in."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,46 +14,70 @@ from ...errors import CacheMemoryError
 from ...sampling.processors import SamplingInputs
 from ...strategy import Sequences
 from ..model.blocks import Blocks
-from ..model.buckets import row_bucket, slots_for, view_bucket
+from ..model.buckets import slots_for, view_bucket
 from ..model.cuda_graphs.capture import Recordings
-from ..model.cuda_graphs.recorder import Recorder
+from ..model.mixed import PromptPiece
 from ..model.target import Target
 from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText, PrefixIndex
 from .rows import Rows
 
-#: Free sessions that keep their buffers.
-KEPT_SESSIONS = 2
-#: The same where steps are recorded: what was recorded goes with its session.
-KEPT_RECORDING_SESSIONS = 4
-
 
 class Session:
-    """Rows of one batch size, their views, what the last call left in them, and the steps recorded with them.
+    """Rows with their slots, the views that steps take of them, the texts that they keep, and what was recorded with them.
+
+    The first rows are those that are decoded, see :meth:`arrange`; the others are read, keep the texts of earlier requests, or are
+    free.
 
     Attributes:
-        rows: on the device.
-        batch: number of rows; where sizes are static it may exceed that of a call, whose rows come first.
+        stored: all rows, on the device.
+        rows: those that are decoded.
+        batch: number of all rows.
         blocks: drafts as the core wants them.
         recordings: what was recorded on these very tensors; None where nothing can be.
-        texts: per row, what the slots hold while no call uses the session.
+        texts: per row, what its slots hold of a text that nobody decodes.
+        used: per row, when that text was left there, by the user's clock.
         shared: sessions of drafts that are so many of the target's first layers (:mod:`~decoders.engine.decode.drafts.shared_slots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
         self.target, self.batch = target, batch
         with room_for(batch, slots):
-            self.rows = Rows.allocate(target, batch, slots)
-        self.blocks = Blocks(batch, target.device, target.static, target.multiple)
+            self.stored = self.rows = Rows.allocate(target, batch, slots)
         self.recordings = recordings
-        self.texts = [NOTHING] * batch
+        self.texts, self.used = [NOTHING] * batch, [0] * batch
         self.shared: dict[int, Session] = {}
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
         self._sampling: dict[tuple, SamplingInputs] = {}
+        self._blocks: dict[int, Blocks] = {}
+        self._arranged: dict[int, Rows] = {batch: self.rows}  # by their number: recorded steps work on these
+        self.blocks = self._blocks_for(batch)
 
-    def start(self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs) -> None:
-        """Puts a call's prompts in the rows; keys and values are still to be computed (:meth:`prefill`)."""
-        self.rows = self.rows.started(prompts, new_tokens, sampling)
+    def _blocks_for(self, rows: int) -> Blocks:
+        if rows not in self._blocks:
+            self._blocks[rows] = Blocks(rows, self.target.device, self.target.static, self.target.multiple)
+        return self._blocks[rows]
+
+    def arrange(
+        self, lengths: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], finished: Sequence[bool],
+        sampling: SamplingInputs,
+    ) -> None:  # fmt: skip
+        """Makes the first rows those that are decoded; their tokens, keys and values are in place, or will be before a step."""
+        count = len(lengths)
+        if count not in self._arranged:
+            own = self.stored.of_rows(0, count)
+            numbers = [torch.zeros_like(own.length) for _ in range(4)]
+            self._arranged[count] = Rows(
+                own.tokens, numbers[0], numbers[1], torch.zeros_like(own.finished), numbers[2], numbers[3], own.buffers, sampling,
+                own.range,
+            )  # fmt: skip
+        rows = self.rows = replace(self._arranged[count], sampling=sampling)
+        for tensor, values in (
+            (rows.length, lengths), (rows.prompt_length, prompt_lengths), (rows.finished, finished), (rows.limit, limits),
+        ):  # fmt: skip
+            tensor.copy_(torch.tensor(values))
+        rows.faults.zero_()
+        self.blocks = self._blocks_for(count)
         self.blocks.exact = self.blocks.single = False  # how an earlier call padded them
         self._views.clear()
 
@@ -97,14 +121,54 @@ class Session:
     def grow(self, slots: int) -> None:
         """Gives every row room for `slots` tokens. What was recorded knows the old tensors only: it is dropped."""
         with room_for(self.batch, slots):
-            self.rows = self.rows.enlarged(slots)
+            self.stored = self.stored.enlarged(slots)
+        count = len(self.rows.tokens)
+        part = self.stored.of_rows(0, count)
+        self.rows = replace(self.rows, tokens=part.tokens, buffers=part.buffers, range=part.range)
+        self._arranged = {self.batch: self.stored, count: self.rows}
         self._views.clear()
         if self.recordings is not None:
             self.recordings.clear()
 
+    def put(self, row: int, text: Tensor) -> None:
+        """Writes a text's tokens; its keys and values are still to be computed."""
+        self.reserve(len(text))
+        self.stored.tokens[row, : len(text)] = text
+
+    def take_over(
+        self, prompts: Mapping[int, Tensor], held: Sequence[tuple[Session, int, KeptText]], salt: str = ""
+    ) -> list[int]:  # fmt: skip
+        """Copies to rows what slots anywhere hold of their prompts; says how many tokens of each are in place then.
+
+        Args:
+            prompts: 1-D int64 on the CPU, by row.
+            held: texts, and the row of a session that holds each.
+            salt: of the prompts: texts with another one are left alone.
+        """
+        index = PrefixIndex([text for *_, text in held])
+        reused, moves = [], []
+        for row, prompt in prompts.items():
+            in_place = self.texts[row].shared_with(prompt, salt)
+            longest, place = index.longest(prompt, salt)
+            reused.append(min(max(longest, in_place), len(prompt) - 1))
+            if reused[-1] > in_place:
+                session, source_row, _ = held[place]
+                moves.append((row, session.stored.buffers, source_row, reused[-1]))
+        own, written = self.stored.buffers, {row for row, *_ in moves}
+        # A row that is read from may be written to first: what it holds is set aside.
+        sources = [
+            (source.of_row(place, count), 0) if source is own and place in written else (source, place)
+            for _, source, place, count in moves
+        ]
+        for row in written:  # whatever ends the copying leaves nothing that counts
+            self.drop(row)
+        for (row, _, _, count), (source, place) in zip(moves, sources, strict=True):
+            own.copy_row(row, source, place, count)
+        return reused
+
     def prefill(
         self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None], *,
-        leave_last_chunk: bool = False, padded: bool = False,
+        first: int = 0, leave_last_chunk: bool = False, padded: bool = False,
     ) -> tuple[list[int], int]:  # fmt: skip
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
 
@@ -113,53 +177,109 @@ class Session:
             reused: how many of each row's first slots hold its keys and values already.
             chunk: most tokens per row and pass; None is :attr:`Target.prefill_chunk`.
             run: runs each pass, as :meth:`Target.prefill` does.
+            first: the row of the first prompt.
             leave_last_chunk: whether that is left to the first step, which then reads the weights once for both.
-            padded: whether `run` tells recurrent layers what is no row's text; otherwise they are shown one row at a time.
+            padded: whether `run` tells recurrent layers what is no row's text; otherwise they are shown one row at a time, for what
+                they read cannot be read a second time, nor behind a text's end.
 
         Returns:
             how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
             advance together, so one with little left to read reads some of its tokens a second time.
         """
-        if self.target.recurrent and not padded:
-            return self._prefill_each(lengths, reused, chunk, run)
+        if self.target.recurrent and not padded and len(lengths) > 1:
+            for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
+                self.prefill([length], [kept], chunk, run, first=first + row)
+            return reused, 0
+        leave_last_chunk = leave_last_chunk and not self.target.recurrent
         plan = PrefillPlan.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk)
-        begin = torch.tensor(plan.starts, device=self.rows.tokens.device)
         for done, count in plan.chunks:
-            self.read(self.rows, begin, max(plan.starts), done, count, run)
+            self.read_rows(first, plan.starts, done, count, run)
         return plan.starts, plan.left
 
-    def _prefill_each(
-        self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None]
-    ) -> tuple[list[int], int]:
-        """As :meth:`prefill`, row by row: what a recurrent layer reads cannot be read a second time, nor behind a text's end."""
-        for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
-            plan = PrefillPlan.of([length], [kept], chunk, self.target)
-            begin = torch.tensor(plan.starts, device=self.rows.tokens.device)
-            for done, count in plan.chunks:
-                self.read(self.rows.of_rows(row, row + 1), begin, plan.starts[0], done, count, run)
-        return reused, 0
+    def read_rows(self, first: int, starts: Sequence[int], done: int, count: int, run: Callable[..., None]) -> None:
+        """One pass over `count` tokens of the texts in as many rows as there are `starts`, from the row `first` on.
 
-    def read(self, rows: Rows, begin: Tensor, latest: int, done: int, count: int, run: Callable[..., None]) -> None:
-        """One pass over `count` prompt tokens of `rows`, from `done` tokens behind `begin` on, at most `latest` ``[B]``."""
-        if self.target.static:  # what is read behind the end needs room as well
-            self.reserve(latest + done + count)
-            rows = rows if rows.slots == self.rows.slots else self.rows
-        slots = begin[:, None] + torch.arange(done, done + count, device=begin.device)
-        tokens, view = rows.tokens.gather(1, slots), self.view(latest + done + count)[0]
-        run(tokens, begin + done, rows.buffers, view, latest + done)
+        Args:
+            starts: where each text is read from; the pass begins `done` tokens behind that.
+            run: as of :meth:`prefill`.
+        """
+        latest = max(starts) + done
+        self.reserve(latest + count)
+        rows = self.stored.of_rows(first, first + len(starts))
+        begin = torch.tensor([start + done for start in starts], device=self.target.device)
+        slots = begin[:, None] + torch.arange(count, device=begin.device)
+        run(rows.tokens.gather(1, slots), begin, rows.buffers, self.view(latest + count)[0], latest)
+
+    def piece(self, begin: int, count: int) -> PromptPiece:
+        """`count` tokens from slot `begin` on of the row behind those that are decoded, for their next step to read."""
+        row = len(self.rows.tokens)
+        # Where passes are compiled strides are guarded: those of a slice would be another graph.
+        tokens = self.stored.tokens[row : row + 1, begin : begin + count].clone(memory_format=torch.contiguous_format)
+        start = torch.tensor([begin], device=self.target.device)
+        return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
+
+    def exchange(self, one: int, other: int, count: int, other_count: int) -> None:
+        """Two places change what they hold, `count` slots of `one` and `other_count` of `other`."""
+        if one == other:
+            return
+        buffers, tokens = self.stored.buffers, self.stored.tokens
+        if count < other_count:
+            one, other, count, other_count = other, one, other_count, count
+        aside = (buffers.of_row(other, other_count), tokens[other, :other_count].clone()) if other_count else None
+        buffers.copy_row(other, buffers, one, count)
+        tokens[other, :count] = tokens[one, :count]
+        if aside is not None:
+            buffers.copy_row(one, aside[0], 0, other_count)
+            tokens[one, :other_count] = aside[1]
+        self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
+        self.used[one], self.used[other] = self.used[other], self.used[one]
+
+    def reorder(
+        self, sources: Sequence[int], counts: Sequence[int], beside: Mapping[int, int] = MappingProxyType({})
+    ) -> dict[int, int]:
+        """Brings the first `counts[i]` slots of place `sources[i]` to place ``i``; -1 is nothing.
+
+        Args:
+            beside: slots in use at other places, which are kept wherever that is.
+
+        Returns:
+            where what stood at each place in use is now.
+        """
+        in_use = {**beside, **{source: count for source, count in zip(sources, counts, strict=True) if source >= 0}}
+        where = {place: place for place in in_use}
+        for place, source in enumerate(sources):
+            if source < 0 or where[source] == place:
+                continue
+            present = next((s for s, p in where.items() if p == place), None)
+            kept = in_use[present] if present is not None else len(self.texts[place].tokens)
+            if present is not None:
+                where[present] = where[source]
+            self.exchange(place, where[source], kept, in_use[source])
+            where[source] = place
+        return where
 
     def keep(self, lengths: list[int]) -> None:
         """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""
         tokens = self.rows.tokens.cpu()
-        self.texts = [self.kept(row, tokens[row, :length].clone()) for row, length in enumerate(lengths)]
-        self.texts += [NOTHING] * (self.batch - len(lengths))
+        self.forget()
+        for row, length in enumerate(lengths):
+            self.texts[row] = self.kept(row, tokens[row, :length].clone())
 
-    def kept(self, row: int, text: Tensor) -> KeptText:
+    def kept(self, row: int, text: Tensor, salt: str = "") -> KeptText:
         """`text` (1-D, on the CPU) as what a row keeps; nothing if a recurrent state has seen more of it, or less."""
-        states = self.rows.buffers.states
+        states = self.stored.buffers.states
         if states is None:
-            return KeptText(text)
-        return KeptText(text, whole=True) if int(states.reached[row]) == len(text) else NOTHING
+            return KeptText(text, salt=salt)
+        return KeptText(text, whole=True, salt=salt) if int(states.reached[row]) == len(text) else NOTHING
+
+    def cut(self, row: int, count: int) -> None:
+        """Gives up what a row holds behind the first `count` tokens of its text."""
+        text = self.texts[row]
+        if count < len(text.tokens):
+            self.texts[row] = NOTHING if text.whole else KeptText(text.tokens[:count], salt=text.salt)
+
+    def drop(self, row: int) -> None:
+        self.texts[row] = NOTHING
 
     def forget(self) -> None:
         """Notes that the slots hold nothing of use."""
@@ -181,134 +301,3 @@ def room_for(rows: int, slots: int) -> Iterator[None]:
         raise CacheMemoryError(
             f"there is no memory for {what}: ask for fewer tokens, rows or slots ({error})"
         ) from error
-
-
-class Sessions:
-    """The sessions of one model. A call takes one for itself; the last ones used are kept.
-
-    Args:
-        recorder: records steps, where the device can.
-    """
-
-    def __init__(self, target: Target, recorder: Recorder | None = None) -> None:
-        self.target, self.recorder = target, recorder
-        self.kept = KEPT_SESSIONS if recorder is None else KEPT_RECORDING_SESSIONS
-        self._free: list[Session] = []
-        self._recordings: weakref.WeakSet[Recordings] = weakref.WeakSet()
-
-    def recordings(self) -> Recordings | None:
-        """For the tensors of a new session; None where nothing can be recorded."""
-        if self.recorder is None:
-            return None
-        recordings = Recordings(self.recorder)
-        self._recordings.add(recordings)
-        return recordings
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the caches that no call uses."""
-        return sum(session.rows.buffers.nbytes for session in self._free)
-
-    @contextmanager
-    def open(
-        self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
-        shared: bool = False,
-    ) -> Iterator[OpenSession]:  # fmt: skip
-        """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
-
-        Its rows read the very tensors of `sampling` if these are `shared`, and else the session's own copy of them.
-
-        Without `reuse` it holds nothing of earlier texts. Nor does it for later calls unless the caller says what to
-        :meth:`Session.keep`.
-        """
-        texts = [prompt.cpu() for prompt in prompts]
-        texts += [torch.zeros(1, dtype=torch.int64)] * (row_bucket(len(texts), self.target.static) - len(texts))
-        session, weights = self._take(texts, slots_for(slots, self.target.static)), self.target.weights
-        try:
-            reusable = self._fill(session, texts) if reuse else [0] * len(texts)
-            session.forget()
-            session.start(prompts, new_tokens, sampling if shared else session.own(sampling))
-            yield OpenSession(session, reusable, [len(text) for text in texts])
-        finally:
-            if self.target.weights is not weights:  # a call within this one has met others
-                session.forget()
-            self._free.append(session)
-            del self._free[: -self.kept]
-
-    def forget(self) -> None:
-        """Weights have changed: nothing that is kept is theirs."""
-        for session in self._free:
-            session.forget()
-
-    def forget_recordings(self) -> None:
-        """Weights are elsewhere: what was recorded reads where they were."""
-        for recordings in self._recordings:
-            recordings.clear()
-
-    def release(self) -> None:
-        """Frees all buffers that no call uses."""
-        self._free.clear()
-
-    def _take(self, texts: list[Tensor], slots: int) -> Session:
-        """A free session of the batch's size, or a new one.
-
-        One is taken if what it holds is continued, or if it holds nothing worth keeping; another text's is left alone as
-        long as there is room for one more.
-        """
-        fitting = [session for session in self._free if session.batch == len(texts)]
-        continued = [_continued(session, texts) for session in fitting]
-        best = max(zip(fitting, continued, strict=True), key=lambda pair: pair[1], default=(None, 1.0))[0]
-        room = len(self._free) < self.kept and len(fitting) < KEPT_SESSIONS
-        if best is None or (room and max(continued) < 0.5):
-            return Session(self.target, len(texts), slots, self.recordings())
-        self._free.remove(best)
-        if best.rows.slots < slots:
-            best.grow(slots)
-        elif best.rows.slots > 4 * slots:  # one long call must not hold its memory for ever
-            return Session(self.target, len(texts), slots, self.recordings())
-        return best
-
-    def _fill(self, session: Session, texts: list[Tensor]) -> list[int]:
-        """Copies keys and values that free rows hold to the rows of `session` whose prompts begin alike."""
-        places = [(other, row) for other in (session, *self._free) for row in range(other.batch)]
-        index = PrefixIndex([other.texts[row] for other, row in places])
-        reused, moves = [], []
-        for row, prompt in enumerate(texts):
-            in_place = session.texts[row].shared_with(prompt)
-            longest, place = index.longest(prompt)
-            reused.append(min(max(longest, in_place), len(prompt) - 1))
-            if reused[row] > in_place:
-                other, source_row = places[place]
-                moves.append((row, other.rows.buffers, source_row, reused[row]))
-        own, written = session.rows.buffers, {row for row, *_ in moves}
-        # A row that is read from may be written to first: what it holds is set aside.
-        sources = [
-            (source.of_row(place, count), 0) if source is own and place in written else (source, place)
-            for _, source, place, count in moves
-        ]
-        session.forget()  # from here on its rows are written to, and whatever ends that leaves nothing that counts
-        for (row, _, _, count), (source, place) in zip(moves, sources, strict=True):
-            own.copy_row(row, source, place, count)
-        return reused
-
-
-@dataclass(frozen=True)
-class OpenSession:
-    """A session in use.
-
-    Attributes:
-        reusable: per row, the prompt tokens whose keys and values are in their slots already.
-        lengths: tokens per row; rows that a call has not asked for hold one.
-    """
-
-    session: Session
-    reusable: list[int]
-    lengths: list[int]
-
-
-def _continued(session: Session, texts: list[Tensor]) -> float:
-    """The share of what `session` holds that `texts` begin with; 1 if it holds nothing."""
-    held = sum(len(text.tokens) for text in session.texts)
-    if not held:
-        return 1.0
-    return sum(text.shared_with(prompt) for text, prompt in zip(session.texts, texts, strict=True)) / held

@@ -32,6 +32,23 @@ class Acceptance:
     depth: Tensor
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided about a block.
+
+    Attributes:
+        chosen: ``[B, N]`` int64, the token after each node.
+        scores: ``[B, N, V]``, the processed ones, if the plan keeps them.
+        acceptance: the accepted path; None is that which matches the choices.
+        most: ``[B]`` int64, how many tokens each row may commit, if that is limited.
+    """
+
+    chosen: Tensor
+    scores: Tensor | None = None
+    acceptance: Acceptance | None = None
+    most: Tensor | None = None
+
+
 def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
     """Finds the deepest node all of whose path the target would have produced itself.
 

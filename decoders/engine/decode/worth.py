@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...costs.acceptance import CAUTION, AcceptanceRates, Follower, Proposals
+from ...costs.acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from ...costs.fitted import FittedStepCosts
 from ...costs.looks import Looks, affordable, mean_seconds
-from ...costs.rows import row_weights
 from ...strategy import Draft
 
 #: The only drafter's bit.

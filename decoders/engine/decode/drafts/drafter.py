@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +13,19 @@ from torch import Tensor
 from ....common.devices import host_reads
 from ....drafting import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
-from ....report import Stage
+from ....report import Stage, Stopwatch
 from ....sampling.processors import Masks
-from ....strategy import Context, Sequences, Step, Strategy, no_costs, no_memory
+from ....strategy import Context, Sequences, Step
 from ....tree import TreeTensors
 from ...model.blocks import Blocks
 from ...model.buckets import row_bucket, slots_for
 from ...model.cuda_graphs.static_inputs import SameObject
 from ..call_settings import CallSettings
 from ..grammar.guide import Guide
-from ..pool import RowPool
 from ..rows import Rows
-from ..session import OpenSession, Session
-from .draft_counts import DraftCounts
-from .draft_rows import seat_rows
-from .draft_stage import DraftStage
-from .pending import PendingTokens
+from ..session import Session
+from ..sessions import OpenSession
+from .counts import DraftCounts, PendingTokens
 from .shared_slots import SharedSlots, fits
 
 if TYPE_CHECKING:
@@ -46,17 +42,21 @@ class ModelDrafter(Drafter):
         model: the draft model, or a path to load it from.
         ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` stops there by itself.
         children: see :class:`DraftCore`.
-        stage: a strategy that drafts for the draft model.
-        seldom: whether it may be asked late or never: then it reads the prompts when it first drafts. One with a stage reads them at
-            once.
+        seldom: whether it may be asked late or never: then it reads the prompts when it first drafts.
 
     Attributes:
         proposed: nodes of the block that is verified next, its padding not counted; set by whoever puts it to the model.
+        reach: most committed tokens of a row, as far as the host knows.
+        pending: committed tokens that it has not run yet.
+        inner: draft models of the strategy that drafts for it, if there is one (:mod:`.staged`).
+        drafted_by: name of that strategy.
     """
+
+    drafted_by: str | None = None
 
     def __init__(
         self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
-        children: int = 1, stage: Strategy | None = None, seldom: bool = False,
+        children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
         self.call, self.level, self.ahead = call, context.level + 1, ahead
         assert call.request.engine_of is not None, "a request with draft models says whose engines serve"
@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
         slots = (call.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, call.engine.target.layout
         shared = context.level == 0 and call.engine.is_part(model) and fits(*layouts)
-        opened = self._open(slots) if call.capacity == 0 and not shared else None
+        opened = self._open(slots) if not call.shared and not shared else None
         self.session: Session
         if shared:
             call.read_rest()
@@ -86,12 +86,12 @@ class ModelDrafter(Drafter):
         else:
             recordings = self.engine.sessions.recordings()
             capacity = row_bucket(call.capacity, target.static)
-            self.session = RowPool(target, capacity, slots_for(slots, target.static), recordings)
+            self.session = Session(target, capacity, slots_for(slots, target.static), recordings)
             self._seat(context, [-1] * len(call.request.prompts))
         self.guide = guide.ahead() if guide is not None else None
         self._begun = self.rows.length.clone()
-        self._reach = max(map(len, call.request.prompts))
-        self._pending = PendingTokens(self.level, target.static, target.device, shared)
+        self.reach = max(map(len, call.request.prompts))
+        self.pending = PendingTokens(self.level, target.static, target.device, shared)
         self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
@@ -99,9 +99,8 @@ class ModelDrafter(Drafter):
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
         self._unread = opened
-        if not seldom or stage is not None:
+        if not seldom:
             self._read_prompts()
-        self.stage = DraftStage(stage, self._context(context), self.inner, call.stack) if stage is not None else None
 
     def _open(self, slots: int) -> OpenSession:
         """A session of the engine's for the length of the call."""
@@ -132,20 +131,39 @@ class ModelDrafter(Drafter):
         self._seat(context, rows)
         self.guide = guide.ahead() if guide is not None else None
         self._begun = self.rows.length.clone()
-        self._reach = max(map(len, call.request.prompts))
+        self.reach = max(map(len, call.request.prompts))
         self._drafting = False
-        if self.stage is not None:
-            self.stage.rebatch(rows, self._inner_call, self._context(context), self.guide)
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
-        if isinstance(self.session, SharedSlots):
-            self.session.restart()
+        """Brings its rows in the order of the target's and reads those that are new.
+
+        Args:
+            rows: which row of the batch before each row is, -1 for one that is new.
+        """
+        session, call, sequences = self.session, self.call, context.sequences
+        if isinstance(session, SharedSlots):
+            session.restart()
             return
-        assert isinstance(self.session, RowPool) and context.sequences is not None
-        # Ids that only the target has would be out of range.
-        most = self.vocab_size - 1 if self.core.padding else None
+        assert sequences is not None
+        request = call.request
+        finished = sequences.finished.tolist()
+        session.reorder(rows, [len(text) for text in request.prompts])
         with self._running():
-            seat_rows(self.session, self.call, context.sequences, rows, self.ahead, most, self._prefill)
+            for place, (row, text) in enumerate(zip(rows, request.prompts, strict=True)):
+                if row >= 0 or finished[place]:
+                    continue
+                if self.core.padding:  # ids that only the target has would be out of range
+                    text = text.clamp(max=self.vocab_size - 1)
+                session.put(place, text)
+                prompt, salt = text.cpu(), request.salt_of(place)
+                held = [(session, other, kept) for other, kept in enumerate(session.texts)]
+                reused = session.take_over({place: prompt}, held, salt) if request.runtime.reuse else [0]
+                session.prefill([len(text)], reused, request.runtime.prefill_chunk, self._prefill, first=place)
+                # Behind it a draft's slots may hold other nodes than those accepted.
+                session.texts[place] = session.kept(place, prompt[:-1], salt)
+        lengths = [len(text) for text in request.prompts]
+        limits = [length + self.ahead for length in lengths]
+        session.arrange(lengths, sequences.prompt_length.tolist(), limits, finished, call.sampling)
 
     @property
     def _prefill(self) -> Callable[..., None]:
@@ -168,8 +186,7 @@ class ModelDrafter(Drafter):
     @property
     def on_device(self) -> bool:
         """Whether a round never waits for the device."""
-        own = (self.stage is None or self.stage.strategy.on_device) and (self.guide is None or self.guide.on_device)
-        return own and all(drafter.on_device for drafter in self.inner)
+        return (self.guide is None or self.guide.on_device) and all(drafter.on_device for drafter in self.inner)
 
     @property
     def nbytes(self) -> int:
@@ -183,20 +200,20 @@ class ModelDrafter(Drafter):
 
     def begin(self, sequences: Sequences) -> None:
         self._read_prompts()
-        self._reach = sequences.tokens.shape[1]
+        self.reach = sequences.tokens.shape[1]
         if isinstance(self.session, SharedSlots):
             self.session.follow()
             if host_reads(sequences.length):  # no more of the target's slots than are needed
-                self._reach = int(sequences.length.max())
+                self.reach = int(sequences.length.max())
         if self.engine.target.static:  # the target's rows have room that they will not use
-            self._reach = min(self._reach, self.rows.slots)
+            self.reach = min(self.reach, self.rows.slots)
         else:
-            self.session.reserve(self._reach)  # a wide block may have given the target's rows more room
+            self.session.reserve(self.reach)  # a wide block may have given the target's rows more room
         rows = self.rows
-        tokens = sequences.tokens[:, : self._reach]
+        tokens = sequences.tokens[:, : self.reach]
         if self.core.padding:  # ids that only the target has would be out of range for a stage
             tokens = tokens.clamp(max=self.vocab_size - 1)
-        rows.tokens[:, : self._reach].copy_(tokens)
+        rows.tokens[:, : self.reach].copy_(tokens)
         rows.length.copy_(sequences.length)
         torch.add(sequences.length, self.ahead, out=rows.limit)
         rows.finished.copy_(sequences.finished)
@@ -206,37 +223,22 @@ class ModelDrafter(Drafter):
             self.guide.follow()
 
     def extend(self) -> Expansion:
-        expansion = self._run("extend", self._view(1)[0], self._pending.range(self._reach), *self._masks())
+        expansion = self.run("extend", self.covering(1)[0], self.pending.range(self.reach), *self._masks())
         if self.guide is not None:
             self.guide.append(expansion.tokens[:, 0, 0])
         return expansion
 
     def advance(self) -> Advance:
-        stage = self.stage
-        assert stage is not None, "a drafter without a stage extends"
-        with self.counts.clock("stage", self.call.report.timings):
-            draft = stage.propose(self._view(0)[1])
-            draft_tokens, tree = self.blocks.of(draft, stage.strategy.name)
-            view, sequences = self._view(draft_tokens.shape[1] + 1)
-            masks = None
-            if self.guide is not None:
-                draft_tokens, masks = self.guide.block(draft_tokens, draft.topology, draft.levels)
-        out, expansion = self._run("advance", view, draft_tokens, tree, self._pending.range(self._reach), masks)
-        with self.counts.clock("stage", self.call.report.timings):
-            if self.guide is not None:
-                self.guide.accept(out)
-            stage.observe(out.observed(sequences))
-            self.counts.accepted(out.summary)
-        return Advance(out.path, out.summary[0], expansion)
+        raise TypeError("a drafter without a stage extends")
 
     def root(self) -> Expansion:
-        return self._run("root", self._view(1)[0], self._pending.range(self._reach), *self._masks())
+        return self.run("root", self.covering(1)[0], self.pending.range(self.reach), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         count = nodes.shape[1]
         if count == 1:  # one node would get a graph of its own
             nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
-        expansion = self._run("expand", self._view(len(tree))[0], nodes, tree, *self._expanded(nodes, tree))
+        expansion = self.run("expand", self.covering(len(tree))[0], nodes, tree, *self._expanded(nodes, tree))
         if count == nodes.shape[1]:
             return expansion
         scores = expansion.scores[:, :count] if expansion.scores is not None else None
@@ -258,13 +260,13 @@ class ModelDrafter(Drafter):
         else:
             others = step.nodes.shape[1] != self.call.block_size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
-        self._pending.after_step(behind)
+        self.pending.after_step(behind)
         for drafter in self.inner:
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
         """The model that this one drafts for has committed so many tokens that were not its own."""
-        self._pending.count += tokens
+        self.pending.count += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
@@ -280,13 +282,12 @@ class ModelDrafter(Drafter):
         """
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
-            level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner,
-            stage=self.stage.static_parts() if self.stage is not None else None,
+            level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
         )  # fmt: skip
 
     def recording(self) -> None:
         """What follows is a round that is recorded: Python runs, and the device does not."""
-        self._pending.recording()
+        self.pending.recording()
         self.counts.recording()
         for drafter in self.inner:
             drafter.recording()
@@ -295,7 +296,7 @@ class ModelDrafter(Drafter):
         """The round has been recorded, or not; nothing has been run."""
         self.counts.recorded()
         if not worked:
-            self._pending.not_recorded()
+            self.pending.not_recorded()
         for drafter in self.inner:
             drafter.recorded(worked)
 
@@ -303,7 +304,7 @@ class ModelDrafter(Drafter):
         """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
         self.counts.replayed(like.counts, steps)
         if steps:
-            self._pending.count = like._pending.count
+            self.pending.count = like.pending.count
         for drafter, recorded in zip(self.inner, like.inner, strict=True):
             drafter.replayed(recorded, steps)
 
@@ -321,25 +322,26 @@ class ModelDrafter(Drafter):
 
     def report(self) -> Stage:
         """What it did in this call. Reads the device: not for use between steps."""
-        stage = self.stage.strategy.name if self.stage is not None else None
         weights = self.engine.precision.weights or "keep"
-        return self.counts.report(self._name, weights, stage, [drafter.report() for drafter in self.inner])
+        return self.counts.report(self._name, weights, self.drafted_by, [drafter.report() for drafter in self.inner])
 
     def _running(self) -> AbstractContextManager:
         """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""
         return self.engine.forward_pass.during(self.call.request.runtime.compile, self.call.report, self._tiers)
 
-    def _run(self, method: str, view: Tensor, *given: Any) -> Any:
+    def run(self, method: str, view: Tensor, *given: Any) -> Any:
         """A method of the core, as a replay where that was recorded."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
-        with self.counts.clock("forward", self.call.report.timings), self._running():
+        stopwatch = Stopwatch(self.call.report.timings)
+        with self._running():
             result = forward_pass.replayed(
                 self.session.recordings, key, run, given, len(rows.length), core.plan, copy=True
             )
+        self.counts.forward_seconds += stopwatch.next()
         self.counts.passes += 1
-        self._pending.count = 0
+        self.pending.count = 0
         return result
 
     def _masks(self) -> tuple[Masks, ...]:
@@ -353,44 +355,11 @@ class ModelDrafter(Drafter):
         before = len(tree) - nodes.shape[1]
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
-    def _view(self, nodes: int) -> tuple[Tensor, Sequences]:
+    def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
         """What covers a block of so many nodes behind the tokens written so far in this round."""
-        end = self._reach + self.ahead + nodes
+        end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.call.longest + self.ahead + nodes
             self._deepest = max(self._deepest, nodes)
         self.session.reserve(end)
         return self.session.view(end)
-
-    def _context(self, outer: Context) -> Context:
-        """What the stage is told: this model is the target of its world."""
-        context = replace(
-            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
-            compile=self.call.compiler(self.engine), sequences=self.session.view(self._reach)[1], guide=self.guide,
-            costs=no_costs, memory=no_memory, decoder_layers=0,
-        )  # fmt: skip
-        return replace(context, draft=context_draft(self._inner_call, context, self.guide, self.inner))
-
-    @property
-    def _inner_call(self) -> CallSettings:
-        """What holds for the draft models of the stage."""
-        return replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
-
-
-def context_draft(
-    call: CallSettings, context: Context, guide: Guide | None, opened: list[ModelDrafter]
-) -> Callable[..., Drafter]:
-    """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
-
-    def draft(
-        model: PreTrainedModel | str,
-        *,
-        ahead: int,
-        children: int = 1,
-        stage: Strategy | None = None,
-        seldom: bool = False,
-    ) -> Drafter:
-        opened.append(ModelDrafter(call, context, guide, model, ahead, children, stage, seldom))
-        return opened[-1]
-
-    return draft

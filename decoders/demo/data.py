@@ -1,0 +1,303 @@
+"""The demo models' data: the Python standard library's own sources, split by file; edit tasks made of them; and batches of both.
+
+An edit task is a function, an instruction in a comment, and the function again with the edit made. A model this small does not learn to
+copy from plain code. These texts teach it to, which is what makes copy-heavy decoding (prompt lookup, speculative drafts) behave on the
+demo models as it does on large ones.
+
+Licence of the data: PSF-2.0 (a few files carry their own, compatible notices).
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import fnmatch
+import hashlib
+import keyword
+import os
+import random
+import re
+import sysconfig
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+LICENCE = "PSF-2.0"
+HELD_OUT_PER_MILLE = 30
+
+_SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
+
+# Three reasons to leave a file out: it is not valid Python on purpose, it is a generated table that would teach digits
+# instead of code, or it is written per machine (build paths) and would make two machines train on different text.
+_SKIPPED_FILES = (
+    "lib2to3/tests/data/*",
+    "test/test_lib2to3/data/*",
+    "test/bad*",
+    "test/tokenizedata/bad*",
+    "test/encoded_modules/*",
+    "encodings/cp*.py",
+    "encodings/iso8859_*.py",
+    "encodings/koi8_*.py",
+    "encodings/mac_*.py",
+    "encodings/ptcp154.py",
+    "encodings/kz1048.py",
+    "encodings/tis_620.py",
+    "encodings/hp_roman8.py",
+    "encodings/palmos.py",
+    "pydoc_data/topics.py",
+    "html/entities.py",
+    "_sysconfigdata*",
+    "config-*",
+    "*/config-*",
+    "sitecustomize.py",
+    "usercustomize.py",
+)
+
+#: Lines and characters of the functions that edit tasks are made of.
+LINES = range(5, 41)
+MAX_CHARACTERS = 3600
+COPY_SHARE = 0.25
+_NOT_RENAMED = set(keyword.kwlist) | set(keyword.softkwlist) | set(dir(builtins)) | {"self", "cls"}
+#: Share of a batch that are edit tasks.
+EDIT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: `path` relative to the standard library (posix), `text` as decoded UTF-8."""
+
+    path: str
+    text: str
+
+
+def stdlib_root() -> Path:
+    """Where this interpreter keeps its standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def is_held_out(path: str) -> bool:
+    """Whether a relative path belongs to the held-out split.
+
+    It depends on the path alone, so a file that a later Python adds cannot move another one across the split.
+    """
+    digest = hashlib.sha256(path.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
+
+
+def read_sources(root: Path | None = None) -> list[Source]:
+    """All usable files under `root` (default: the standard library), sorted by path, exact duplicates dropped.
+
+    Duplicates are dropped before the split, so no held-out file has a twin in the training files.
+    """
+    root = stdlib_root() if root is None else root
+    seen: set[bytes] = set()
+    sources = []
+    for path in sorted(_python_files(root)):
+        try:
+            text = (root / path).read_bytes().decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError:
+            continue
+        digest = hashlib.sha256(text.encode()).digest()
+        if not text.strip() or digest in seen or _is_table(text):
+            continue
+        seen.add(digest)
+        sources.append(Source(path, text))
+    return sources
+
+
+def _python_files(root: Path) -> Iterator[str]:
+    """Paths below `root` with slashes. Skipped folders, site-packages among them, are not even listed."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_DIRECTORIES]
+        for name in files:
+            path = Path(folder, name).relative_to(root).as_posix()
+            if name.endswith(".py") and not any(fnmatch.fnmatchcase(path, pattern) for pattern in _SKIPPED_FILES):
+                yield path
+
+
+def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:
+    """(training files, held-out files); disjoint and together everything."""
+    train = [source for source in sources if not is_held_out(source.path)]
+    held_out = [source for source in sources if is_held_out(source.path)]
+    return train, held_out
+
+
+def digest(sources: list[Source]) -> str:
+    """A fingerprint of the corpus, so that a run is not resumed on other data."""
+    hasher = hashlib.sha256()
+    for source in sources:
+        hasher.update(source.path.encode() + b"\0" + source.text.encode() + b"\0")
+    return hasher.hexdigest()
+
+
+def _is_table(text: str) -> bool:
+    """Large files that are mostly digits, escapes and punctuation (codec tables, embedded binary data)."""
+    letters = sum(character.isalpha() or character.isspace() for character in text)
+    return len(text) > 20_000 and letters < 0.62 * len(text)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function's dedented source and the names in it that can be renamed without changing anything else."""
+
+    path: str
+    source: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EditTask:
+    """`prompt` ends after the instruction's newline; `answer` is the edited function, ending in a newline."""
+
+    prompt: str
+    answer: str
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer
+
+
+def functions(sources: Iterable[Source]) -> list[Function]:
+    """Every function of 5 to 40 lines, each distinct text once. Files that do not parse are passed over."""
+    by_source: dict[str, Function] = {}
+    for source in sources:
+        try:
+            tree = ast.parse(source.text)
+        except (SyntaxError, ValueError):
+            continue
+        # Not splitlines(): it also breaks at form feeds, which ast does not count as lines.
+        lines = source.text.split("\n")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                function = _function(source.path, lines, node)
+                if function is not None:
+                    by_source.setdefault(function.source, function)
+    return list(by_source.values())
+
+
+def new_names(functions: Iterable[Function]) -> list[str]:
+    """Identifiers to rename to: those that occur in at least two of the functions, sorted."""
+    counts = Counter(name for function in functions for name in function.names)
+    return sorted(name for name, count in counts.items() if count >= 2 and 3 <= len(name) <= 20)
+
+
+def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
+    """A copy task (:data:`COPY_SHARE` of the time, or where nothing can be renamed), else a rename to one of `names`."""
+    if function.names and rng.random() >= COPY_SHARE:
+        old = rng.choice(function.names)
+        for _ in range(20):
+            new = rng.choice(names)
+            if not re.search(rf"\b{re.escape(new)}\b", function.source):
+                return rename_task(function, old, new)
+    return copy_task(function)
+
+
+def copy_task(function: Function) -> EditTask:
+    """The function again, unchanged."""
+    return EditTask(f"# original\n{function.source}\n# copy\n", function.source)
+
+
+def rename_task(function: Function, old: str, new: str) -> EditTask:
+    """The rename of `old` to `new`; `old` must be one of the function's names and `new` must not occur in it."""
+    answer = re.sub(rf"\b{re.escape(old)}\b", new, function.source)
+    return EditTask(f"# original\n{function.source}\n# rename {old} to {new}\n", answer)
+
+
+def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function | None:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    last = node.end_lineno or node.lineno
+    source = textwrap.dedent("\n".join(lines[first - 1 : last])).rstrip() + "\n"
+    if last - first + 1 not in LINES or len(source) > MAX_CHARACTERS:
+        return None
+    try:
+        ast.parse(source)  # dedenting can break a function that holds a multi-line string
+    except (SyntaxError, ValueError):
+        return None
+    # A name qualifies when every occurrence of its letters is an occurrence of the name: then it stands in no string,
+    # comment, attribute or keyword argument, and a textual replacement is a correct rename.
+    words = Counter(re.findall(r"\w+", source))
+    names = Counter(_names(node))
+    usable = (n for n, count in names.items() if count >= 2 and words[n] == count and len(n) > 1)
+    return Function(path, source, tuple(sorted(name for name in usable if name not in _NOT_RENAMED)))
+
+
+def _names(function: ast.AST) -> Iterable[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """One text's ids without special tokens; quiet about texts longer than the model's context."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarray:
+    """Texts as one stream of ids [T] uint16: the end token, then each text followed by the end token."""
+    end = tokenizer.eos_token_id
+    parts = [np.array([end], dtype=np.uint16)]
+    for text in texts:
+        parts.append(np.array([*ids_of(tokenizer, text), end], dtype=np.uint16))
+    return np.concatenate(parts)
+
+
+class Batches:
+    """Batches of B rows of T + 1 ids: a quarter of the rows edit tasks, the others windows of code.
+
+    Code windows are drawn without replacement: epoch e cuts the stream at its own random offset and permutes the
+    windows. Edit rows start at a task and hold random functions with random renames, made on the fly.
+    """
+
+    def __init__(
+        self, sources: list[Source], tokenizer: PreTrainedTokenizerFast, *, seed: int, rows: int, length: int
+    ) -> None:
+        self.seed, self.rows, self.length = seed, rows, length
+        self.tokenizer = tokenizer
+        self.stream = encode(tokenizer, (source.text for source in sources))
+        self.functions = functions(sources)
+        self.names = new_names(self.functions)
+        self.edit_rows = round(EDIT_SHARE * rows) if self.functions and self.names else 0
+        self._epoch: tuple[int, int, np.ndarray] = (-1, 0, np.empty(0, dtype=np.int64))
+
+    def batch(self, step: int) -> torch.Tensor:
+        """The batch of one step: ids [B, T + 1] int64 (inputs are all but the last, labels all but the first)."""
+        import torch
+
+        code_rows = self.rows - self.edit_rows
+        rows = [self._code(step * code_rows + row) for row in range(code_rows)]
+        rows += [self._edit(step * self.edit_rows + row) for row in range(self.edit_rows)]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def _code(self, index: int) -> np.ndarray:
+        windows = (len(self.stream) - 1 - self.length) // self.length
+        if windows < 1:
+            raise ValueError(f"the corpus has {len(self.stream)} tokens, too few for rows of {self.length}")
+        epoch, place = divmod(index, windows)
+        if epoch != self._epoch[0]:
+            rng = np.random.default_rng([self.seed, epoch])
+            self._epoch = (epoch, int(rng.integers(self.length)), rng.permutation(windows))
+        _, offset, order = self._epoch
+        start = offset + int(order[place]) * self.length
+        return self.stream[start : start + self.length + 1]
+
+    def _edit(self, index: int) -> np.ndarray:
+        rng = random.Random(f"{self.seed}/{index}")
+        ids: list[int] = []
+        while len(ids) < self.length + 1:
+            task = edit_task(rng.choice(self.functions), self.names, rng)
+            ids += [*ids_of(self.tokenizer, task.text), self.tokenizer.eos_token_id]
+        return np.array(ids[: self.length + 1], dtype=np.uint16)

@@ -1,0 +1,359 @@
+"""Rows that are decoded together, in steps of :mod:`~decoders.engine.decode.step`; between two steps they join and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategy import Draft, PromptChunk, check_draft, finish_all
+from ...tree import TreeTensors
+from ..model.blocks import Blocks, NodeBlock, without_empty_end
+from ..model.buckets import row_bucket
+from ..model.cache import CacheBuffers
+from ..model.mixed import PromptPiece
+from ..model.text_blocks import LeadingText
+from . import guard
+from .core import StepOutput
+from .criteria import Outcome
+from .drafts.drafter import ModelDrafter
+from .engine import Engine
+from .grammar.device_guide import guide_of
+from .grammar.guide import Guide
+from .grammar.host_guide import HostGuide
+from .guard import check_tree, untouched
+from .request import Request
+from .request_output import RequestOutput, empty_report
+from .resources import CallResources
+from .rows import Rows
+from .rules import decider
+from .session import Session
+from .verify import step_keys
+from .worth import DraftWorth
+
+
+class Batch:
+    """Rows that are decoded together, and what their steps need; what belongs to one request is its :class:`RequestOutput`.
+
+    A call of ``generate`` has one to itself (:mod:`~decoders.engine.decode.call`). In a scheduler's
+    (:mod:`~decoders.engine.decode.lane`) requests of one row join and leave.
+
+    Attributes:
+        request: what the members have in common; its prompts are the rows' texts.
+        members: the requests and the first row of each, in the order of rows; every row is a member's.
+        capacity: most rows there can be.
+        shared: whether requests join and leave, so that errors and reports are one request's and not the batch's.
+        width: rows of a step; where sizes are static there are more than asked for, which have ended.
+        worth: says how much of a draft is verified, where it is counted.
+        resources: what the strategy may use.
+        where: what is being done, for notes on errors.
+        decide: forward, verification and commit of a block.
+        session: where the rows' tokens, keys and values are.
+        longest: most tokens that a row can come to.
+        noise_keys: ``[B]``, the keys of the rows' noise.
+        arranged: whether there have been any rows.
+        skipped: whether this step goes without a draft, because making one does not pay.
+        pending: committed tokens that the next step runs once more in front of the root.
+        prompt_left: how many of these are the end of the prompts, which nothing has read yet.
+        next_piece: gives what the next step reads of another row's prompt, where it does.
+        piece_seconds: what such a step has spent on that.
+        learning_seconds: what the strategy has spent on observing what became of its last draft, where that goes with making one.
+
+    Args:
+        stack: closes what is opened here.
+        capacity: given where requests join and leave.
+    """
+
+    decide: Callable[[Draft, NodeBlock, Rows], StepOutput]
+    session: Session
+    longest: int
+    noise_keys: Tensor
+
+    def __init__(self, engine: Engine, request: Request, stack: ExitStack, capacity: int | None = None) -> None:
+        self.engine, self.request, self.stack = engine, request, stack
+        self.forward_pass = engine.forward_pass_for(request.strategy)
+        self.target = self.forward_pass.target
+        self.width = row_bucket(len(request.prompts), self.target.static)
+        self.shared, self.capacity = capacity is not None, self.width if capacity is None else capacity
+        chosen = request.verifier
+        # Where nothing is drawn, all exact rules are one: keep what matches.
+        built_in = chosen is None or chosen.coupled or (chosen.exact and not request.plan.sample)
+        self.verifier = None if built_in else chosen
+        self.where = "while the prompt was read"
+        self.report = empty_report(request, self.target)
+        self.members: list[tuple[RequestOutput, int]] = []
+        self.worth: DraftWorth | None = None
+        self.next_piece: Callable[[], PromptPiece] | None = None
+        self.piece_seconds = self.learning_seconds = 0.0
+        self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
+        self.resources = CallResources(self, stack)
+        self.state: Any = None  # the strategy's
+        self.guide: Guide | None = None
+        self.pending = self.prompt_left = 0
+        self.skipped = self.arranged = self._started = False
+        self._verified: int | None = None  # the nodes of a draft that was cut off
+
+    @property
+    def rows(self) -> Rows:
+        return self.session.rows
+
+    @property
+    def blocks(self) -> Blocks:
+        """The sizes of the rows' blocks."""
+        return self.session.blocks
+
+    @property
+    def drafters(self) -> list[ModelDrafter]:
+        """The draft models that the strategy has opened."""
+        return self.resources.drafters
+
+    @property
+    def batch(self) -> int:
+        """Rows that the host looks at."""
+        return sum(member.rows for member, _ in self.members)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        return [length for member, _ in self.members for length in member.lengths]
+
+    @property
+    def finished(self) -> list[bool]:
+        return [ended for member, _ in self.members for ended in member.finished]
+
+    @property
+    def culprit(self) -> str:
+        """The strategy as messages name it."""
+        strategy = self.request.strategy
+        return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
+
+    def read_prompts(self, lengths: list[int], reusable: list[int], *, leave_last_chunk: bool = False) -> None:
+        """Prefills the rows.
+
+        Args:
+            lengths: tokens per row.
+            reusable: how many of them have their keys and values in place.
+            leave_last_chunk: whether the end of the prompts is left to the first step; a recorded one has one size.
+        """
+        shows = self.request.strategy.reads_prompt
+        run = self._read_and_show if shows else self.prefill
+        reused, left = self.session.prefill(
+            lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows
+        )
+        self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
+        self.report.reused = reused[: self.batch]
+
+    def read_rest(self) -> None:
+        """Reads what was left to the first step: a draft in the target's own slots begins behind it."""
+        if not self.prompt_left:
+            return
+        starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
+        self.session.read_rows(0, starts, 0, self.prompt_left, self.prefill)
+        self.pending = self.prompt_left = 0
+
+    @property
+    def prefill(self) -> Callable[..., None]:
+        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.tiers.ForwardPass.prefill`."""
+        return partial(self.forward_pass.prefill, recordings=self.session.recordings)
+
+    def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
+        """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
+        logits = self.request.strategy.prompt_logits
+        self.show(self.read_chunk(self.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest)
+
+    def show(self, chunk: PromptChunk, latest: int) -> None:
+        """Hands a stretch of the prompts to the strategy. latest: largest of the slots at which it begins."""
+        for module in self.resources.modules:  # what is read behind the prompts' ends needs room as well
+            module.reserve(latest + chunk.tokens.shape[1])
+        strategy = self.request.strategy
+        with untouched("prefill", strategy, chunk):
+            strategy.prefill(self.state, chunk)
+
+    def read_chunk(
+        self, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
+    ) -> PromptChunk:  # fmt: skip
+        """Runs a stretch of texts for a strategy that reads prompts.
+
+        Args:
+            lengths: ``[B]``, of the texts.
+            tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
+            logits: whether the chunk has them.
+        """
+        positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        valid = positions < lengths[:, None] - 1
+        result = self.forward_pass.features(
+            tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
+        )
+        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
+
+    def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: list[int]) -> bool:
+        """Makes the rows those of `members`, with their tokens, keys and values in the session already, and tells the strategy.
+
+        Args:
+            request: what they have in common.
+            sources: which row of the batch before each row is, -1 for one that is new.
+
+        Returns:
+            whether the strategy has begun anew.
+        """
+        strategy, same = request.strategy, self.arranged and request.plan == self.request.plan
+        self.request, self.members[:], self.width, self.arranged = request, members, len(sources), True
+        self.longest = max(
+            len(prompt) + member.request.new_tokens for member, _ in members for prompt in member.request.prompts
+        )
+        self.noise_keys = self.rows.sampling.keys.clone()
+        self.where = "rebatch" if self.shared else "start"
+        if self.worth is not None:
+            self.worth.rebatch(sources[: self.batch])
+        self.guide = self._guide(sources)
+        if not same:
+            core = self.engine.core(request.plan, self.forward_pass)
+            self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
+        self.resources.costs = None
+        self.fit_blocks()
+        if same and strategy.keeps_rows(self.state):
+            context = self.resources.rebatch(sources)
+            with untouched("rebatch", strategy, context.sequences):
+                self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
+            return False
+        self.finish()
+        self.resources.close()
+        context = self.resources.context()
+        with untouched("start", strategy, context.sequences):
+            self.state = strategy.start(context)
+        self._started = True
+        return True
+
+    def _guide(self, sources: list[int]) -> Guide | None:
+        """Where the rows stand in their grammars; those that stay go on where they are."""
+        request, target = self.request, self.target
+        if not request.plan.masked:
+            return None
+        grammars = [*request.grammars, *[None] * (self.width - len(request.grammars))]
+        stays = any(source >= 0 and grammar is not None for source, grammar in zip(sources, grammars, strict=True))
+        if isinstance(self.guide, HostGuide) and stays:
+            return self.guide.rebatch(sources, grammars)
+        if self.shared:
+            return HostGuide.of(grammars, target.vocab_size, target.device)
+        compile = self.resources.settings.compiler(self.engine)
+        return guide_of(grammars, target.vocab_size, target.device, compile, target.static)
+
+    def finish(self, cause: BaseException | None = None) -> None:
+        """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
+        if self._started:
+            self._started = False
+            finish_all([(self.request.strategy, self.state)], cause)
+
+    def fit_blocks(self) -> None:
+        """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
+        self.forward_pass.fit(self.blocks, self.batch)
+        # Text that is run in front of a block is a multiple of nodes, and then the block is one as well.
+        if self.pending:
+            self.blocks.single = False
+
+    @property
+    def tiers(self) -> tuple:
+        """What of a step runs compiled now: of the target's pass, those of draft models, and the strategy's functions."""
+        target = self.forward_pass.tier(self.width, self.request.plan)
+        return target, self.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
+
+    def book_replay(self, seconds: float) -> None:
+        """Notes the time of a replayed step with all whose passes it may hold: once it was long enough, they are compiled."""
+        share = seconds / (1 + len(self.drafters))
+        self.forward_pass.book_replay(share, self.width)
+        for drafter in self.drafters:
+            drafter.book_replay(share)
+
+    def propose(self) -> Draft:
+        """What the strategy proposes, without the nodes at its end that are not worth verifying."""
+        if self.verifier is not None:  # other rules than the coupled one want noise that no step has seen before
+            self.rows.sampling.keys.copy_(step_keys(self.noise_keys, self.rows.length))
+        strategy = self.request.strategy
+        self.skipped = self._prunes and self.worth is not None and not self.worth.due()
+        if self.skipped:
+            draft = Draft.nothing(self.width, self.target.device)
+        else:
+            sequences = self.session.view(max(self.lengths))[1]
+            with untouched("propose", strategy, sequences):
+                draft = strategy.propose(self.state, sequences)
+        self.fit_blocks()
+        draft = self._pruned(draft)
+        if self.skipped:
+            self._verified = 0
+        return draft
+
+    @property
+    def _prunes(self) -> bool:
+        """Whether what is drafted need not be verified. Other verifiers, and strategies that learn from every step, see all of it."""
+        strategy = self.request.strategy
+        return not self.target.static and self.verifier is None and (strategy.rests or not strategy.observes)
+
+    def _pruned(self, draft: Draft) -> Draft:
+        """`draft` without the nodes at its end that no row has a draft token for, or that are not worth verifying."""
+        strategy, self._verified = self.request.strategy, None
+        if not self._prunes:
+            return draft
+        check_draft(draft, strategy.name, self.blocks.rows)
+        proposed, tree = draft.tokens.shape[1], draft.topology
+        draft = without_empty_end(draft, self.rows.finished)
+        if self.worth is not None and draft.tokens.shape[1] and draft.has_draft_tokens_only:
+            if isinstance(tree, TreeTensors):
+                check_tree(tree, self.rows, self.culprit, wait=True)
+            draft = draft.head(self.worth.nodes(draft, self.lengths, self.finished, self.blocks.size))
+        if draft.tokens.shape[1] < proposed:
+            self._verified = draft.tokens.shape[1] + 1
+        return draft
+
+    def raise_faults(self, wait: bool) -> None:
+        """Raises what hooks did wrong as far as the device saw it; without `wait` only where looking is no waiting."""
+        if not self.may_err or (self.target.static and not wait):
+            return
+        guard.raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
+
+    def block_of(self, draft: Draft) -> NodeBlock:
+        """A checked draft as the core wants it."""
+        draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
+        self.target.ranks.check_draft(draft, self.lengths)
+        if isinstance(draft.topology, TreeTensors):
+            self.may_err = self.target.static or self.may_err
+            check_tree(draft.topology, self.rows, self.culprit, wait=not self.target.static)
+        for drafter in self.drafters:
+            drafter.proposed = len(draft.topology)
+        # Where steps may be recorded there is room from the beginning: nobody looks later.
+        end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
+        self.session.reserve(end)
+        self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
+        text = LeadingText(self.pending, max(self.lengths) - 1 - self.pending) if self.pending else LeadingText()
+        self.pending = 0
+        piece = self.next_piece() if self.next_piece is not None else None
+        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece)
+
+    def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
+        """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
+        if self.guide is None:
+            return block
+        legal, masks = self.guide.block(block.draft_tokens, draft.topology, draft.levels)
+        # Other verifiers know what a draft token was drawn from: taking one out would change the distribution.
+        return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
+
+    def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
+        """Recurrent states, which cannot be cut back, and grammars follow what was committed."""
+        if (states := self.rows.buffers.states) is not None:
+            states.commit(out.path, out.summary[0], self.rows.length)
+        if self.guide is not None:
+            self.guide.commit(out, self.rows.finished, outcome)
+
+    def observe(self, out: StepOutput) -> None:
+        """Shows the strategy what became of its draft."""
+        strategy = self.request.strategy
+        if not strategy.observes or (self.skipped and strategy.misses_steps):
+            return
+        sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
+        step = out.observed(sequences)
+        with untouched("observe", strategy, sequences, step):
+            strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))

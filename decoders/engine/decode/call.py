@@ -1,0 +1,114 @@
+"""A call of ``generate``: the rows of one request begin together, and steps are made until all of them have ended."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from ...report import Stopwatch
+from ..model.compiled.openmp import release_threads
+from .batch import Batch
+from .engine import Engine
+from .recording import StepRecording, recordable
+from .request import Decoded, Request
+from .request_output import RequestOutput
+from .rows import sampling_inputs
+from .step import step
+from .watch import StepWatch
+from .worth import DraftWorth
+
+#: Slots behind the prompts that a call takes at once. It grows with texts that come to more: most end sooner than they may.
+SLOTS_AHEAD = 2048
+
+
+def decode(engine: Engine, request: Request) -> Decoded:
+    """Runs a call to its end. Calls on one engine run one after the other.
+
+    An exception on the way gets a note, and ``partial``: what was committed before.
+    """
+    # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
+    own_precision = torch.autocast(engine.target.device.type, enabled=False)
+    try:
+        with (
+            engine.lock,
+            engine.active(),
+            own_precision,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            ExitStack() as stack,  # gives sessions back, whatever happens
+        ):
+            request = engine.target.ranks.agreed(request)
+            batch = Batch(engine, request, stack)
+            output = RequestOutput(request, batch.report, engine.target.ranks)
+            try:
+                begin(batch, output, stack)
+                recording = StepRecording(batch) if recordable(batch) else None
+                while not output.ended:
+                    if recording is None:
+                        step(batch, StepWatch(batch))
+                    else:
+                        recording.advance()
+                end(batch)
+            except BaseException as error:
+                batch.finish(error)
+                error.add_note(
+                    f"decoders: {batch.culprit}, {batch.where}, after {batch.report.steps} steps; error.partial is what was written."
+                )
+                error.partial = decoded(batch, output)  # type: ignore[attr-defined]
+                output.close(error)
+                raise
+            result = decoded(batch, output)
+            output.close()
+            return result
+    finally:
+        release_threads()  # the next call may be another thread's
+
+
+def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
+    """Gives the request rows, reads its prompts, and starts its strategy."""
+    engine, request, target = batch.engine, batch.request, batch.target
+    strategy, timings = request.strategy, batch.report.timings
+    batch.members.append((output, 0))
+    longest = max(batch.lengths) + request.new_tokens
+    if request.runtime.prune and batch.batch > 1:  # one row waits for no other
+        ends = [length + request.new_tokens for length in batch.lengths]
+        batch.worth = DraftWorth(engine.step_costs, batch.batch, ends, strategy.grade_rates)
+    timings.pack, engine.preparing = engine.preparing, 0.0
+    stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
+    stopwatch = Stopwatch(timings)
+    sampling = sampling_inputs(request.values, request.seed, batch.width, request.stop_tokens, target.device)
+    slots = max(
+        longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
+    )
+    # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
+    reads = strategy.reads_prompt
+    reuse = request.runtime.reuse and not reads
+    opened = stack.enter_context(engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse))
+    batch.session = opened.session
+    if not reads:
+        leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
+        batch.read_prompts(opened.lengths, opened.reusable, leave_last_chunk=leave_last_chunk)
+    batch.arrange(request, list(batch.members), [-1] * batch.width)
+    if reads:
+        batch.where = "prefill"
+        batch.read_prompts(opened.lengths, opened.reusable)
+    timings.prefill = stopwatch.next()
+
+
+def end(batch: Batch) -> None:
+    """All rows have ended: what only the device knows is looked at, and what outlives the call is kept."""
+    if batch.guide is not None:
+        batch.guide.check()
+    batch.raise_faults(wait=True)
+    batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths])
+    batch.report.peak_memory = batch.resources.peak_memory
+    batch.where = "details"
+    batch.report.details = dict(batch.request.strategy.details(batch.state))
+    batch.where = "finish"
+    batch.finish()
+
+
+def decoded(batch: Batch, output: RequestOutput) -> Decoded:
+    batch.report.stages = [drafter.report() for drafter in batch.drafters]
+    return output.decoded()

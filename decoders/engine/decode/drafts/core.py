@@ -1,0 +1,127 @@
+"""What a draft model computes: the next token of every row, a verified block of its own, or a level of a tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....common.devices import host_reads
+from ....drafting import Expansion
+from ....sampling.choice import Candidates, candidates
+from ....sampling.processors import Masks, SamplingPlan, grammar_first
+from ....tree import TreeTensors
+from ...model.blocks import NodeBlock
+from ...model.buckets import LEAST_NODES, node_bucket
+from ...model.target import ForwardResult, Target
+from ...model.text_blocks import after_text, causal_block
+from ..core import Core, RunsForward, StepOutput
+from ..rows import Rows
+
+
+class DraftCore(Core):
+    """Steps of a draft model over rows that another model decides about.
+
+    A block starts before its root, with the row's last ``U`` committed tokens besides it. Their keys and values may be
+    missing: the last token of a fully accepted draft was never run, and accepted nodes of a tree lie in other slots.
+    Running a few tokens more costs a forward pass next to nothing, and there is no hole and nothing to move. With the target's own
+    slots (:mod:`.shared_slots`) nothing is missing: then a block that would be too small is filled up behind its root.
+
+    Args:
+        vocab: size of the target's vocabulary. What the draft's head has beyond it is padding and never proposed.
+        children: how many continuations :meth:`root`, :meth:`expand` and :meth:`advance` give per node, ``C``.
+
+    Where a grammar guides the rows, its masks come with every pass: one for each node that gets a continuation.
+    """
+
+    def __init__(
+        self, target: Target, plan: SamplingPlan, vocab: int, children: int = 1,
+        run: RunsForward | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, plan, run)
+        self.vocabulary = vocab
+        self.vocab, self.padding = min(vocab, target.vocab_size), max(vocab - target.vocab_size, 0)
+        self.children = min(children, self.vocab)
+
+    def key(self, method: str) -> tuple:
+        return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
+
+    def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
+        """Appends the draft's own choice to every row. pending: ``[U]``, any values. ``C`` and ``Q`` are 1."""
+        result = self._read(rows, view, pending)
+        positions = (rows.length - rows.prompt_length)[:, None]
+        left = self._process(result.logits, rows, positions, masks)
+        tokens = left.choose(self.plan, rows.sampling, positions)
+        row = torch.arange(tokens.shape[0], device=tokens.device)
+        rows.tokens[row, rows.length] = tokens[:, 0]
+        rows.length.add_(1)
+        weights = left.log_probabilities(tokens)[..., None]
+        return Expansion(tokens[..., None], weights, self._kept(left))
+
+    def advance(
+        self, rows: Rows, view: Tensor, draft_tokens: Tensor, tree: TreeTensors, pending: Tensor, masks: Masks | None = None
+    ) -> tuple[StepOutput, Expansion]:  # fmt: skip
+        """As :meth:`Core.step`, with `pending` tokens before the root: the draft's own draft is verified and committed.
+
+        The expansion is that of all ``N`` nodes of the block; its best continuations are those chosen.
+        """
+        u = pending.shape[0]
+        base = rows.length - 1 - u
+        nodes = torch.cat([self._tail(rows, pending), draft_tokens], dim=1)
+        block = after_text(u, tree)
+        result = self.run(nodes, base, block, rows.buffers, view)
+        cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
+        expansion = self._expanded(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
+        own = nodes[:, u:]
+        verdict = self.choose(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
+        return self.commit(own, tree, rows, cut, verdict), expansion
+
+    def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
+        """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""
+        result = self._read(rows, view, pending)
+        return self._expanded(result.logits, rows, (rows.length - rows.prompt_length)[:, None], masks)
+
+    def expand(
+        self, rows: Rows, view: Tensor, nodes: Tensor, tree: TreeTensors, masks: Masks | None = None
+    ) -> Expansion:
+        """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
+        result = self.run(nodes, rows.length - 1, tree, rows.buffers, view)
+        positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
+        return self._expanded(result.logits[..., : self.vocab], rows, positions, masks)
+
+    def _process(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Candidates:
+        left = candidates(logits, self.plan, rows.sampling, positions, masks, self.children)
+        if masks is None or not self.padding:
+            return left.settled()
+        # A grammar may leave only tokens that the draft does not have; what it proposes then is never accepted.
+        if host_reads(logits) and bool((left.scores.amax(-1) > float("-inf")).all()):
+            return left.settled()
+        return Candidates.whole(grammar_first(left.dense(), logits))
+
+    def _expanded(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Expansion:
+        left = self._process(logits, rows, positions, masks)
+        tokens, weights = left.best(self.children, self.plan, rows.sampling, positions)
+        return Expansion(tokens, weights, self._kept(left))
+
+    def _kept(self, left: Candidates) -> Tensor | None:
+        if not self.plan.keep_scores:
+            return None
+        scores = left.dense()
+        return torch.nn.functional.pad(scores, (0, self.padding), value=float("-inf")) if self.padding else scores
+
+    def _read(self, rows: Rows, view: Tensor, pending: Tensor) -> ForwardResult:
+        """Runs the end of every row; results ``[B, 1, …]`` of its last token."""
+        nodes, root = self._tail(rows, pending), pending.shape[0]
+        if root + 1 < LEAST_NODES:
+            size = node_bucket(root + 1, self.target.static, self.target.multiple)
+            nodes = torch.nn.functional.pad(nodes, (0, size - root - 1), value=-1)
+        block = causal_block(nodes.shape[0], nodes.shape[1], nodes.device)
+        base = rows.length - 1 - root
+        result = self.run(nodes, base, block, rows.buffers, view)
+        last = slice(root, root + 1)
+        return ForwardResult(result.logits[:, last, : self.vocab], result.hidden[:, last])
+
+    @staticmethod
+    def _tail(rows: Rows, pending: Tensor) -> Tensor:
+        """``[B, U+1]``: every row's last tokens; at the start of a short row its first token stands in."""
+        slots = rows.length[:, None] - 1 - pending.shape[0] + torch.arange(pending.shape[0] + 1, device=pending.device)
+        return rows.tokens.gather(1, slots.clamp(min=0))

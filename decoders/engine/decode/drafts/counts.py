@@ -1,0 +1,106 @@
+"""What a draft model has still to read, and what it did in a call.
+
+What steps decide is counted on the device, what Python runs on the host. A recorded step runs Python once, and the device does
+nothing meanwhile; its replays are unseen by Python. So both counts are told when a step is recorded and how often it was replayed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....report import Stage
+from ...model.buckets import node_bucket
+
+#: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
+MIN_PENDING = 2
+
+
+class PendingTokens:
+    """How many committed tokens are pending in the row that has most of them, and what reads them.
+
+    Args:
+        level: how many tokens are pending after a step that has accepted what was drafted.
+        static: whether passes have one of a few sizes.
+        shared: whether the model that verifies computes what is committed for the draft as well: none of it is read again.
+
+    Attributes:
+        count: tokens that are pending.
+    """
+
+    def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
+        self.level, self.static, self.device, self.shared = level, static, device, shared
+        self.count = level
+        self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
+        self._before = 0
+
+    def after_step(self, behind: int) -> None:
+        """A step has committed tokens, `behind` of them after the last that was drafted."""
+        self.count = self.level + behind
+
+    def range(self, reach: int) -> Tensor:
+        """``[U]`` int64, 0 … U-1: an entry for each pending token, and some more. No row is longer than `reach`."""
+        pending = 0 if self.shared else max(min(self.count, reach), MIN_PENDING)
+        if self.static and pending:  # with the last token they are a block
+            pending = node_bucket(pending + 1) - 1
+        if pending not in self._ranges:
+            self._ranges[pending] = torch.arange(pending, device=self.device)
+        return self._ranges[pending]
+
+    def recording(self) -> None:
+        """What follows is recorded: Python runs, and the device does not."""
+        self._before = self.count
+
+    def not_recorded(self) -> None:
+        """The recording has failed, and nothing has been run."""
+        self.count = self._before
+
+
+#: Longest stretch of accepted tokens per pass that a stage's histogram can hold.
+LONGEST = 64
+
+
+class DraftCounts:
+    """Passes, tokens and seconds of a draft model.
+
+    Attributes:
+        tally: ``[3 + LONGEST]`` int64: tokens, accepted and drafted ones of its stage, and a histogram of tokens per pass.
+        passes: forward passes.
+        forward_seconds: spent in these.
+        stage_seconds: spent in the strategy that drafts for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=device)
+        self.passes = 0
+        self._before, self._per_step = 0, 0
+        self.forward_seconds = self.stage_seconds = 0.0
+
+    def accepted(self, summary: Tensor) -> None:
+        """Counts what a stage's step has decided. summary: as of a step's output."""
+        emitted = summary[0]
+        self.tally[:3] += summary[:3].sum(1)
+        self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
+
+    def recording(self) -> None:
+        """What follows is recorded: Python runs, and the device does not."""
+        self._before = self.passes
+
+    def recorded(self) -> None:
+        """The recording is over; what Python counted meanwhile is what every replay does."""
+        self._per_step, self.passes = self.passes - self._before, self._before
+
+    def replayed(self, like: DraftCounts, steps: int) -> None:
+        """What `like` has recorded has been run so many times."""
+        self.passes += steps * like._per_step
+
+    def report(self, model: str, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
+        """Everything counted. Reads the device: not for use between steps."""
+        tokens, accepted, drafted, *lengths = self.tally.tolist()
+        while lengths and not lengths[-1]:
+            lengths.pop()
+        return Stage(
+            model=model, weights=weights, drafter=drafter, passes=self.passes,
+            tokens=tokens, drafted=drafted, accepted=accepted, accepted_lengths=lengths,
+            forward_seconds=self.forward_seconds, drafter_seconds=self.stage_seconds, stages=stages,
+        )  # fmt: skip

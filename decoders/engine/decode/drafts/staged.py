@@ -1,0 +1,205 @@
+"""A draft model for which a strategy drafts: to that strategy it is the target, and its blocks are verified by the loop's own step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....drafting import Advance, Drafter, Expansion
+from ....errors import UnsupportedError
+from ....report import Stopwatch
+from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
+from ...model.blocks import NodeBlock
+from ..call_settings import CallSettings
+from ..core import StepOutput
+from ..criteria import Outcome
+from ..grammar.guide import Guide
+from ..guard import untouched
+from ..rows import Rows
+from ..step import Watch, step
+from .drafter import ModelDrafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StagedDrafter(ModelDrafter):
+    """A draft model with a strategy that drafts for it. It reads the prompts at once.
+
+    Args:
+        strategy: drafts for the draft model.
+        call, context, guide, model, ahead, children: as of :class:`ModelDrafter`.
+
+    Raises:
+        UnsupportedError: the strategy reads what only the target's passes hand out.
+    """
+
+    def __init__(
+        self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
+        children: int, strategy: Strategy,
+    ) -> None:  # fmt: skip
+        super().__init__(call, context, guide, model, ahead, children)
+        if strategy.reads_layers or (strategy.reads_prompt and not strategy.rests):
+            raise UnsupportedError(
+                f"{strategy.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
+            )
+        self.strategy, self.stage, self.drafted_by = strategy, DraftStage(self, strategy), strategy.name
+        self._start(context)
+        call.stack.push(lambda kind, error, trace: self._finish(error))
+
+    @property
+    def on_device(self) -> bool:
+        return self.strategy.on_device and super().on_device
+
+    def advance(self) -> Advance:
+        out = step(self.stage, StageWatch(self))
+        assert self.stage.expansion is not None
+        return Advance(out.path, out.summary[0], self.stage.expansion)
+
+    def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
+        super().rebatch(rows, call, context, guide)
+        if not self.strategy.keeps_rows(self.stage.state):
+            self._finish()
+            self.inner.clear()
+            self._start(context)
+            return
+        inner, own = self._context(context), self._inner_call
+        for drafter in list(self.inner):
+            drafter.rebatch(rows, own, inner, self.guide)
+        assert inner.sequences is not None
+        index = torch.tensor(rows, device=inner.sequences.length.device)
+        with untouched("rebatch", self.strategy, inner.sequences):
+            self.stage.state = self.strategy.rebatch(self.stage.state, index, inner)
+
+    def static_parts(self) -> dict[str, Any]:
+        stage = type(self.strategy), repr(self.strategy), self.stage.state
+        return super().static_parts() | dict(stage=stage)
+
+    def _start(self, outer: Context) -> None:
+        context = self._context(outer)
+        with untouched("start", self.strategy, context.sequences):
+            self.stage.state = self.strategy.start(context)
+        self.stage.started = True
+
+    def _finish(self, cause: BaseException | None = None) -> None:
+        if self.stage.started:
+            self.stage.started = False
+            finish_all([(self.strategy, self.stage.state)], cause)
+
+    def _context(self, outer: Context) -> Context:
+        """What the strategy is told: this model is its target."""
+        context = replace(
+            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
+            compile=self.call.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
+            costs=no_costs, memory=no_memory, decoder_layers=0,
+        )  # fmt: skip
+        return replace(context, draft=context_draft(self._inner_call, context, self.guide, self.inner))
+
+    @property
+    def _inner_call(self) -> CallSettings:
+        """What holds for the draft models that the strategy opens."""
+        return replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
+
+
+class DraftStage:
+    """The steps of a draft model's rows, for :func:`~decoders.engine.decode.step.step`.
+
+    Attributes:
+        state: the strategy's.
+        started: whether it has one that is not finished.
+        expansion: continuations of the nodes of the last block.
+    """
+
+    def __init__(self, drafter: StagedDrafter, strategy: Strategy) -> None:
+        self.drafter, self.strategy = drafter, strategy
+        self.state: Any = None
+        self.started = False
+        self.expansion: Expansion | None = None
+        self._sequences: Sequences | None = None
+
+    @property
+    def rows(self) -> Rows:
+        return self.drafter.rows
+
+    def propose(self) -> Draft:
+        """What the strategy drafts behind the tokens that the draft model has written so far."""
+        sequences = self.drafter.covering(0)[1]
+        with untouched("propose", self.strategy, sequences):
+            draft = self.strategy.propose(self.state, sequences)
+        for drafter in self.drafter.inner:
+            drafter.proposed = len(draft.topology)
+        return draft
+
+    def block_of(self, draft: Draft) -> NodeBlock:
+        draft_tokens, tree = self.drafter.blocks.of(draft, self.strategy.name)
+        view, self._sequences = self.drafter.covering(draft_tokens.shape[1] + 1)
+        return NodeBlock(draft_tokens, tree, view)
+
+    def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
+        if self.drafter.guide is None:
+            return block
+        draft_tokens, masks = self.drafter.guide.block(block.draft_tokens, draft.topology, draft.levels)
+        return replace(block, draft_tokens=draft_tokens, masks=masks)
+
+    def decide(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+        """The draft's own :meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
+        pending = self.drafter.pending.range(self.drafter.reach)
+        out, self.expansion = self.drafter.run(
+            "advance", block.view, block.draft_tokens, block.tree, pending, block.masks
+        )
+        return out
+
+    def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
+        if self.drafter.guide is not None:
+            self.drafter.guide.accept(out)
+
+    def observe(self, out: StepOutput) -> None:
+        """Shows the strategy what became of its draft."""
+        self.drafter.counts.accepted(out.summary)
+        if not self.strategy.observes:
+            return
+        assert self._sequences is not None
+        shown = out.observed(self._sequences)
+        with untouched("observe", self.strategy, self._sequences, shown):
+            self.strategy.observe(self.state, shown)
+
+
+class StageWatch(Watch):
+    """Counts the seconds of the strategy; those of the draft model are counted by :meth:`ModelDrafter.run`."""
+
+    def __init__(self, drafter: StagedDrafter) -> None:
+        self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.call.report.timings)
+
+    def masked(self) -> None:
+        self._counts.stage_seconds += self._stopwatch.next()
+
+    def committed(self, draft: Draft, block: NodeBlock, out: StepOutput) -> None:
+        self._stopwatch.next()
+
+    def observed(self, out: StepOutput, outcome: Outcome | None) -> None:
+        self._counts.stage_seconds += self._stopwatch.next()
+
+
+def context_draft(
+    call: CallSettings, context: Context, guide: Guide | None, opened: list[ModelDrafter]
+) -> Callable[..., Drafter]:
+    """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
+
+    def draft(
+        model: PreTrainedModel | str,
+        *,
+        ahead: int,
+        children: int = 1,
+        stage: Strategy | None = None,
+        seldom: bool = False,
+    ) -> Drafter:
+        if stage is None:
+            opened.append(ModelDrafter(call, context, guide, model, ahead, children, seldom))
+        else:
+            opened.append(StagedDrafter(call, context, guide, model, ahead, children, stage))
+        return opened[-1]
+
+    return draft

@@ -1,0 +1,164 @@
+"""Three ways to verify a block: by the target's choices (:meth:`Core.choose`), by a verifier, or by processors on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...errors import DraftError, UnsupportedError
+from ...sampling.choice import candidates
+from ...sampling.processors import SamplingPlan
+from ...strategy import Draft
+from ...tree import Topology
+from ...verifiers.verifier import Block, Verifier, check_outcomes
+from ..model.blocks import NodeBlock
+from ..model.cuda_graphs.capture import Recordings
+from ..model.target import ForwardResult
+from .core import Core, StepOutput
+from .host_processors import NOT_REACHED, choose_along_path
+from .request import Request
+from .request_output import RequestOutput
+from .rows import Fault, Rows
+from .step import Parts, forward_verify_commit
+from .verify import Verdict, draw
+
+
+@dataclass(frozen=True)
+class Judging:
+    """Draws what is accepted from the outcome distribution of a verifier; the rows' keys must be those of this step.
+
+    Attributes:
+        strategy: its name, for messages.
+    """
+
+    verifier: Verifier
+    plan: SamplingPlan
+    strategy: str
+
+    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verdict:
+        verifier, shape = self.verifier, draft.topology
+        if not verifier.trees and shape != Topology.chain(draft.tokens.shape[1]):
+            raise UnsupportedError(
+                f"verifier {verifier.name!r} judges chains, and {self.strategy!r} proposes a tree: take "
+                "verifier='tree_rejection', or 'coupled'"
+            )
+        drawn_from, vocab = draft.scores, forwarded.logits.shape[-1]
+        if drawn_from is not None:
+            padding = block.draft_tokens.shape[1] - draft.tokens.shape[1]
+            drawn_from = torch.nn.functional.pad(drawn_from, (0, 0, 0, padding)) if padding else drawn_from
+            if drawn_from.shape[-1] != vocab:
+                raise DraftError(
+                    f"propose of {self.strategy!r}: scores are over {drawn_from.shape[-1]} tokens, the vocabulary has {vocab}"
+                )
+        siblings = shape.max_siblings if isinstance(shape, Topology) else None
+        try:
+            return self._verdict(block, nodes, forwarded, rows, drawn_from, siblings)
+        except Exception as error:
+            error.add_note(f"decoders: verifier {verifier.name!r} ({type(verifier).__module__})")
+            raise
+
+    def _verdict(
+        self, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows, drawn_from: Tensor | None,
+        siblings: int | None,
+    ) -> Verdict:  # fmt: skip
+        """
+        Args:
+            drawn_from: ``[B, N-1, V]``, scores that the draft tokens were drawn from, None if they were not drawn.
+            siblings: most children of a node, None if the host does not know.
+        """
+        plan, tree = self.plan, block.tree
+        positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
+        left = candidates(forwarded.logits, plan, rows.sampling, positions, block.masks).settled()
+        scores = left.dense()
+        vocab, dtype = scores.shape[-1], scores.dtype
+        target = scores.softmax(-1) if plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
+        drafted = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
+        judged = Block(nodes, tree, target, drafted, siblings)
+        outcomes = self.verifier.outcomes(judged)
+        check_outcomes(outcomes, judged, self.verifier.name)
+        acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
+        rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
+        # What was decided, as choices: every accepted node is its parent's, and `last` that of the deepest one.
+        end = acceptance.path.gather(1, acceptance.depth[:, None])
+        accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
+        accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
+        chosen = torch.nn.functional.pad(left.choose(plan, rows.sampling, positions), (0, 1))
+        chosen = chosen.scatter(1, torch.where(accepted, tree.parents, len(tree)), nodes)[:, :-1]
+        chosen = chosen.scatter(1, end, last[:, None])
+        return Verdict(chosen, scores if plan.keep_scores else None, acceptance)
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Walks down the target's choices with logits processors that need the host, each request by itself.
+
+    Attributes:
+        request: what all members have in common.
+        members: the requests whose rows are decoded, and the first row of each; read in every step.
+    """
+
+    request: Request
+    members: Sequence[tuple[RequestOutput, int]]
+
+    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verdict:
+        """A request whose processors raise writes nothing, and the error is its own where several share the step."""
+        tree = block.tree
+        logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
+        plan, keeps = self.request.plan, self.request.keep_scores
+        if len(self.members) == 1 and self.members[0][0].request is self.request:
+            member, processors = self.members[0][0], self.request.processors
+            assert processors is not None
+            chosen, scores, most = choose_along_path(nodes, tree, logits, rows, member.padded_rows, processors, plan)
+            return Verdict(chosen, scores if keeps else None, most=most)
+        chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
+        scores, most = torch.zeros_like(logits), torch.zeros_like(rows.length)
+        for member, first in self.members:
+            end, processors = first + member.rows, member.request.processors
+            own = slice(first, end)
+            if all(member.finished) or processors is None:
+                continue
+            try:
+                chosen[own], scores[own], most[own] = choose_along_path(
+                    nodes[own], tree.of_rows(first, end), logits[own], rows.of_rows(first, end), member.padded_rows, processors, plan
+                )  # fmt: skip
+            except Exception as error:
+                member.error = error
+        return Verdict(chosen, scores if keeps else None, most=most)
+
+
+def decider(
+    core: Core, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]],
+    recordings: Recordings | None,
+) -> Callable[[Draft, NodeBlock, Rows], StepOutput]:  # fmt: skip
+    """:func:`forward_verify_commit` for a batch. Where a device records, that is one launch, or its forward pass is.
+
+    Args:
+        verifier: None where the built-in rule decides.
+        members: the requests whose rows are decoded, and the first row of each; read in every step.
+        recordings: of the session of the rows; None where nothing can be recorded.
+    """
+    built_in = verifier is None and request.processors is None
+    if verifier is not None:
+        parts = Parts(core.forward, Judging(verifier, request.plan, request.strategy.name), core.commit)
+    else:
+        parts = Parts(core.forward, core.choose if built_in else Processing(request, members), core.commit)
+    if recordings is None:
+        return partial(forward_verify_commit, parts)
+    copy = request.strategy.observes  # and may keep what it is shown
+
+    def whole(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+        return core.replayed("step", partial(forward_verify_commit, parts, draft), block, rows, recordings, copy=copy)
+
+    def forward(block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
+        return core.replayed("forward", core.forward, replace(block, masks=None), rows, recordings, copy=copy)
+
+    return whole if built_in else partial(forward_verify_commit, replace(parts, forward=forward))
+
+
+def one_hot(tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """``[…, V]``: all of the probability on one token, none anywhere for -1."""
+    return (tokens[..., None] == torch.arange(vocab, device=tokens.device)).to(dtype)

@@ -1,0 +1,140 @@
+"""The sessions of one model: what outlives a call, and which of it the next one takes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...sampling.processors import SamplingInputs
+from ..model.buckets import row_bucket, slots_for
+from ..model.cuda_graphs.capture import Recordings
+from ..model.cuda_graphs.recorder import Recorder
+from ..model.target import Target
+from .session import Session
+
+#: Free sessions that keep their buffers.
+KEPT_SESSIONS = 2
+#: The same where steps are recorded: what was recorded goes with its session.
+KEPT_RECORDING_SESSIONS = 4
+
+
+class Sessions:
+    """The sessions of one model. A call takes one for itself; the last ones used are kept.
+
+    Args:
+        recorder: records steps, where the device can.
+    """
+
+    def __init__(self, target: Target, recorder: Recorder | None = None) -> None:
+        self.target, self.recorder = target, recorder
+        self.kept = KEPT_SESSIONS if recorder is None else KEPT_RECORDING_SESSIONS
+        self._free: list[Session] = []
+        self._recordings: weakref.WeakSet[Recordings] = weakref.WeakSet()
+
+    def recordings(self) -> Recordings | None:
+        """For the tensors of a new session; None where nothing can be recorded."""
+        if self.recorder is None:
+            return None
+        recordings = Recordings(self.recorder)
+        self._recordings.add(recordings)
+        return recordings
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the caches that no call uses."""
+        return sum(session.rows.buffers.nbytes for session in self._free)
+
+    @contextmanager
+    def open(
+        self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
+        shared: bool = False,
+    ) -> Iterator[OpenSession]:  # fmt: skip
+        """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
+
+        Its rows read the very tensors of `sampling` if these are `shared`, and else the session's own copy of them.
+
+        Without `reuse` it holds nothing of earlier texts. Nor does it for later calls unless the caller says what to
+        :meth:`Session.keep`.
+        """
+        texts = [prompt.cpu() for prompt in prompts]
+        texts += [torch.zeros(1, dtype=torch.int64)] * (row_bucket(len(texts), self.target.static) - len(texts))
+        session, weights = self._take(texts, slots_for(slots, self.target.static)), self.target.weights
+        lengths = [len(text) for text in texts]
+        try:
+            reusable = [0] * len(texts)
+            if reuse:
+                free = (session, *self._free)
+                held = [(other, row, text) for other in free for row, text in enumerate(other.texts)]
+                reusable = session.take_over(dict(enumerate(texts)), held)
+            session.forget()
+            for row, text in enumerate([*prompts, *texts[len(prompts) :]]):
+                session.put(row, text)
+            ended = [row >= len(prompts) for row in range(len(texts))]
+            own = sampling if shared else session.own(sampling)
+            session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
+            yield OpenSession(session, reusable, lengths)
+        finally:
+            if self.target.weights is not weights:  # a call within this one has met others
+                session.forget()
+            self._free.append(session)
+            del self._free[: -self.kept]
+
+    def forget(self) -> None:
+        """Weights have changed: nothing that is kept is theirs."""
+        for session in self._free:
+            session.forget()
+
+    def forget_recordings(self) -> None:
+        """Weights are elsewhere: what was recorded reads where they were."""
+        for recordings in self._recordings:
+            recordings.clear()
+
+    def release(self) -> None:
+        """Frees all buffers that no call uses."""
+        self._free.clear()
+
+    def _take(self, texts: list[Tensor], slots: int) -> Session:
+        """A free session of the batch's size, or a new one.
+
+        One is taken if what it holds is continued, or if it holds nothing worth keeping; another text's is left alone as
+        long as there is room for one more.
+        """
+        fitting = [session for session in self._free if session.batch == len(texts)]
+        continued = [_continued(session, texts) for session in fitting]
+        best = max(zip(fitting, continued, strict=True), key=lambda pair: pair[1], default=(None, 1.0))[0]
+        room = len(self._free) < self.kept and len(fitting) < KEPT_SESSIONS
+        if best is None or (room and max(continued) < 0.5):
+            return Session(self.target, len(texts), slots, self.recordings())
+        self._free.remove(best)
+        if best.rows.slots < slots:
+            best.grow(slots)
+        elif best.rows.slots > 4 * slots:  # one long call must not hold its memory for ever
+            return Session(self.target, len(texts), slots, self.recordings())
+        return best
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """A session in use.
+
+    Attributes:
+        reusable: per row, the prompt tokens whose keys and values are in their slots already.
+        lengths: tokens per row; rows that a call has not asked for hold one.
+    """
+
+    session: Session
+    reusable: list[int]
+    lengths: list[int]
+
+
+def _continued(session: Session, texts: list[Tensor]) -> float:
+    """The share of what `session` holds that `texts` begin with; 1 if it holds nothing."""
+    held = sum(len(text.tokens) for text in session.texts)
+    if not held:
+        return 1.0
+    return sum(text.shared_with(prompt) for text, prompt in zip(session.texts, texts, strict=True)) / held

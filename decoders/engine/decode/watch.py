@@ -1,0 +1,147 @@
+"""What hangs on the steps of a batch from outside: clocks, accounts of what steps cost, stopping criteria, reports and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ...report import Stopwatch
+from ...strategy import Draft
+from ..model.blocks import NodeBlock
+from ..model.buckets import round_up
+from ..model.invariance import branch_length
+from .batch import Batch
+from .core import StepOutput
+from .criteria import Outcome
+from .request_output import RequestOutput
+from .step import Watch
+
+
+class StepWatch(Watch):
+    """Follows one step of a batch; made as the step begins."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.report = batch, batch.report
+        self.timings = batch.report.timings
+        self._before = replace(self.timings) if batch.shared else self.timings
+        self._stopwatch = Stopwatch(self.timings)
+        self._drafting = 0.0
+        self._passes = self._replays = 0
+        self._compiled = self._replayed = False
+        batch.where = "propose"
+
+    def proposed(self) -> None:
+        self.batch.where = "forward pass and verification"
+        self._drafting = self._stopwatch.next()
+        self.timings.propose += self._drafting
+
+    def masked(self) -> None:
+        self.timings.mask += self._stopwatch.next()
+        self._passes, self._replays = self.batch.engine.compiled_passes, self.batch.session.replays
+
+    def committed(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome:
+        batch, report = self.batch, self.report
+        batch.raise_faults(wait=False)
+        self._compiled = batch.engine.compiled_passes > self._passes
+        self._replayed = batch.session.replays > self._replays
+        report.compiled_steps += self._compiled
+        report.replayed_steps += self._replayed
+        # The one place where the host waits for the device.
+        summary, new = batch.session.lists(out.summary, out.new)
+        outcome = Outcome.of(summary, new, batch.batch)
+        core = self._stopwatch.next()
+        if self._replayed:
+            batch.book_replay(self._drafting + core)
+        if batch.prompt_left and not report.steps:
+            report.prefill_steps = 1
+            self.timings.prefill += core  # says nothing of what nodes cost
+        else:
+            self._learn_cost(core, draft, block, outcome)
+        if batch.worth is not None:
+            batch.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
+        if not report.steps:
+            report.time_to_first_token = self.timings.prefill + self.timings.steps
+        for member, first in batch.members:
+            if member.criteria is not None:
+                batch.where = "stopping criteria"
+                with callback_of(batch, member):
+                    part, end = outcome.part(first, member.rows), first + member.rows
+                    member.criteria.apply(
+                        part, out.of_rows(first, end), batch.rows.of_rows(first, end), member.finished
+                    )
+                    outcome.put(first, part)
+        self.timings.host += self._stopwatch.next()
+        return outcome
+
+    def settled(self) -> None:
+        spent = self._stopwatch.next()
+        if self.batch.target.recurrent:
+            self.timings.core += spent
+        else:
+            self.timings.mask += spent
+        self.batch.where = "observe"
+
+    def observed(self, out: StepOutput, outcome: Outcome | None) -> None:
+        batch, timings = self.batch, self.timings
+        observing = self._stopwatch.next()
+        timings.observe += observing
+        if batch.request.strategy.misses_steps and not batch.skipped:
+            batch.learning_seconds = observing
+        assert outcome is not None
+        book(batch, outcome, out)
+        if batch.target.multiple > 1:
+            batch.pending = round_up(branch_length(out.path, outcome.emitted), batch.target.multiple)
+        timings.host += self._stopwatch.next()
+        if batch.shared:
+            spent = timings.since(self._before)
+            for member, _ in batch.members:
+                member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
+
+    def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
+        """Books the `core` seconds of the step, and lets what weighs costs learn from them."""
+        batch, timings = self.batch, self.timings
+        nodes = block.draft_tokens.shape[1] + 1 + block.text.length
+        if block.piece is not None:  # says nothing of what nodes cost
+            read = block.piece.tokens.shape[1]
+            batch.piece_seconds = core * read / (read + nodes * batch.width)
+            timings.core += core - batch.piece_seconds
+            return
+        timings.core += core
+        if not draft.tokens.shape[1]:
+            batch.forward_pass.book_single(core, batch.batch)
+        worth, costs = batch.worth, batch.resources.costs
+        if worth is None and costs is None:
+            return
+        if batch.session.recordings is not None and not self._replayed:  # the next steps of this size will be
+            return
+        agreed = batch.target.ranks.first_number
+        seconds = agreed(core)
+        if worth is not None:
+            drafting = None if batch.skipped else agreed(self._drafting + batch.learning_seconds)
+            worth.observe(nodes, seconds, self._compiled, outcome.emitted, drafting)
+        if costs is not None:
+            costs.observe(nodes, seconds, max(batch.lengths), self._compiled)
+
+
+def book(batch: Batch, outcome: Outcome, out: StepOutput | None) -> None:
+    """Writes a step down and tells whoever streams; `out` is needed for logits and scores only."""
+    batch.where = "streamer"
+    if batch.shared:
+        batch.report.steps += 1  # otherwise its only request counts them
+    for member, first in batch.members:
+        new = member.book(outcome.part(first, member.rows), out, first)
+        with callback_of(batch, member):
+            member.tell(new)
+
+
+@contextmanager
+def callback_of(batch: Batch, member: RequestOutput) -> Iterator[None]:
+    """Where requests share steps, what a callback raises ends the request that it belongs to."""
+    try:
+        yield
+    except Exception as error:
+        if not batch.shared:
+            raise
+        error.add_note(f"decoders: {batch.where} of one request, after {member.report.steps} steps")
+        member.error = member.error or error

@@ -1,0 +1,184 @@
+"""The networks of EAGLE, EAGLE-2 and EAGLE-3: one decoder layer beside the target, over embeddings and the target's hidden states.
+
+Li et al. 2024, arXiv 2401.15077 and 2406.16858; Li et al. 2025, arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from ..common.transformers_compat import cache_keyword
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What a checkpoint says of a head.
+
+    Attributes:
+        layer: of its decoder layer: hidden size ``H``, heads, vocabulary ``V`` of the target, rotary positions.
+        draft_vocab_size: ``D``, tokens that it can propose.
+        target_hidden_size: width of the target's hidden states.
+        layers: decoder layers of the target whose outputs it reads; None: three, chosen by the target's depth.
+        norm_before_residual: the layer's residual is the normed state, not the state itself.
+        norm_output: what stands in for the next feature is the output behind the last norm.
+    """
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """The layers it reads of a target with `count`. By default a low, a middle and a high one: the authors', and vLLM's."""
+        return self.layers if self.layers is not None else (1, count // 2 - 1, count - 4)
+
+
+class Eagle3Head(nn.Module):
+    """Called by :attr:`decoders.strategy.Context.module`.
+
+    Slot ``j`` reads the embedding of token ``j + 1`` and the target's hidden states of token ``j``, three layers side by side,
+    which `fc` fuses. Where the target has not been yet, the head's own output for the slot before stands in.
+
+    Args:
+        embeds: whether the checkpoint brings its own embedding; else it is the target's.
+    """
+
+    def __init__(self, config: Eagle3Config, embeds: bool = False) -> None:
+        super().__init__()
+        c = config.layer
+        count = len(config.layers) if config.layers is not None else 3
+        self.head_config = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size) if embeds else None
+        self.fc = nn.Linear(count * config.target_hidden_size, c.hidden_size, bias=False)
+        self.midlayer = DecoderLayer(c, config.norm_before_residual)
+        self.norm = LlamaRMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(c)
+
+    def forward(
+        self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
+        fuse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What stands in for the next feature, ``[B, N, H]``, and logits ``[B, n, D]`` of the last nodes.
+
+        Args:
+            embedded: ``[B, N, H]``, of the token that follows each node.
+            states: ``[B, N, T·H]``, hidden states of the target; without `fuse` ``[B, N, H]``, the head's own.
+            logits: of how many nodes.
+        """
+        states = self.fc(states) if fuse else states
+        rotary = self.rotary_emb(states, position_ids)
+        states = self.midlayer(embedded, states, rotary, attention_mask, cache)
+        normed = self.norm(states)
+        return normed if self.head_config.norm_output else states, self.lm_head(normed[:, -logits:])
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer whose attention reads an embedding and a state, normed side by side."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.cache_keyword = cache_keyword(self.self_attn)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plain = getattr(self.self_attn, name)
+            setattr(
+                self.self_attn,
+                name,
+                nn.Linear(2 * config.hidden_size, plain.out_features, bias=plain.bias is not None),
+            )
+        self.mlp = LlamaMLP(config)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, embedded: Tensor, states: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor, cache: Any
+    ) -> Tensor:
+        normed = self.hidden_norm(states)
+        residual = normed if self.norm_before_residual else states
+        attended, _ = self.self_attn(
+            hidden_states=torch.cat([self.input_layernorm(embedded), normed], dim=-1), position_embeddings=rotary,
+            attention_mask=attention_mask, **{self.cache_keyword: cache},
+        )  # fmt: skip
+        states = residual + attended
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What a checkpoint says of a head.
+
+    Attributes:
+        layer: of its decoder layer: hidden size ``H``, heads, vocabulary ``V``, all as the target's; rotary positions.
+        bias: `fc` has one.
+    """
+
+    layer: LlamaConfig
+    bias: bool = True
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """None: the feature is what the target's output head reads."""
+        return ()
+
+
+class EagleHead(nn.Module):
+    """Called by :attr:`decoders.strategy.Context.module`.
+
+    Slot ``j`` reads the embedding of token ``j + 1`` and what the target's output head reads at token ``j``, side by side. What
+    comes out stands for the feature of token ``j + 1``: the target's output head makes logits of it, and the next slot reads it.
+
+    Args:
+        embeds: whether the checkpoint brings its own embedding; else it is the target's.
+    """
+
+    def __init__(self, config: EagleConfig, embeds: bool = True) -> None:
+        super().__init__()
+        c = config.layer
+        self.head_config = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size) if embeds else None
+        self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=config.bias)
+        self.midlayer = EagleLayer(c)
+        self.rotary_emb = LlamaRotaryEmbedding(c)
+
+    def forward(
+        self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
+        fuse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The next features, ``[B, N, H]``, and those of the last `logits` nodes once more; as :meth:`Eagle3Head.forward`.
+
+        Args:
+            embedded: ``[B, N, H]``, of the token that follows each node.
+            states: ``[B, N, H]``, the target's features or the head's own: `fuse` makes no difference.
+        """
+        states = self.fc(torch.cat([embedded, states], dim=-1))
+        states = self.midlayer(states, self.rotary_emb(states, position_ids), attention_mask, cache)
+        return states, states[:, -logits:]
+
+
+class EagleLayer(nn.Module):
+    """A Llama layer without its first norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.cache_keyword = cache_keyword(self.self_attn)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, states: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor, cache: Any) -> Tensor:
+        attended, _ = self.self_attn(
+            hidden_states=states, position_embeddings=rotary, attention_mask=attention_mask,
+            **{self.cache_keyword: cache},
+        )  # fmt: skip
+        states = states + attended
+        return states + self.mlp(self.post_attention_layernorm(states))

@@ -1,0 +1,264 @@
+"""EAGLE heads on disk: EAGLE-3 in the authors' format and that of vLLM's `speculators`, EAGLE and EAGLE-2 in the authors' (read)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..common.file_configs import Count, FileConfig, LlamaLayerConfig, Whole
+from ..common.files import write_whole
+from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
+from ..drafting import DraftVocabulary
+from ..errors import SettingsError, UnsupportedError
+from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
+
+Format = Literal["speculators", "authors"]
+#: Where a head lies beside a model's own files, and the name of the one that comes with the demo model.
+FOLDER, DEMO = "eagle3", "demo"
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+#: What a config says of the decoder layer.
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps", "initializer_range", "rope_parameters", "attention_bias", "mlp_bias",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Eagle3Files:
+    """A head and what it can propose."""
+
+    head: Eagle3Head | EagleHead
+    vocabulary: DraftVocabulary
+
+
+def find_head(named: str | None, config: Any) -> Path:
+    """The folder of the head for a model with this `config`: the one that is named, or ``eagle3`` beside the model's own files.
+
+    Raises:
+        UnsupportedError: none is named, and none lies beside the model.
+    """
+    if named == DEMO:
+        return Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER
+    if named is not None:
+        return Path(named).expanduser()
+    own = getattr(config, "name_or_path", "")
+    if own and (Path(own) / FOLDER / CONFIG).is_file():
+        return Path(own) / FOLDER
+    raise UnsupportedError(
+        "eagle3 needs a head that was trained for the model: name its folder as head=, or keep it as 'eagle3' in the model's own "
+        "folder; `decoders train eagle3` makes one"
+    )
+
+
+class _LayerConfig(LlamaLayerConfig):
+    """Of the decoder layer; in `speculators`' format it has a place of its own."""
+
+    vocab_size: Count
+    model_type: str = "llama"
+    num_hidden_layers: Whole = 1
+
+
+class _SpecForge(FileConfig):
+    """What heads trained with SpecForge have beside the authors' fields."""
+
+    eagle_aux_hidden_state_layer_ids: list[Whole] | None = None
+
+
+class _HeadConfig(FileConfig):
+    """All else, in any of the formats."""
+
+    transformer_layer_config: dict[str, Any] | None = None
+    architectures: list[str] = []
+    draft_vocab_size: Count | None = None
+    target_hidden_size: Count | None = None
+    eagle_aux_hidden_state_layer_ids: list[Whole] | None = None
+    eagle_config: _SpecForge = _SpecForge()
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    bias: bool = True
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+
+    def layers(self, place: str) -> tuple[int, ...] | None:
+        """The decoder layers whose outputs a head reads.
+
+        `speculators` numbers what goes *into* a layer, as vLLM does: its 2 is what comes out of layer 1. Heads trained with SpecForge
+        keep them in ``eagle_config`` and number what comes out, as SGLang does.
+        """
+        into, out_of = self.eagle_aux_hidden_state_layer_ids, self.eagle_config.eagle_aux_hidden_state_layer_ids
+        if into and min(into) < 1:
+            raise UnsupportedError(
+                f"{place}: eagle_aux_hidden_state_layer_ids has {min(into)}: the head reads the target's embeddings as a feature, "
+                "which is not supported"
+            )
+        return tuple(layer - 1 for layer in into) if into else tuple(out_of) if out_of else None
+
+
+def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
+    """What the ``config.json`` of a head says, in any of the formats.
+
+    Raises:
+        SettingsError: there is none, it is none of an EAGLE-3 head, or a field has a value that it cannot have.
+        UnsupportedError: a design that is not had here.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    place, kind = f"eagle3: {path}", "config of an EAGLE-3 head"
+    raw = read_json(path, f"there is no head at {str(folder)!r}", "eagle3")
+    own = _HeadConfig.of(raw, place, kind)
+    nested = own.transformer_layer_config
+    within = place if nested is None else f"{place}, transformer_layer_config"
+    layer = _LayerConfig.of(raw if nested is None else nested, within, kind)
+    if layer.model_type != "llama" or layer.num_hidden_layers != 1:
+        raise UnsupportedError(
+            f"{place}: {layer.num_hidden_layers} layers of {layer.model_type!r}; only one Llama layer fits"
+        )
+    for name in ("norm_before_fc", "fc_norm"):
+        if getattr(own, name):
+            raise UnsupportedError(f"{place} asks for {name}, which is not supported")
+    config = layer.llama(within, num_hidden_layers=1)
+    if nested is None and "draft_vocab_size" not in raw and "Eagle3" not in "".join(own.architectures):
+        return EagleConfig(config, bias=own.bias)
+    return Eagle3Config(
+        layer=config,
+        draft_vocab_size=own.draft_vocab_size or layer.vocab_size,
+        target_hidden_size=own.target_hidden_size or layer.hidden_size,
+        layers=own.layers(place),
+        norm_before_residual=own.norm_before_residual,
+        norm_output=own.norm_output,
+    )
+
+
+def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
+    """A head from a folder; read once while unchanged. No code in the files is run.
+
+    Raises:
+        SettingsError: the files are not there, not readable, or no such head. UnsupportedError: see :func:`read_config`.
+    """
+    path = Path(folder).expanduser()
+    return _load(path.absolute(), stamp_of(path / name for name in (CONFIG, *WEIGHTS)), device, dtype)
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
+    config, names = read_config(path), {name for name, *_ in stamp}
+    weights = next((path / name for name in WEIGHTS if name in names), None)
+    if weights is None:
+        raise SettingsError(f"eagle3: {path} holds no weights: {' or '.join(WEIGHTS)} is looked for")
+    # The same layer is called `midlayer` by the authors and `layers.0` by speculators.
+    state = {
+        name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in read_tensors(weights, "eagle3").items()
+    }
+    d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
+    if isinstance(config, EagleConfig):
+        config = replace(config, bias="fc.bias" in state)
+        with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
+            eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
+        vocabulary = DraftVocabulary(config.layer.vocab_size)
+        return Eagle3Files(filled(eagle, state, weights, "eagle3", device, dtype), vocabulary)
+    if d2t is None and t2d is None and config.draft_vocab_size != config.layer.vocab_size:
+        raise SettingsError(f"eagle3: {weights} has a reduced vocabulary, and neither d2t nor t2d to tell which")
+    try:
+        vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"eagle3: {weights}: {error}") from error
+    if len(vocabulary) != config.draft_vocab_size:
+        raise SettingsError(
+            f"eagle3: {weights}: d2t and t2d name {len(vocabulary)} tokens, and draft_vocab_size of {CONFIG} is "
+            f"{config.draft_vocab_size}"
+        )
+    ids = vocabulary.ids.to(device) if vocabulary.ids is not None else None
+    with torch.random.fork_rng(devices=[]):
+        head = Eagle3Head(config, embeds="embed_tokens.weight" in state)
+    return Eagle3Files(filled(head, state, weights, "eagle3", device, dtype), DraftVocabulary(vocabulary.size, ids))
+
+
+def save_head(
+    head: Eagle3Head, ids: Tensor | None, folder: Path, model: PreTrainedModel, depth: int, form: Format = "speculators",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """Writes a head for `model`; each file is written whole, the config last: it is what makes a folder one of a head.
+
+    The embedding, which is the target's, is not among the weights: vLLM and the authors' code take the target's.
+
+    Args:
+        ids: ``[D]`` int64, ascending, the tokens it can propose; None: all.
+        depth: tokens that a chain should draft.
+        dtype: of the weights.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save
+
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in head.state_dict().items()}
+    if form == "speculators":
+        state = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in state.items()}
+    if ids is not None:
+        state["d2t"] = ids - torch.arange(len(ids))
+        state["t2d"] = torch.isin(torch.arange(head.head_config.layer.vocab_size), ids)
+    config = (_speculators if form == "speculators" else _authors)(head, model, depth)
+    config["dtype" if form == "speculators" else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    write_whole(folder / WEIGHTS[0], save(state, metadata={"format": "pt"}))
+    write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _layer(head: Eagle3Head) -> dict[str, Any]:
+    """Of the decoder layer, rotary positions as transformers 5 writes them and as earlier versions do."""
+    layer = head.head_config.layer.to_dict()
+    fields = {"model_type": "llama", **{name: layer[name] for name in _FIELDS if name in layer}}
+    rope = layer.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        fields["rope_theta"] = rope["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return fields
+
+
+def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, Any]:
+    config = head.head_config
+    assert config.layers is not None
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
+            "verifier": {"name_or_path": _public_name(model), "architectures": [type(model).__name__]},
+        },
+        "draft_vocab_size": config.draft_vocab_size,
+        # Layers are numbered by what goes into them.
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
+        "norm_before_residual": config.norm_before_residual,
+        "target_hidden_size": config.target_hidden_size,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _layer(head),
+    }
+
+
+def _public_name(model: PreTrainedModel) -> str | None:
+    """Of the target, for those who load the head; a folder of this machine is none."""
+    name = getattr(model.config, "name_or_path", None)
+    return name if name and not Path(name).exists() else None
+
+
+def _authors(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, Any]:
+    config = head.head_config
+    assert config.layers is not None
+    return {
+        **_layer(head),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        # Not read by the authors' code, which takes layers of its own choice; SGLang reads it.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(config.layers), "use_aux_hidden_state": True},
+    }

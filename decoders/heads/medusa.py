@@ -1,0 +1,293 @@
+"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1) and their files: ours, and the authors' own format, read only.
+
+Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import ValidationError, field_validator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..common.file_configs import Count, FileConfig, Whole
+from ..common.files import write_whole
+from ..common.weights import Stamp, read_json, read_tensors, stamp_of
+from ..errors import SettingsError, UnsupportedError
+
+Projection = Literal["tied", "low_rank", "full"]
+FOLDER = "medusa"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+#: What the authors' code and the servers that read its heads call the weights.
+UPSTREAM = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+DEMO = "demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """Shape of the heads, the tree they are verified in, and where they come from.
+
+    Attributes:
+        heads: ``K``; head k predicts the token k places behind the one that the output head gives.
+        layers: residual blocks of each head.
+        hidden_size: of the model they belong to.
+        vocab_size: of the model they belong to.
+        projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: that plus a difference of rank
+            `rank`; ``full``: a projection of each head's own, as in the paper.
+        rank: of the difference; 0 with the other projections.
+        tree: paths in Medusa's notation, best first, so that its first n paths are the tree of n nodes; None: the default.
+        figures: what training measured, for the model card.
+    """
+
+    heads: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    projection: Projection = "full"
+    rank: int = 0
+    tree: tuple[tuple[int, ...], ...] | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.layers, self.hidden_size, self.vocab_size) < 1:
+            raise SettingsError("Medusa heads: heads, layers, hidden_size and vocab_size must be at least 1")
+        if self.projection not in ("tied", "low_rank", "full"):
+            raise SettingsError(f"Medusa heads: projection must be tied, low_rank or full, not {self.projection!r}")
+        if (self.projection == "low_rank") != (self.rank > 0):
+            raise SettingsError("Medusa heads: a rank goes with projection low_rank, and only with that")
+
+
+class HeadWeights(NamedTuple):
+    """The tensors of all heads, stacked: what compiled code is given. None: a projection that has no such part.
+
+    Attributes:
+        linear: ``[K, layers, H, H]``.
+        bias: ``[K, layers, H]``.
+        projection: ``[K, V, H]``.
+        down: ``[K, R, H]``.
+        up: ``[K, V, R]``.
+    """
+
+    linear: Tensor
+    bias: Tensor
+    projection: Tensor | None
+    down: Tensor | None
+    up: Tensor | None
+
+
+class MedusaHeads(nn.Module):
+    """``K`` heads beside a model whose weights stay as they are.
+
+    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. W and b begin as
+    zero and the projection as the model's, so that an untrained head says what the output head says. Every block has
+    weights of its own (the authors' code repeats one object).
+
+    Args:
+        lm_head: ``[V, H]``, the model's output projection; needed for new heads with a full projection only.
+    """
+
+    def __init__(self, config: HeadsConfig, lm_head: Tensor | None = None) -> None:
+        super().__init__()
+        self.config = config
+        k, h, v, r = config.heads, config.hidden_size, config.vocab_size, config.rank
+        self.linear = nn.Parameter(torch.zeros(k, config.layers, h, h))
+        self.bias = nn.Parameter(torch.zeros(k, config.layers, h))
+        self.projection = self.down = self.up = None
+        if config.projection == "full":
+            start = torch.zeros(v, h) if lm_head is None else lm_head.detach().float().cpu()
+            self.projection = nn.Parameter(start.expand(k, v, h).clone())
+        elif config.projection == "low_rank":
+            # One factor random, the other zero: the product is zero, and its gradient is not.
+            generator = torch.Generator().manual_seed(0)
+            self.down = nn.Parameter(torch.randn(k, r, h, generator=generator) * h**-0.5)
+            self.up = nn.Parameter(torch.zeros(k, v, r))
+
+    def weights(self) -> HeadWeights:
+        """All tensors, for compiled code."""
+        return HeadWeights(self.linear, self.bias, self.projection, self.down, self.up)
+
+    def forward(self, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
+        """``hidden`` ``[P, H]`` to scores ``[P, K, V]``, before softmax. lm_head, lm_bias: the model's, ``[V, H]``, ``[V]``."""
+        return head_scores(hidden, self.weights(), lm_head, lm_bias)
+
+    def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
+        """Scores ``[P, V]`` of head `k` alone: all heads at once can be too much for memory."""
+        stacked, head = self.weights(), slice(k, k + 1)
+        projection, down, up = (None if part is None else part[head] for part in stacked[2:])
+        weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
+        return head_scores(hidden, weights, lm_head, lm_bias)[:, 0]
+
+
+def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None) -> Tensor:
+    """What :class:`MedusaHeads` computes, as a function of tensors: ``[P, H]`` to ``[P, K, V]``."""
+    states = hidden[:, None].expand(-1, weights.linear.shape[0], -1).to(weights.linear.dtype)
+    for linear, bias in zip(weights.linear.unbind(1), weights.bias.unbind(1), strict=True):
+        states = states + nn.functional.silu(torch.einsum("pkh,kgh->pkg", states, linear) + bias)
+    if weights.projection is not None:
+        return torch.einsum("pkh,kvh->pkv", states, weights.projection)
+    scores = states @ lm_head.to(states.dtype).T
+    if lm_bias is not None:
+        scores = scores + lm_bias
+    if weights.down is not None and weights.up is not None:
+        scores = scores + torch.einsum("pkr,kvr->pkv", torch.einsum("pkh,krh->pkr", states, weights.down), weights.up)
+    return scores
+
+
+def find_heads(named: str | None, model: PreTrainedModel) -> Path:
+    """The folder of the heads for `model`: the one that is named, or ``medusa`` beside the model's own files.
+
+    Raises:
+        SettingsError: there is no such folder.
+        UnsupportedError: none is named, and none lies beside the model.
+    """
+    if named == DEMO:
+        named = str(Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER)
+    if named is not None:
+        path = Path(named).expanduser()
+        if not path.exists():
+            raise SettingsError(f"medusa: there are no heads at {named!r}; `decoders train medusa` makes some")
+        return path
+    own = getattr(model.config, "name_or_path", "")
+    if own and (Path(own) / FOLDER / CONFIG).is_file():
+        return Path(own) / FOLDER
+    raise UnsupportedError(
+        f"medusa needs heads for this {type(model).__name__}: train them with `decoders train medusa`, then name their "
+        f"folder as heads=, or keep it as {FOLDER!r} in the model's own folder"
+    )
+
+
+def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
+    """Raises SettingsError if `heads`, which come from `origin`, are of another size than `model`."""
+    config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
+    if (config.vocab_size, config.hidden_size) != (vocab, hidden):
+        raise SettingsError(
+            f"medusa: the heads in {origin} are for hidden size {config.hidden_size} and a vocabulary of "
+            f"{config.vocab_size}, this {type(model).__name__} has hidden size {hidden} and {vocab}"
+        )
+
+
+def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Writes config and weights to `folder`, each whole or not at all."""
+    from safetensors.torch import save
+
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
+    config = {"model_type": "decoders_medusa", **asdict(heads.config)}
+    write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
+    write_whole(folder / CONFIG, _readable(config).encode())  # last: it is what makes a folder one of heads
+
+
+def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
+    """Heads from a folder of ours or the authors', or from a weights file of the authors'; read once while unchanged.
+
+    No code in the files is run: a pickled checkpoint is read by torch's ``weights_only`` loader.
+
+    Raises:
+        SettingsError: the files are not there, not readable, or not heads.
+    """
+    path = Path(folder)
+    files = [path] if path.is_file() else [path / name for name in (CONFIG, WEIGHTS, *UPSTREAM)]
+    return _load(path.absolute(), stamp_of(files), device or torch.device("cpu"), dtype)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype | None) -> MedusaHeads:
+    names = {name for name, *_ in stamp}
+    weights = path if path.is_file() else next((path / n for n in (WEIGHTS, *UPSTREAM) if n in names), None)
+    if weights is None:
+        raise SettingsError(f"medusa: {path} holds no Medusa heads: {WEIGHTS}, {' or '.join(UPSTREAM)} is looked for")
+    state = read_tensors(weights, "medusa")
+    heads = _ours(path, state) if "linear" in state else _upstream(weights, state)
+    heads.requires_grad_(False)
+    return heads.to(device=device, dtype=dtype).eval()
+
+
+class _Config(FileConfig):
+    """The fields of :class:`HeadsConfig` as JSON."""
+
+    heads: Count
+    layers: Count
+    hidden_size: Count
+    vocab_size: Count
+    projection: Projection = "full"
+    rank: Whole = 0
+    tree: tuple[tuple[Whole, ...], ...] | None = None
+    figures: dict[str, Any] = {}
+
+    @field_validator("tree", mode="wrap")
+    @classmethod
+    def _is_tree(cls, value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError("the tree must be a list of paths of ranks, [[0], [0, 1]]") from error
+
+
+def _ours(path: Path, state: dict[str, Tensor]) -> MedusaHeads:
+    place = f"medusa: {path / CONFIG}"
+    raw = read_json(path / CONFIG, f"these Medusa heads have no config at {str(path / CONFIG)!r}", "medusa")
+    fields = _Config.of(raw, place, "config of Medusa heads")
+    try:
+        heads = MedusaHeads(HeadsConfig(**dict(fields)))
+    except SettingsError as error:
+        raise SettingsError(f"{place}: {error}") from error
+    try:
+        heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    except RuntimeError as error:  # a tensor that lacks or does not fit
+        raise SettingsError(f"medusa: {path}: config and weights of these Medusa heads do not fit: {error}") from error
+    return heads
+
+
+def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
+    """The authors' ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``: keys ``0.0.linear.weight``, ``0.0.linear.bias`` of
+    head 0's first block, ``0.1.weight`` of its projection; some files put ``medusa_head.`` in front.
+
+    Several blocks of a head are one object there, written once per use; they are read as they stand.
+    """
+    pattern = re.compile(r"(?:.*\bmedusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+    parts: dict[tuple[int, int, str], Tensor] = {}
+    for name, tensor in state.items():
+        if match := pattern.fullmatch(name):
+            parts[int(match[1]), int(match[2]), match[3]] = tensor.float()
+    projections = {(head, place): t for (head, place, kind), t in parts.items() if kind == "weight"}
+    blocks = {(head, place) for head, place, kind in parts if kind == "linear.weight"}
+    count, layers = len(projections), len(blocks) // max(len(projections), 1)
+    expected = {(k, layers) for k in range(count)}
+    if not count or set(projections) != expected or blocks != {(k, i) for k in range(count) for i in range(layers)}:
+        raise SettingsError(
+            f"medusa: {file} holds no Medusa heads: heads have keys such as 0.0.linear.weight and 0.1.weight, this file has "
+            f"{', '.join(sorted(state)[:4]) or 'none'}"
+        )
+    vocab, hidden = projections[0, layers].shape
+    config = HeadsConfig(heads=count, layers=layers, hidden_size=hidden, vocab_size=vocab)
+    heads = MedusaHeads(config)
+
+    def stacked(kind: str) -> Tensor:
+        zero = torch.zeros(hidden)
+        rows = [[parts.get((k, i, kind), zero) for i in range(layers)] for k in range(count)]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    try:
+        heads.load_state_dict(
+            {
+                "linear": stacked("linear.weight"),
+                "bias": stacked("linear.bias"),
+                "projection": torch.stack([projections[k, layers] for k in range(count)]),
+            }
+        )
+    except RuntimeError as error:
+        raise SettingsError(f"medusa: {file}: these Medusa heads are of different sizes: {error}") from error
+    return heads
+
+
+def _readable(config: dict[str, Any]) -> str:
+    """JSON with one setting a line; a tree of many short lists on one line."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in config.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"

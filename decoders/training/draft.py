@@ -1,0 +1,312 @@
+"""`train_draft`: a small model that drafts for a target, taught by the target's texts and distributions, in one resumable run."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.layers import decoder_layers
+from ..errors import SettingsError, TrainingError
+from ..generate import disable, enable
+from .cards import draft_card
+from .optimisation import muon_and_adamw, soft_cross_entropy, warmup_stable_decay
+from .recipes import DraftTraining, Measurement
+from .texts import PROMPT_SHARE, Texts, TextStore, counted, held_out_rows, stop_tokens, workplace
+from .trainer import EpochLearner, Run, Trainer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WARMUP_STEPS = 20
+DECAY_SHARE = 0.5
+#: Rows that agreement is measured on between steps.
+WATCHED = 16
+
+
+def train_draft(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: Path,
+    *,
+    run: DraftTraining = DraftTraining(),
+    held: Sequence[str] = (),
+    test: Sequence[str] = (),
+    measurement: Measurement = Measurement(),
+    dtype: torch.dtype = torch.bfloat16,
+    command: str | None = None,
+    resume: bool = True,
+    checkpoint_minutes: float = 1.0,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains a draft model for `model`, which stays as it is, and writes it to `out` with the tokenizer and a card.
+
+    Checkpoints, and the text that the target writes itself, lie in ``out/training`` until the run is complete. With `resume`, an
+    interrupted run goes on there and ends where it would have ended.
+
+    Args:
+        texts: to learn from.
+        run: what the draft model is, and settings of the training.
+        held: judged by, for early stop; best is text that the target itself never learnt from. Without it a twentieth of `texts`
+            is held out.
+        test: where ``speculative`` is run at the end, for the card; without it `held` is.
+        measurement: how it is run.
+        dtype: of the weights that are written.
+        command: that started this, for the card.
+        resume: go on from what lies in ``out/training``.
+        checkpoint_minutes: between checkpoints.
+        console: where progress is shown.
+
+    Returns:
+        The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and tokens per step of ``speculative``.
+
+    Raises:
+        TrainingError: too little text, a checkpoint of another run, or a target whose layers cannot be told.
+        SettingsError: layers that the target does not have, or no such size.
+    """
+    draft = new_draft(model, run)
+    work = workplace(out, resume)
+    store = TextStore(model, tokenizer, run, work, console)
+    rows = max(run.rows, run.tokens // run.length)
+    train, judged = store.learnt_and_held(texts, held, rows)
+    learner = DraftLearner(run, draft, model, train, judged)
+    trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
+    # Before training, so that the card can say what it has brought. Not of a run that goes on: the weights are those of its start.
+    before = agreement(learner, judged.part(0, learner.training.rows))
+    checkpoint = work / "checkpoint.pt"
+    trainer.train("draft", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
+    _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
+    draft.float()  # figures are of the weights as written
+    prompted = store.texts(test, held_out_rows(rows)) if test else judged.ids
+    figures: dict[str, Any] = {
+        "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
+        "parameters": sum(p.numel() for p in draft.parameters()), "target_parameters": sum(p.numel() for p in model.parameters()),
+        "agreement_before": before[0], "agreement": judged.by_kind(partial(_agreement, learner)),
+        **measure(model, draft, tokenizer, prompted, measurement),
+    }  # fmt: skip
+    (out / "README.md").write_text(draft_card(draft, model, run, measurement, figures, command), encoding="utf-8")
+    shutil.rmtree(work)
+    return figures
+
+
+def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: torch.dtype) -> None:
+    """Everything ``from_pretrained`` reads; aside first, so that a reader never sees half a model."""
+    partial_folder = out / ".partial"
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    draft.config.dtype = dtype
+    draft.save_pretrained(partial_folder)
+    tokenizer.save_pretrained(partial_folder)
+    for file in sorted(partial_folder.iterdir(), key=lambda f: f.name == "config.json"):
+        file.chmod(0o644)
+        file.replace(out / file.name)
+    partial_folder.rmdir()
+
+
+def _agreement(learner: DraftLearner, texts: Texts) -> dict[str, float]:
+    same, overlap = agreement(learner, texts)
+    return {"same": same, "overlap": overlap}
+
+
+def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedModel:
+    """A draft model for `model`, float32, on its device.
+
+    Raises:
+        TrainingError: the target's layers cannot be told. SettingsError: it has not these layers, or no such size.
+    """
+    count = len(decoder_layers(model))
+    if not count:
+        raise TrainingError(
+            f"{type(model).__name__} has no list of decoder layers, so no draft model can be made of it"
+        )
+    if training.origin == "layers":
+        return cut(model, training.layers_of(count))
+    return smaller(model, training.count_of(count), training.hidden, training.seed)
+
+
+def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """`model` with some of its decoder layers, in that order; everything else is the same."""
+    own = decoder_layers(model)
+    name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
+    config = copy.deepcopy(model.config)
+    _set_layers(config, len(own), layers)
+    draft = _build(model, config, seed=0)
+    state, source = {}, model.state_dict()
+    for key in draft.state_dict():
+        place = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
+        if place is None:
+            state[key] = source[key]
+        else:
+            number, rest = place.split(".", 1)
+            state[key] = source[f"{name}.{layers[int(number)]}.{rest}"]
+    draft.load_state_dict(state)
+    return draft.to(model.device)  # type: ignore[arg-type]
+
+
+def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -> PreTrainedModel:
+    """A model of the same class with `count` layers and random weights; heads keep their size, and their groups if they can.
+
+    Raises:
+        SettingsError: `hidden` holds no whole number of heads.
+    """
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    width, heads = text.hidden_size, text.num_attention_heads
+    head = getattr(text, "head_dim", None) or width // heads
+    own = max(1, round(heads / 4)) if hidden is None else hidden * heads // width
+    size = own * width // heads if hidden is None else hidden
+    if own < 1 or size * heads != own * width or size > width:
+        raise SettingsError(
+            f"hidden is a multiple of {width // heads}, the target's width for each of its heads, up to {width}, not {hidden}"
+        )
+    groups = getattr(text, "num_key_value_heads", None)
+    text.num_attention_heads = own
+    if groups is not None:
+        text.num_key_value_heads = max(1, own * groups // heads) if own % max(1, own * groups // heads) == 0 else own
+    if getattr(text, "head_dim", None) is not None:
+        text.head_dim = head
+    for name in ("intermediate_size", "n_inner", "ffn_dim"):
+        if isinstance(getattr(text, name, None), int) and name not in getattr(type(text), "attribute_map", {}):
+            setattr(text, name, max(1, getattr(text, name) * size // width))
+    text.hidden_size = size
+    _set_layers(config, len(decoder_layers(model)), range(count))
+    return _build(model, config, seed).to(model.device)  # type: ignore[arg-type]
+
+
+def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
+    """Config of a model with these of `count` layers: lists with an entry for each layer lose the others."""
+    text = config.get_text_config(decoder=True)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(text, name, [value[layer] for layer in layers])
+    text.num_hidden_layers = len(layers)
+
+
+def _build(model: PreTrainedModel, config: Any, seed: int) -> PreTrainedModel:
+    config.dtype = torch.float32
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draft = type(model)(config).float()
+    draft.generation_config = copy.deepcopy(model.generation_config)
+    return draft
+
+
+class DraftLearner(EpochLearner):
+    """A draft model and its optimizers.
+
+    Args:
+        target: frozen; its logits are computed as they are needed.
+        train: text to learn from.
+        held_out: text to judge by; at most :data:`WATCHED` rows of it are, the target's own first.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(
+        self, training: DraftTraining, draft: PreTrainedModel, target: PreTrainedModel, train: Texts, held_out: Texts
+    ) -> None:
+        super().__init__(training, len(train.ids), training.rows)
+        self.training, self.model, self.target, self.train = training, draft, target, train
+        self.stops, self.positions = stop_tokens(target), training.rows * training.length
+        self._watched = held_out.part(0, WATCHED)
+        outer = (draft.get_input_embeddings(), draft.get_output_embeddings())
+        self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
+
+    def run(self, identity: Mapping[str, Any]) -> Run:
+        """The run of this draft model. identity: fingerprints of text and target."""
+        return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
+
+    def learn(self, step: int) -> Tensor:
+        texts = self.train.chosen(self.examples_of(step))
+        target, counts = self._taught(texts)
+        scores = self._scores(self.model, texts)
+        loss, gradient = soft_cross_entropy(
+            scores.detach().float(), target.softmax(-1), counts / counts.sum().clamp(min=1)
+        )
+        scores.backward(gradient.to(scores.dtype))
+        return loss
+
+    def scores(self) -> list[float]:
+        """How often draft and target choose the same token, and how much their distributions have in common."""
+        return list(agreement(self, self._watched))
+
+    def in_words(self, scores: Sequence[float]) -> str:
+        same, overlap = scores
+        return f"same token {same:.1%}, overlap {overlap:.1%}"
+
+    def _taught(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """The target's logits ``[B, T, V]`` float32, and ``[B, T]`` float32 after which tokens they count."""
+        with torch.no_grad():
+            logits = self._scores(self.target, texts).float()
+        return logits, counted(texts, self.stops).to(logits.device).float()
+
+    def _scores(self, model: PreTrainedModel, texts: Texts) -> Tensor:
+        device = self.target.device
+        with torch.autocast(device.type, torch.bfloat16) if self.training.bf16 else nullcontext():
+            return model(input_ids=texts.ids.to(device), use_cache=False).logits
+
+
+@torch.no_grad()
+def agreement(learner: DraftLearner, texts: Texts) -> tuple[float, float]:
+    """How often both choose the same token greedily, and 1 - TV of their distributions, where `texts` count."""
+    training, sums, count = learner.model.training, torch.zeros(2, dtype=torch.float64), 0.0
+    learner.model.eval()
+    for first in range(0, len(texts.ids), learner.training.rows):
+        part = texts.part(first, first + learner.training.rows)
+        target, counts = learner._taught(part)
+        scores = learner._scores(learner.model, part).float()
+        same = (target.argmax(-1) == scores.argmax(-1)) * counts
+        overlap = torch.minimum(target.softmax(-1), scores.softmax(-1)).sum(-1) * counts
+        sums += torch.stack([same.sum(), overlap.sum()]).cpu().double()
+        count += counts.sum().item()
+    learner.model.train(training)
+    same, overlap = (sums / max(count, 1)).tolist()
+    return same, overlap
+
+
+def measure(
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Tensor,
+    measurement: Measurement,
+) -> dict[str, Any]:
+    """Tokens per step of ``speculative``, the target's own included, greedily and sampled at temperature 1.
+
+    Args:
+        rows: ``[W, T]`` int64, held-out text whose first quarters are prompts.
+    """
+    enabled = "generate" in vars(model)
+    enable(model, tokenizer)
+    prompts = rows[: measurement.prompts, : max(1, round(PROMPT_SHARE * rows.shape[1]))].to(model.device)
+    figures: dict[str, Any] = {"prompts": len(prompts)}
+    try:
+        for name, options in (
+            ("greedy", {"do_sample": False}),
+            ("sampled", {"do_sample": True, "temperature": 1.0, "top_k": 0}),
+        ):
+            out = cast(Any, model).generate(
+                prompts, attention_mask=prompts.new_ones(prompts.shape), strategy="speculative", assistant_model=draft,
+                strategy_config={"length": measurement.length}, max_new_tokens=measurement.new_tokens, seed=measurement.seed,
+                return_dict_in_generate=True, decoders_config={"compile": False}, **options,
+            )  # fmt: skip
+            accepted = Counter(dict(enumerate(out.report.accepted_lengths)))
+            steps = max(1, sum(accepted.values()))
+            figures[name] = {
+                "tokens_per_step": out.report.mean_accepted_length,
+                "reached": [sum(c for n, c in accepted.items() if n > k) / steps for k in range(measurement.length)],
+            }
+    finally:
+        if not enabled:
+            disable(model)
+    return figures

@@ -1,0 +1,362 @@
+"""`train_medusa`: heads for a model, which stays frozen (Medusa-1), with the tree that suits them, in one resumable run.
+
+They learn from hidden states of the model over text, kept on disk, and the tokens further ahead. The text is that of files and, for a
+share of the rows, what the model itself writes after their beginnings (self-distillation, section 2.3.2 of the paper): that is the text
+in which the heads will have to predict.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import TrainingError
+from ..heads.medusa import HeadsConfig, MedusaHeads, check_fit, save_heads
+from ..heads.medusa_trees import DEFAULT_TREE, accepted_length, search_tree
+from .cards import medusa_card
+from .optimisation import warmup_cosine
+from .progress import progress_bar
+from .recipes import HeadsTraining
+from .texts import Progress, Texts, TextStore, digest, evaluating, held_out_rows, hold_out, stop_tokens, workplace
+from .trainer import EpochLearner, Run, Trainer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Label of a position whose token is not known: behind the end of a row or of the text.
+UNKNOWN = -100
+#: Rows that are read at once.
+ROWS = 32
+WARMUP_SHARE = 0.05
+#: Positions that head accuracy is measured on between steps.
+WATCHED = 8192
+#: Positions per pass of an evaluation.
+CHUNK = 1024
+
+
+def train_medusa(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: Path,
+    *,
+    run: HeadsTraining = HeadsTraining(),
+    held: Sequence[str] = (),
+    test: Sequence[str] = (),
+    tree: bool = True,
+    nodes: int = len(DEFAULT_TREE),
+    given: MedusaHeads | None = None,
+    dtype: torch.dtype = torch.float16,
+    resume: bool = True,
+    checkpoint_minutes: float = 1.0,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains heads with the model frozen, searches their tree, and writes both to `out` with a card.
+
+    Hidden states and checkpoints lie in ``out/training`` until the run is complete. With `resume`, an interrupted run goes on
+    there and ends where it would have ended.
+
+    Args:
+        texts: to learn from.
+        run: settings of the heads and of their training.
+        held: judged by, for early stop and the tree; best is text that the model itself never learnt from. Without it a
+            twentieth of `texts` is held out.
+        test: measured on at the end, for the card.
+        tree: search a tree of `nodes` nodes on the held-out text; otherwise the default tree is used.
+        given: heads that are not trained any more: only the tree is searched and the figures are taken.
+        nodes: see `tree`.
+        dtype: of the weights that are written.
+        resume: go on from what lies in ``out/training``.
+        checkpoint_minutes: between checkpoints.
+        console: where progress is shown.
+
+    Returns:
+        The figures: head accuracies (top 1 and top 5) on the files' text and on the model's own, mean accepted lengths of
+        the trees, seconds of training (the text and its hidden states come before).
+
+    Raises:
+        TrainingError: too little text, or a checkpoint of another run.
+        SettingsError: `given` is for another model.
+    """
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    config_of(run, hidden, vocab)  # wrong settings are reported before hours of work
+    work = workplace(out, resume)
+    weight = model.get_output_embeddings().weight.detach()
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    head = Head(weight.float(), bias.detach().float() if bias is not None else None)
+    if given is not None:
+        check_fit(given, model, "the folder given")
+        run = replace(run, heads=given.config.heads)
+    train_texts, held_texts = (list(texts), list(held)) if held else hold_out(texts, run.seed)
+    rows = max(1, run.tokens // run.length)
+    held_rows = held_out_rows(rows)
+    texts_and_rows = {"held": (held_texts, held_rows)} | ({"test": (list(test), held_rows)} if test else {})
+    if given is None:
+        texts_and_rows["train"] = (train_texts, rows)
+    sets = {
+        name: _TextSet(model, tokenizer, set_texts, count, run, work / name, console, name)
+        for name, (set_texts, count) in texts_and_rows.items()
+    }
+    if given is None:
+        learner = HeadsLearner(run, head, sets["train"].examples(), sets["held"].examples())
+        trainer = Trainer(learner, learner.run({"text": sets["train"].texts.digest(), "model": digest(model)}))
+        checkpoint = work / "checkpoint.pt"
+        trainer.train("heads", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
+        heads, steps, seconds = learner.model, trainer.step, trainer.seconds
+    else:
+        heads, steps, seconds = copy.deepcopy(given), 0, 0.0  # loaded heads are shared
+    # Figures are of the weights as written.
+    heads = heads.to(dtype).float().eval()
+    measured = {name: sets[name].measure(heads, head) for name in texts_and_rows if name != "train"}
+    figures: dict[str, Any] = {
+        "steps": steps,
+        "tokens": sets["train"].texts.ids.numel() if given is None else 0,
+        "seconds": round(seconds, 1),
+        **{name: {kind: facts for kind, (facts, _) in parts.items()} for name, parts in measured.items()},
+    }
+    ranks = measured["held"]["own" if "own" in measured["held"] else "text"][1]
+    paths = None
+    if tree:
+        paths = search_tree(ranks, nodes)
+        default = DEFAULT_TREE[: len(paths)]
+        figures["trees"] = {
+            "nodes": len(paths), "searched": accepted_length(ranks, paths), "default": accepted_length(ranks, default)
+        }  # fmt: skip
+    config = replace(heads.config, figures={"run": asdict(run), **figures}, tree=paths or heads.config.tree)
+    heads.config = config
+    save_heads(heads, out, dtype)
+    card = medusa_card(config, model, run if given is None else None)
+    (out / "README.md").write_text(card, encoding="utf-8")
+    shutil.rmtree(work)
+    return figures
+
+
+class _TextSet:
+    """Text of one purpose with its hidden states, in files that start with `file`."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
+        file: Path, console: Console | None, name: str,
+    ) -> None:  # fmt: skip
+        store = TextStore(model, tokenizer, training, file.parent, console)
+        self.texts = store.rows(name, texts, rows)
+        ids = self.texts.ids
+        if len(ids) < 2 and name == "held":
+            raise TrainingError(
+                f"{len(ids)} rows of {training.length} tokens are held out, too few to judge by: give more text, or shorter rows"
+            )
+        dtype = torch.bfloat16 if training.bf16 else torch.float32
+        states = HiddenStates(file.with_suffix(".states"), self.texts, model, dtype)
+        with progress_bar(console, f"{name}: hidden states", len(ids), states.done) as advance:
+            states.fill(advance)
+        self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(model))
+
+    def examples(self, rows: Tensor | None = None) -> Examples:
+        """All positions, or those of some rows (``[W]`` bool)."""
+        if rows is None:
+            return Examples.of(self.hidden, self.labels)
+        return Examples.of(self.hidden[rows], self.labels[rows])
+
+    def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
+        """For the files' text and the model's own: accuracies, and the ranks where all heads' tokens are known."""
+        measured = {}
+        for kind, rows in self.texts.kinds().items():
+            ranks = ranks_of(heads, head, self.examples(rows))
+            facts = {"positions": len(ranks), "top1": accuracies(ranks), "top5": accuracies(ranks, 5)}
+            measured[kind] = facts, ranks[(ranks >= 0).all(1)]
+        return measured
+
+
+def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
+    """``[W, T, K]`` int64: the token that head k should predict at each position, k + 2 tokens further on.
+
+    The next token is the output head's. Tokens behind the row are unknown, and so are those that the model wrote itself after
+    an end of sequence, which decoding would never reach.
+    """
+    ids, (w, t) = texts.ids, texts.ids.shape
+    labels = torch.full((w, t, heads), UNKNOWN)
+    positions = torch.arange(t)
+    is_stop = (torch.isin(ids, torch.tensor(list(stops) or [-1])) & (positions >= texts.own[:, None])).long()
+    after_stop = is_stop.cumsum(1) - is_stop > 0
+    known = torch.where(after_stop, UNKNOWN, ids)
+    for k in range(heads):
+        ahead = k + 2
+        labels[:, : t - ahead, k] = known[:, ahead:]
+    # In a row of the model's own text the prompt does not count.
+    in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
+    labels[in_prompt] = UNKNOWN
+    return labels
+
+
+class HiddenStates:
+    """Hidden states that the output head reads, ``[W, T, H]``, computed row by row into a file that is mapped into memory.
+
+    Interrupted work goes on where it stopped. Bounded: ``W·T·H`` numbers of `dtype`.
+    """
+
+    def __init__(self, file: Path, texts: Texts, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.texts, self.file, self.model = texts, file, model
+        hidden = model.get_output_embeddings().weight.shape[1]
+        self._note = file.with_suffix(".json")
+        w, t = texts.ids.shape
+        self._identity = {"texts": texts.digest(), "model": digest(model), "dtype": str(dtype)}
+        self.done = self._done()
+        if self.done == 0:
+            file.unlink(missing_ok=True)
+        self.values = torch.from_file(str(file), shared=True, size=w * t * hidden, dtype=dtype).view(w, t, hidden)
+
+    def _done(self) -> int:
+        try:
+            note = dict(json.loads(self._note.read_text()))
+        except (OSError, ValueError):
+            return 0
+        done = int(note.pop("done", 0))
+        return done if self.file.exists() and note == self._identity else 0
+
+    def fill(self, progress: Progress = lambda rows: None) -> None:
+        """Runs the model over the rows that are left."""
+        model, seen = self.model, list[Tensor]()
+        # Where the head reads: no model has to be asked how it names or norms its hidden states.
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            with evaluating(model):
+                while self.done < len(self.texts.ids):
+                    rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
+                    model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
+                    self.values[rows] = seen.pop().to("cpu", self.values.dtype)
+                    self.done = rows.stop
+                    self._note.write_text(json.dumps(self._identity | {"done": self.done}))
+                    progress(rows.stop - rows.start)
+        finally:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Positions to learn from.
+
+    Attributes:
+        hidden: ``[P, H]``, a mapped file.
+        labels: ``[P, K]``.
+        known: ``[Q]``, the positions that have a label at all.
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    known: Tensor
+
+    @staticmethod
+    def of(hidden: Tensor, labels: Tensor) -> Examples:
+        """hidden: ``[W, T, H]``, labels: ``[W, T, K]``."""
+        labels = labels.flatten(0, 1)
+        return Examples(hidden.flatten(0, 1), labels, (labels != UNKNOWN).any(-1).nonzero()[:, 0])
+
+
+@dataclass(frozen=True)
+class Head:
+    """The model's output projection, which heads share.
+
+    Attributes:
+        weight: ``[V, H]``.
+        bias: ``[V]`` or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def config_of(training: HeadsTraining, hidden_size: int, vocab_size: int) -> HeadsConfig:
+    """The shape of the heads for a model of these sizes."""
+    return HeadsConfig(
+        heads=training.heads, layers=training.layers, projection=training.projection, rank=training.rank,
+        hidden_size=hidden_size, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+class HeadsLearner(EpochLearner):
+    """Heads and their optimizer.
+
+    Args:
+        head: the model's output projection.
+        train: positions to learn from.
+        held_out: positions to judge by; at most :data:`WATCHED` of them are.
+    """
+
+    model: MedusaHeads
+
+    def __init__(self, training: HeadsTraining, head: Head, train: Examples, held_out: Examples) -> None:
+        super().__init__(training, len(train.known), training.batch)
+        self.training, self.head, self.train = training, head, train
+        vocab, hidden = head.weight.shape
+        self.model = MedusaHeads(config_of(training, hidden, vocab), head.weight).to(head.weight.device)
+        self.optimizers = [
+            torch.optim.AdamW(self.model.parameters(), lr=training.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        ]
+        self.positions = training.batch
+        watched = _some(held_out.known, WATCHED, training.seed)
+        self._held_out = Examples(held_out.hidden, held_out.labels, watched)
+
+    def run(self, identity: Mapping[str, Any]) -> Run:
+        """The run of these heads. identity: fingerprints of text and model."""
+        return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
+
+    def learn(self, step: int) -> Tensor:
+        """Head by head, because the scores of all at once are large."""
+        positions = self.train.known[self.examples_of(step)]
+        device = self.head.weight.device
+        hidden = self.train.hidden[positions].to(device).float()
+        labels = self.train.labels[positions].to(device)
+        total = torch.zeros((), device=device)
+        for k in range(self.training.heads):
+            right = labels[:, k]
+            with torch.autocast(device.type, torch.bfloat16) if self.training.bf16 else nullcontext():
+                scores = self.model.of_head(k, hidden, self.head.weight, self.head.bias)
+            loss = torch.nn.functional.cross_entropy(scores.float(), right, ignore_index=UNKNOWN, reduction="sum")
+            loss = self.training.decay**k * loss / (right != UNKNOWN).sum().clamp(min=1)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def scores(self) -> list[float]:
+        return accuracies(ranks_of(self.model, self.head, self._held_out))
+
+    def in_words(self, scores: Sequence[float]) -> str:
+        return "held-out accuracy of the heads " + super().in_words(scores)
+
+
+@torch.no_grad()
+def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
+    """``[Q, K]`` int64: how many tokens each head prefers to the right one; -1 where that is not known."""
+    chunks = []
+    for positions in examples.known.split(CHUNK):
+        hidden, labels = examples.hidden[positions].to(head.weight.device), examples.labels[positions]
+        labels = labels.to(hidden.device)
+        ranks = []
+        for k in range(heads.config.heads):
+            scores = heads.of_head(k, hidden, head.weight, head.bias).float()
+            right = scores.gather(1, labels[:, k : k + 1].clamp(min=0))
+            ranks.append(torch.where(labels[:, k] == UNKNOWN, -1, (scores > right).sum(-1)))
+        chunks.append(torch.stack(ranks, 1).cpu())
+    return torch.cat(chunks) if chunks else torch.empty(0, heads.config.heads, dtype=torch.int64)
+
+
+def accuracies(ranks: Tensor, among: int = 1) -> list[float]:
+    """Per head, how often the right token is among its best `among` draft tokens."""
+    known = (ranks >= 0).sum(0).clamp(min=1)
+    return (((ranks >= 0) & (ranks < among)).sum(0) / known).tolist()
+
+
+def _some(positions: Tensor, count: int, seed: int) -> Tensor:
+    """At most `count` of `positions`, drawn without replacement."""
+    generator = torch.Generator().manual_seed(seed)
+    return positions[torch.randperm(len(positions), generator=generator)[:count].sort().values]

@@ -1,0 +1,172 @@
+"""How heads and draft models are trained, as plain settings: nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import SettingsError
+
+Origin = Literal["layers", "scratch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What all trainings have in common.
+
+    Attributes:
+        tokens: most tokens of text.
+        length: tokens per row.
+        own_share: share of the rows that the model writes itself from their first quarter on.
+        epochs: most passes over the examples.
+        rate: peak learning rate.
+        bf16: compute in bfloat16; the weights that are learnt are float32.
+        checks: how often per epoch held-out text is judged.
+        patience: checks without a gain before training stops.
+        seed: of the weights and of the order of the data.
+    """
+
+    tokens: int = 2_000_000
+    length: int = 256
+    own_share: float = 0.5
+    epochs: int = 2
+    rate: float = 1e-3
+    bf16: bool = True
+    checks: int = 4
+    patience: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsTraining(Recipe):
+    """All that decides what Medusa heads learn from the same text; what is not listed is in :class:`Recipe`.
+
+    Attributes:
+        heads: see :class:`~decoders.heads.medusa.HeadsConfig`, and so for the next three.
+        layers: residual blocks of each head.
+        projection: to the vocabulary: tied, low_rank or full.
+        rank: of projection low_rank.
+        tokens: most tokens of text that hidden states are kept for.
+        batch: positions per step.
+        decay: weight of head k's loss is ``decay ** k`` (the paper's λ_k).
+    """
+
+    heads: int = 4
+    layers: int = 1
+    projection: Literal["tied", "low_rank", "full"] = "tied"
+    rank: int = 0
+    tokens: int = 1_000_000
+    epochs: int = 4
+    batch: int = 512
+    decay: float = 0.8
+    checks: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTraining(Recipe):
+    """All that decides what an EAGLE-3 head learns from the same text; what is not listed is in :class:`Recipe`.
+
+    Attributes:
+        depth: drafted tokens that training simulates; the head's own outputs are fed back ``depth - 1`` times.
+        layers: decoder layers of the target whose outputs are read, -1 is the last; None: see :func:`default_layers`.
+        intermediate: width of the layer's MLP; None: the target's.
+        draft_vocab: tokens that the head can propose, the most frequent ones of the data; None: all.
+        rows: per step.
+        chains: share of the positions at which more than one token is simulated, drawn anew in every step.
+        decay: weight of the loss at simulated token k is ``decay ** k``.
+    """
+
+    depth: int = 5
+    layers: tuple[int, ...] | None = None
+    intermediate: int | None = None
+    draft_vocab: int | None = None
+    rows: int = 8
+    rate: float = 2e-3
+    chains: float = 1.0
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or self.length < self.depth + 2:
+            raise SettingsError(f"eagle3: rows of {self.length} tokens have no room for {self.depth} simulated ones")
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """The layers that are read of a target with `count`, counted from 0.
+
+        Raises:
+            SettingsError: the target has no such layer.
+        """
+        layers = default_layers(count) if self.layers is None else self.layers
+        if not layers or not all(-count <= layer < count for layer in layers):
+            raise SettingsError(f"eagle3: layers must lie in 0 … {count - 1}, not {', '.join(map(str, layers))}")
+        return tuple(layer % count for layer in layers)
+
+
+def default_layers(count: int) -> tuple[int, int, int]:
+    """A low, a middle and a high layer: the authors' choice, which needs some depth; of fewer layers more of the upper ones."""
+    return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTraining(Recipe):
+    """All that decides what a draft model is and what it learns from the same text; what is not listed is in :class:`Recipe`.
+
+    Attributes:
+        origin: ``layers``: some of the target's own layers, with its embedding and head (draft by pruning); ``scratch``: a model
+            of the target's kind with random weights.
+        count: layers of the draft model; None: a sixth of the target's.
+        keep: which of the target's layers, instead of `count`; -1 is the last.
+        hidden: hidden size of a model from scratch; None: about a quarter of the target's. Heads keep their size.
+        rows: per step.
+    """
+
+    origin: Origin = "layers"
+    count: int | None = None
+    keep: tuple[int, ...] | None = None
+    hidden: int | None = None
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        if self.origin not in ("layers", "scratch"):
+            raise SettingsError(f"a draft model is made from layers or from scratch, not from {self.origin!r}")
+        if self.keep is not None and (self.count is not None or self.origin == "scratch"):
+            raise SettingsError("keep names layers of the target: it goes with origin 'layers', and without count")
+        if self.hidden is not None and self.origin == "layers":
+            raise SettingsError("the target's own layers keep their size: hidden goes with origin 'scratch'")
+        if self.count is not None and self.count < 1:
+            raise SettingsError(f"a draft model has 1 or more layers, not {self.count}")
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """Which layers of a target with `count` are kept, counted from 0: spread evenly, the first and the last among them.
+
+        Raises:
+            SettingsError: the target has no such layers.
+        """
+        if self.keep is not None:
+            if not self.keep or not all(-count <= layer < count for layer in self.keep):
+                raise SettingsError(f"layers to keep lie in 0 … {count - 1}, not {', '.join(map(str, self.keep))}")
+            return tuple(layer % count for layer in self.keep)
+        kept = self.count_of(count)
+        if kept > count:
+            raise SettingsError(f"the target has {count} layers, {kept} cannot be kept")
+        return tuple(round(i * (count - 1) / (kept - 1)) for i in range(kept)) if kept > 1 else (0,)
+
+    def count_of(self, count: int) -> int:
+        """Layers of a draft model for a target with `count`."""
+        return self.count or max(1, round(count / 6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How ``speculative`` is run for the card of a draft model.
+
+    Attributes:
+        length: tokens that are drafted in a step.
+        prompts: beginnings of held-out text that are continued.
+        new_tokens: written after each.
+        seed: of the sampled text.
+    """
+
+    length: int = 5
+    prompts: int = 8
+    new_tokens: int = 64
+    seed: int = 0

@@ -1,0 +1,215 @@
+"""The built-in rules that decide how much of a draft is kept; the contract is in ``verifier.py``."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..settings import Settings
+from .verifier import Block, Outcomes, Verifier, normalised
+
+
+class Coupled(Verifier):
+    """Token matching, the rule of :func:`decoders.engine.decode.verify.follow_matches`.
+
+    There the target's draw takes its noise from the seed and the position alone, and a draft that adds the same noise
+    tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant
+    Speculative Decoding" (arXiv 2408.07978). Here is the outcome distribution for drafts made without that noise, so that rules can be
+    compared: the target draws from p, and a child that holds the drawn token is followed. Of children that hold equal
+    tokens the outcome distribution follows the first; the compiled rule follows the one with the longest accepted path, which emits the
+    same tokens with the same probability.
+    """
+
+    name = "coupled"
+    summary = (
+        "keeps a draft token if it is the token that the target draws from the seed; same tokens under every strategy"
+    )
+    coupled = True
+
+    def outcomes(self, block: Block) -> Outcomes:
+        p, parents, drafted = block.target, block.tree.parents, block.drafted
+        rows, n, vocab = p.shape
+        tokens = block.nodes.clamp(min=0)
+        index = torch.arange(n, device=p.device)
+        earlier_twin = (
+            drafted[:, None, :]
+            & (parents[:, :, None] == parents[:, None, :])
+            & (tokens[:, :, None] == tokens[:, None, :])
+            & (index[None, :] < index[:, None])
+        ).any(-1)
+        probability = parents * vocab + tokens  # where p of a node's token stands in the flattened target
+        edges = torch.where(drafted & ~earlier_twin, p.flatten(1).gather(1, probability), 0.0)
+        keep = torch.ones_like(p).flatten(1).scatter_reduce(1, probability, (~drafted).to(p.dtype), "amin")
+        undrafted = p * keep.view(rows, n, vocab)
+        return Outcomes(block.reach(edges) * undrafted.sum(-1), normalised(undrafted, p))
+
+
+class Rejection(Verifier):
+    """Leviathan, Kalman & Matias 2023, "Fast Inference from Transformers via Speculative Decoding", Algorithm 1;
+    Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", Algorithm 2.
+
+    Leviathan's letters are ours (Chen swaps p and q). Draft token ``x_i`` is accepted with probability
+    ``min(1, p_i(x_i) / q_i(x_i))``; after the first rejection the token comes from ``norm(max(0, p_i - q_i))``, after a
+    chain that was accepted in full from p.
+    """
+
+    name = "rejection"
+    summary = "speculative sampling: each draft token of a chain is accepted with probability min(1, p/q)"
+    trees = False
+
+    def outcomes(self, block: Block) -> Outcomes:
+        p, q, chain = block.target[:, :-1], block.draft, block.chain
+        probability = p.gather(2, block.nodes[:, 1:, None].clamp(min=0))[..., 0]
+        accept = torch.where(chain, (probability / block.drawn).clamp(max=1), 0.0)  # [B, N-1], of node i+1
+        reach = pad(accept, (1, 0), value=1.0).cumprod(1)
+        residual = torch.where(chain[..., None], normalised((p - q).clamp(min=0), p), p)
+        return Outcomes(reach * (1 - pad(accept, (0, 1))), torch.cat([residual, block.target[:, -1:]], 1))
+
+
+class BlockVerification(Verifier):
+    """Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), Algorithm 2.
+
+    A later draft token that the target likes more than the draft does can pay for an earlier one that it likes less. The paper
+    proves the rule optimal in the expected number of tokens of a step, so never worse than the token rule.
+
+    Our letters: p, q for the paper's ``M_b``, ``M_s``; its ``p_i`` is `weight`, with ``p_0 = 1`` and
+    ``p_i = min(p_{i-1} · p(x_i) / q(x_i), 1)``. With ``S_i = Σ_x max(p_i · p(x | x_1 … x_i) - q(x | x_1 … x_i), 0)`` the
+    chain may end at i with probability ``h_i = S_i / (S_i + 1 - p_i)``, at its last token γ with ``h_γ = p_γ``, and it
+    ends at the largest such i. What follows comes from ``norm(max(p_i · p - q, 0))``, after γ from p. γ differs from row
+    to row.
+    """
+
+    name = "block"
+    summary = "speculative sampling that judges a chain as a whole: accepts at least as much as rejection"
+    trees = False
+
+    def outcomes(self, block: Block) -> Outcomes:
+        p, q, chain = block.target[:, :-1], block.draft, block.chain
+        probability = p.gather(2, block.nodes[:, 1:, None].clamp(min=0))[..., 0]
+        # min(… min(r_1, 1) · r_2 …, 1) is the smallest product r_j … r_i of any tail, or 1: in logarithms a running sum
+        # less its running maximum. No loop, so the number of nodes may stay dynamic in a compiled graph.
+        ratio = pad(torch.where(chain, probability.log() - block.drawn.log(), 0.0), (1, 0)).cumsum(1)
+        weight = (ratio - ratio.cummax(1).values).exp()  # [B, N]
+
+        excess = (weight[:, :-1, None] * p - q).clamp(min=0)
+        s = excess.sum(-1)
+        # 1 - p_i first: S_i + 1 would round a small S_i away. 0/0 is p_i = 1 and p = q: the next draft token is certain.
+        allowed = s + (1 - weight[:, :-1])
+        h = torch.where(chain, torch.where(allowed > 0, s / allowed, 1.0), weight[:, :-1])
+        h = torch.cat([h, weight[:, -1:]], 1)
+        later = torch.where(chain, h[:, 1:], 0.0)  # of nodes 1 to N-1
+        none_later = pad((1 - later).flip(1).cumprod(1).flip(1), (0, 1), value=1.0)
+        end = torch.cat([h[:, :1], later], 1) * none_later
+        residual = torch.where(chain[..., None], normalised(excess, p), p)
+        return Outcomes(end, torch.cat([residual, block.target[:, -1:]], 1))
+
+
+class TreeRejection(Verifier):
+    """Miao et al. 2024, "SpecInfer", Algorithm 2 (multi-step speculative sampling), for siblings drawn without
+    replacement as in Chen et al. 2024, "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", Algorithm 2.
+
+    At a node with distribution p, with its children ``x_1, x_2, …`` in node order, ``r = p`` at first (Sequoia's R) and
+    ``q`` the draft's distribution (its D): ``x_j`` is accepted with probability ``min(1, r(x_j) / q(x_j))``; if it is
+    not, ``r`` becomes ``norm(max(r - q, 0))``, and ``q`` loses ``x_j`` and is scaled to sum to 1 again. After the last
+    child the token comes from ``r``. Where Sequoia's draft has run out of tokens and drafts uniformly, ours proposes
+    nothing. A tree of draft tokens made without chance (one-hot ``q``) is decided as
+    :class:`~decoders.verifiers.Coupled` decides.
+
+    The loop runs over the rank among siblings, all parents at once; each turn reads and writes ``[B, N, V]`` a few times.
+    """
+
+    name = "tree_rejection"
+    summary = "speculative sampling down a tree, siblings drawn without replacement"
+
+    def outcomes(self, block: Block) -> Outcomes:
+        p, draft, drafted, parents = block.target, block.draft, block.drafted, block.tree.parents
+        n = block.nodes.shape[1]
+        if n == 1:
+            return Outcomes(torch.ones_like(p[..., 0]), p)
+        index = torch.arange(n, device=p.device)
+        vocabulary = torch.arange(p.shape[2], device=p.device)
+        elder = drafted[:, None, :] & (parents[:, :, None] == parents[:, None, :]) & (index[None, :] < index[:, None])
+        rank = elder.sum(-1)  # [B, N], which of its parent's children a draft token is
+        is_child = drafted[:, None, :] & (parents[:, None, :] == index[None, :, None])  # [B, parent, child]
+
+        r = p
+        tried = torch.zeros_like(p, dtype=torch.bool)
+        stay = torch.ones_like(p[..., 0])  # [B, N], probability that no child so far was accepted
+        edges = torch.zeros_like(stay)
+        for turn in range(n - 1 if block.siblings is None else block.siblings):
+            on_turn = is_child & (rank[:, None, :] == turn)
+            child = torch.where(on_turn, index, 0).sum(-1)  # [B, N] of each parent; 0: it has no further one
+            token = block.nodes.gather(1, child).clamp(min=0)[..., None]
+            q = draft.gather(1, (child - 1).clamp(min=0)[..., None].expand_as(p))
+            if turn > 0:  # before, scaling would only add rounding: p equal to q must stay equal
+                q = self.left(q, tried)
+            drawn = q.gather(2, token)
+            proposed = (child > 0)[..., None] & (drawn > 0)  # [B, N, 1]
+            accept = torch.where(proposed, (r.gather(2, token) / drawn).clamp(max=1), 0.0)
+            edges = edges + torch.where(on_turn, (stay[..., None] * accept), 0.0).sum(1)
+            stay = stay * (1 - accept[..., 0])
+            r = torch.where(proposed, normalised((r - q).clamp(min=0), r), r)
+            tried = tried | (proposed & (vocabulary == token))
+        return Outcomes(block.reach(edges) * stay, r)
+
+    @staticmethod
+    def left(q: Tensor, tried: Tensor) -> Tensor:
+        """What `q` becomes once some tokens are drawn, and none without them: ``[B, N, V]``."""
+        return normalised(q.masked_fill(tried, 0.0), 0.0)
+
+
+class TypicalSettings(Settings):
+    """What counts as plausible."""
+
+    epsilon: float = Field(
+        0.09, gt=0, le=1, description="ε, the probability that always suffices. Larger: fewer draft tokens are kept."
+    )
+    delta: float = Field(
+        0.3, gt=0, description="δ, scale of the threshold exp(-entropy) where the target's distribution is spread out."
+    )
+
+
+class TypicalAcceptance(Verifier):
+    """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", section 2.3.1.
+
+    A draft token x is accepted if ``p(x) > min(ε, δ·exp(-H(p)))`` with the entropy H of the target's distribution p in its place,
+    and all draft tokens before it are: where the target is sure little passes, where anything could follow much does. The
+    longest accepted path is kept, of equally long ones the likeliest (as the authors' code does); the token after it is
+    drawn from p. Nothing is drawn for the path itself, so the text follows the drafter's taste within what is plausible:
+    the output is *not* distributed as the target's.
+
+    In greedy decoding p has all its mass on one token, and this is the exact rule; the report says lossy all the same.
+    """
+
+    name = "typical"
+    summary = (
+        "LOSSY: keeps every draft token that the target finds plausible; more tokens per step, another distribution"
+    )
+    exact = False
+    settings_class = TypicalSettings
+
+    def outcomes(self, block: Block) -> Outcomes:
+        p, tree = block.target, block.tree
+        index = torch.arange(block.nodes.shape[1], device=p.device)
+        root = index == 0
+        threshold = (self.settings.delta * torch.exp(-entropy(p))).clamp(max=self.settings.epsilon)  # [B, N]
+        tokens = block.nodes.clamp(min=0)
+        # p of every node's token, given its parent: where it stands in the flattened target.
+        probability = p.flatten(1).gather(1, tree.parents * p.shape[2] + tokens)
+        plausible = (probability > threshold.gather(1, tree.parents)) & (block.nodes >= 0)
+        accepted = tree.candidates & (~tree.ancestors | (plausible | root)[:, None]).all(-1)
+        depth = torch.where(accepted, tree.offsets, -1)
+        longest = accepted & (depth == depth.amax(-1, keepdim=True))
+        surprise = torch.where(plausible & ~root, -probability.clamp(min=torch.finfo(p.dtype).tiny).log(), 0.0)
+        along = torch.where(tree.ancestors, surprise[:, None], 0.0).sum(-1)
+        along = torch.where(longest, along, float("inf"))
+        least = along == along.amin(-1, keepdim=True)
+        end = torch.where(least, index, len(index)).amin(-1, keepdim=True)
+        return Outcomes((index == end).to(p.dtype), p)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """In nats over the last axis; what has no probability adds nothing."""
+    return -torch.where(p > 0, p * p.clamp(min=torch.finfo(p.dtype).tiny).log(), 0.0).sum(-1)
