@@ -1,4 +1,4 @@
-"""What a strategy is told: at the start of a call everything it may prepare itself from, and in every step the rows as they are."""
+"""What a strategy is given at the start of a call to prepare itself from."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Context:
         module: makes a drafter that is no language model ready for this call: ``module(module, ahead=K, example=(…))`` gives
             :class:`~decoders.drafting.ModulePasses`; see :class:`~decoders.drafting.OpensModule`.
         new_tokens: most tokens that a row may write, where the rows begin and end together, so that the call lasts as long as its
-            slowest row; None where requests come and go, and nobody waits for another.
+            slowest row; None where requests join and leave by themselves.
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of
             them see the first one's clock, and each has to ask as often as the others.
         first_layers: the target cut off behind its first layers, ``first_layers(count)``, with its own last norm and head: a draft
@@ -121,7 +121,7 @@ class Context:
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
     def part(self, strategy: Configured, seldom: bool = False) -> Context:
-        """The same for a strategy that another one is built of: what it keeps is its own, whoever contains it.
+        """This context for a strategy that another one is built of: what it keeps between calls is its own.
 
         Args:
             seldom: whether it may be asked late or never, as by ``auto``: its draft models read the prompts when they first draft.

@@ -14,14 +14,11 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from .engine.decode.engine import MemoryKey
 from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments
-from .hf.calibration import Calibration, StrategyCost, calibrate_model
+from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.call import PreparedCall
-from .hf.copies import GETSTATE
-from .hf.options import Options
+from .hf.options import Options, OwnDefaults
 from .hf.output import DecodersOutput
-from .hf.own_defaults import OwnDefaults
-from .hf.peft import base_of, unwatch_unloading, watch_unloading
-from .hf.warmup import Warmup, WarmupPart, warm
+from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
 from .hf.wrapper import Generate
 from .strategy import Strategy
 
@@ -71,7 +68,7 @@ def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
-    """What stands in the place of ``model.generate``, for whoever prepares calls and decodes them; :func:`enable` puts it there."""
+    """Enables `model` and gives what stands in the place of ``model.generate``, for schedulers, which decode calls themselves."""
     enable(model, tokenizer)
     present: Generate = vars(model)["generate"]
     return present

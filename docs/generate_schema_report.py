@@ -5,12 +5,13 @@ Needs the data: ``shared/data`` next to the checkout, or the folder in ``DECODER
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +25,18 @@ from decoders.constraints.schemas import limits as schema_limits
 from decoders.errors import GrammarError
 
 ROOT = Path(__file__).parents[1]
+
+
+def _spell() -> Callable[[JsonSchema, Any], str | None]:
+    """The function of tests/schemas, which is no package that can be imported."""
+    spec = importlib.util.spec_from_file_location("schema_spelling", ROOT / "tests" / "schemas" / "spelling.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.spell
+
+
+spell = _spell()
 DRAFTS = {"2020-12": ("draft2020-12", None), "7": ("draft7", "http://json-schema.org/draft-07/schema#")}
 VERDICTS = ("right", "over-constrained", "under-constrained", "refused")
 
@@ -115,7 +128,7 @@ class Judge:
         accepted = raw = invalid = 0
         for value, good in group.instances:
             stands = self.accepts(start, json.dumps(value, ensure_ascii=False))
-            spelled = spec.spell(value)
+            spelled = spell(spec, value)
             ordered = stands or (spelled is not None and self.accepts(start, spelled))
             accepted, raw, invalid = (
                 accepted + (good and ordered),

@@ -119,7 +119,7 @@ def serve(
     with waiting(console, f"loading {model}"):
         service = _service(model, name, strategy, config, assistant, template, dtype, compile, limits)
     from ..server.app import make_app
-    from ..server.running import Server
+    from ..server.connections import Server
 
     server = Server(
         make_app(service, keys, hosts_of(host, allow_host or [])), service, host=host, port=port, grace=grace, log_level=log_level,

@@ -89,7 +89,7 @@ class CompiledGrammar(ABC):
         """Memory of what was compiled."""
 
     def dump(self) -> bytes | None:
-        """What :meth:`Backend.restore` makes it from again: data, nothing that is run. None if that would save no time."""
+        """What :meth:`Backend.restore` reads it from: data, no code. None if restoring would save no time over compiling."""
         return None
 
 
@@ -121,13 +121,13 @@ class Tabulated(CompiledGrammar):
 
     @abstractmethod
     def tables(self) -> Tables:
-        """The automaton as tensors on the CPU; its masks may be written out anew by each call, and are then the caller's."""
+        """The automaton as tensors on the CPU. The masks may be a fresh copy in each call, which the caller may keep."""
 
 
 class Matcher(ABC):
-    """A position in a text. Nothing that is asked of it, legal or not, brings it into a state it cannot leave.
+    """A position in a text. No call, whether its tokens are legal or not, leaves it in a state from which it cannot go on.
 
-    The loop makes one per row, and brings it from node to node of a block: back to where two paths part, and on from there.
+    The loop makes one per row and moves it from node to node of a block: it rolls back to where two paths part and advances from there.
     """
 
     grammar: CompiledGrammar
@@ -162,7 +162,7 @@ class Matcher(ABC):
 
 
 class Backend(ABC):
-    """Compiles languages. Made without arguments; instances hold nothing.
+    """Compiles languages. Constructed without arguments; instances have no state.
 
     Class attributes:
         name: registry name, ``snake_case``.

@@ -10,13 +10,12 @@ from typing import Any
 
 from ..errors import GrammarError
 from .base import Language
-from .json_spec import JsonSchema
-from .patterns.deadline import deadline, left
+from .patterns.limits import deadline, left
 from .patterns.writer import quoted, slashed
 from .schemas.document import document
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
-from .specs import Spec
+from .specs import JsonSchema, Spec
 
 _ANY = r"(?:.|\n)*"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -123,7 +122,7 @@ class CallSpec(Spec):
         return Language("calls of functions", pattern, lark, tuple(warnings), self._whole(inner, text))
 
     def _opening(self, function: Called) -> list[str]:
-        """What stands before the arguments of a call: expressions, word by word, as JSON that is text has them."""
+        """Expressions of the words of a call before its arguments."""
         return [r"\{", '"name": ?', f'"{quoted(function.name)}"', ", ?", f'"{quoted(self.key_of_arguments)}": ?']
 
     def _regex(self, inner: list[Language], text: Language | None) -> str | None:
@@ -137,7 +136,6 @@ class CallSpec(Spec):
         return calls if text is None else f"(?:{calls}|{text.regex})"
 
     def _text(self) -> Language | None:
-        """Answers that are no calls; None: there are none."""
         if not self.text:
             return None
         if self.format is not None:
@@ -220,7 +218,7 @@ def written_calls(
 
 
 def _brace(text: str, place: int, opening: str) -> int:
-    """Where the next call's own brace is, behind `opening` if that comes first; -1 if there is none."""
+    """The place of the next call's own brace, after `opening` if that comes first; -1 if there is none."""
     brace = text.find("{", place)
     if opening and 0 <= (before := text.find(opening, place)) <= brace:
         return text.find("{", before + len(opening))

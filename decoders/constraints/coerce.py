@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from ..errors import GrammarError, UnknownNameError, shortened
-from . import files, library
+from . import library
 from .base import CompiledGrammar
 from .constructors import grammar, json_schema, regex
 from .python_types import is_json, listed
@@ -70,7 +70,7 @@ def spec_of_file(path: Path) -> Spec:
     if path.suffix == ".json":
         return json_schema(path)
     if path.suffix == ".regex":
-        return dataclasses.replace(regex(files.pattern(path)), label=path.name)
+        return dataclasses.replace(regex(library.file_pattern(path)), label=path.name)
     return grammar(path)
 
 
@@ -197,7 +197,7 @@ def _of_schema(term: Any) -> Spec:
 
 
 def _as_patterns(term: Any) -> Any:
-    """`term` with everything in it that is no String or operator as a pattern of ours."""
+    """`term` with all but strings and operators in it replaced by patterns of ours."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.CFG):
@@ -222,7 +222,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern of outlines; those of Python's types made such that Python reads the text back."""
+    """A pattern of outlines; those of Python's types are replaced by ones whose texts Python reads back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern

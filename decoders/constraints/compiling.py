@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal
 from ..common.files import write_whole
 from ..errors import GrammarError
 from .base import Backend, CompiledGrammar, Language, Policy
-from .patterns.deadline import deadline
+from .patterns.limits import deadline
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from .specs import Spec
 
 
-#: Most grammars kept in memory, and most bytes of them, the longest unused given up first.
+#: Most grammars kept in memory, and most bytes of them; the least recently used is evicted first.
 KEPT = 64
 KEPT_BYTES = 128 << 20
 
@@ -45,7 +45,7 @@ class Compilation:
 
 
 class Cache:
-    """Grammars in memory. Any number of threads may ask; each grammar is compiled by one of them."""
+    """Grammars in memory, for any number of threads; each grammar is compiled by one of them while the others wait for it."""
 
     def __init__(self, size: int = KEPT) -> None:
         self.size = size
@@ -56,7 +56,7 @@ class Cache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets all grammars; calls that use them keep them."""
+        """Forgets all grammars; calls that hold one keep it."""
         with self._lock:
             self._entries.clear()
 
@@ -72,7 +72,7 @@ class Cache:
 
         Args:
             directory: where compiled grammars are kept from one process to the next; none by default.
-            seconds: that compiling may take on the processor; None: :data:`~decoders.constraints.patterns.deadline.SECONDS`.
+            seconds: that compiling may take on the processor; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
 
         Raises:
             GrammarError: it cannot be expressed or compiled, or not in time. Nothing is kept then.
@@ -109,7 +109,7 @@ class Cache:
         return Compilation(grammar, time.perf_counter() - begin, source)
 
     def _bound(self, newest: _Entry) -> None:
-        """Gives up the longest unused as long as there are too many bytes; never `newest`, nor what is being compiled."""
+        """Evicts the least recently used while there are too many bytes; never `newest`, nor what is being compiled."""
         with self._lock:
             there = {key: entry for key, entry in self._entries.items() if entry.nbytes}
             size = sum(entry.nbytes for entry in there.values())
@@ -123,14 +123,13 @@ class Cache:
 
 @dataclass
 class _Entry:
-    """A grammar, there or in the making, and the folders that have been seen to: it is kept there as well."""
+    """A grammar, compiled or being compiled, and the folders in which it has been stored."""
 
     grammar: Future[CompiledGrammar] = field(default_factory=Future)
     folders: set[Path] = field(default_factory=set)
 
     @property
     def nbytes(self) -> int:
-        """Of the grammar, once it is there."""
         there = self.grammar.done() and self.grammar.exception() is None
         return self.grammar.result().nbytes if there else 0
 
@@ -138,7 +137,6 @@ class _Entry:
 def _made(
     spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None
 ) -> tuple[CompiledGrammar, Source]:
-    """From `directory` or, where it is not there, compiled."""
     language = spec.language()
     if directory is not None:
         path = stored_path(directory, language, vocabulary, spec.policy, backend)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GrammarError, shortened
-from . import files
+from . import library
 from .base import Policy
-from .json_spec import JsonSchema
 from .python_types import schema_of
-from .specs import Choice, Lark, Regex
+from .specs import Choice, JsonSchema, Lark, Regex
 from .typed import OfType, asks_more
 
 #: What to write instead of a flag.
@@ -67,7 +66,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     """
     if not isinstance(text, (str, Path)):
         raise GrammarError(f"grammar: text or a path is needed, not {type(text).__name__}", "grammar")
-    file = text if isinstance(text, Path) else files.named(text)
+    file = text if isinstance(text, Path) else library.file_named(text)
     if file is None:
         return Lark(str(text), backend=backend, policy=policy)
     if file.suffix == ".gbnf":
@@ -76,7 +75,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
             "of Lark take as much text as they can and those of GBNF do not",
             "gbnf",
         )
-    return Lark(files.content(file), backend=backend, policy=policy, label=file.name)
+    return Lark(library.file_content(file), backend=backend, policy=policy, label=file.name)
 
 
 def choice(
@@ -126,9 +125,9 @@ def json_schema(
             and what would handle it.
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
-    file = schema if isinstance(schema, Path) else files.named(schema) if isinstance(schema, str) else None
+    file = schema if isinstance(schema, Path) else library.file_named(schema) if isinstance(schema, str) else None
     if file is not None:
-        schema = files.schema(file)
+        schema = library.file_schema(file)
     if isinstance(schema, Mapping):
         schema = dict(schema)
     elif not isinstance(schema, bool) and (file is not None or isinstance(schema, _NO_SCHEMA)):
@@ -148,7 +147,7 @@ def json_schema(
 
 
 def _text_of(option: Any, place: int) -> str:
-    """The text that an option of a choice stands for. place: which one it is, for messages."""
+    """The text of an option of a choice, the one at index `place`."""
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):

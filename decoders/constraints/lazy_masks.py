@@ -1,4 +1,4 @@
-"""Rows of masks that are written out when they are first wanted for."""
+"""Rows of masks that are written out when they are first asked for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 
 class LazyMasks:
-    """Rows of one array, each made once; all of them give way when there would be too many.
+    """Rows of one array, each written when it is first asked for; all are dropped when there would be too many.
 
     Attributes:
-        most: how many are held.
+        most: rows that are held at a time.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """Where the rows of `numbers` stand in an array ``[R, width]``, not to be written to; None if they are too many."""
+        """Places of the rows of `numbers` in a read-only array ``[R, width]``, and that array; None if they are too many."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

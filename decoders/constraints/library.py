@@ -1,4 +1,6 @@
-"""The library of ready grammars: ``grammars/`` of the project, shipped with the package.
+"""Grammars in files: the library of ready ones, ``grammars/`` of the project, which is shipped with the package, and a user's own.
+
+``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
 
 from decoders.constraints import library
 library.read("json.lark")
@@ -11,9 +13,9 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import UnknownNameError
+from ..errors import GrammarError, UnknownNameError
 
 Kind = Literal["lark", "regex", "json_schema"]
 #: What the files of each suffix hold.
@@ -83,7 +85,7 @@ def joined(content: str) -> str:
 
 
 def _description(content: str, kind: Kind) -> str:
-    """The first sentence or sentences that fit the first line."""
+    """The schema's description, or the comment in the first line."""
     if kind == "json_schema":
         return str(json.loads(content).get("description", ""))
     first = content.split("\n", 1)[0]
@@ -99,3 +101,56 @@ def _folder() -> Traversable:
     installed = resources.files("decoders").joinpath("_grammars")
     # A checkout keeps them at its top, and so does an editable install.
     return installed if installed.is_dir() else Path(__file__).parents[2] / "grammars"
+
+
+#: No specification that is written out ends so.
+_SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
+
+
+def file_content(file: Path) -> str:
+    """What stands in `file`, without a byte order mark.
+
+    Raises:
+        GrammarError: it cannot be read.
+    """
+    if file.exists() and not file.is_file():  # to open a pipe is to wait for its writer
+        raise GrammarError(f"{file} cannot be read: it is no regular file", "path")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrammarError(f"{file} cannot be read: {error}", "path") from error
+
+
+def file_schema(file: Path) -> Any:
+    """The JSON in `file`.
+
+    Raises:
+        GrammarError: it cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(file_content(file))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, GrammarError):
+            raise
+        raise GrammarError(f"{file} is not JSON: {error}", "path") from error
+
+
+def file_pattern(file: Path) -> str:
+    """The expression in `file`, written as those of the library are.
+
+    Raises:
+        GrammarError: it cannot be read.
+    """
+    return joined(file_content(file))
+
+
+def file_named(text: str) -> Path | None:
+    """The file that `text` names rather than being a specification itself: one that exists, or by its suffix."""
+    if "\n" in text:
+        return None
+    if text.endswith(_SUFFIXES):
+        return Path(text)
+    try:
+        return Path(text) if Path(text).is_file() else None
+    except (OSError, ValueError):  # too long for a name, or with a null
+        return None

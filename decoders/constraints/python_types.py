@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import sys
 import types
 import typing
@@ -12,8 +14,7 @@ from enum import Enum, EnumMeta
 from typing import Any
 
 from ..errors import GrammarError, shortened
-from .rust_patterns import translated
-from .typed_dicts import readable
+from .patterns.rust import in_ecma
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -98,3 +99,87 @@ def _anchored(schema: Any, patterns: set[str]) -> Any:
     if anchored.get("type") == "string" and anchored.get("pattern") in patterns:
         anchored["pattern"] = f"^(?:{anchored['pattern']})$"
     return anchored
+
+
+_NO_SCHEMAS = ("metadata", "serialization", "default", "function")
+
+
+def translated(schema: Any, core_schema: Any) -> Any:
+    """`schema`, which Pydantic has made of a type, with the patterns of its `core_schema` as ECMA-262 has them.
+
+    Raises:
+        GrammarError: a pattern that ECMA-262 reads as something else, and cannot say.
+    """
+    patterns = {pattern: in_ecma(pattern) for pattern in _patterns(core_schema)}
+    return _replaced(schema, patterns) if patterns else schema
+
+
+def _patterns(core_schema: Any) -> set[str]:
+    """The patterns that Rust matches; none where some node asks for Python's engine, which reads them as ECMA-262 does, about."""
+    patterns: set[str] = set()
+    waiting = [core_schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if node.get("regex_engine") == "python-re":
+                return set()
+            if node.get("type") == "str" and isinstance(pattern := node.get("pattern"), str):
+                patterns.add(pattern)
+            waiting += [part for name, part in node.items() if name not in _NO_SCHEMAS]
+        elif isinstance(node, (list, tuple)):
+            waiting += node
+    return patterns
+
+
+def _replaced(schema: Any, patterns: dict[str, str]) -> Any:
+    """`schema` with other `patterns`: of strings, and of the keys of objects."""
+    if isinstance(schema, list):
+        return [_replaced(part, patterns) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    new = {key: _replaced(part, patterns) for key, part in schema.items()}
+    if new.get("type") == "string" and new.get("pattern") in patterns:
+        new["pattern"] = patterns[new["pattern"]]
+    if isinstance(keys := new.get("patternProperties"), dict) and not patterns.keys().isdisjoint(keys):
+        new["patternProperties"] = {patterns.get(key, key): part for key, part in keys.items()}
+        new.setdefault("additionalProperties", False)  # Pydantic takes no other keys, and leaves that out
+    return new
+
+
+def readable(kind: Any) -> Any:
+    """`kind`, with every TypedDict in it that is not inside of another class as Pydantic reads it.
+
+    Raises:
+        NameError: a TypedDict names a type that is not there. RecursionError: it refers to itself.
+    """
+    if sys.version_info >= (3, 12):
+        return kind
+    if typing.is_typeddict(kind) and type(kind).__module__ == "typing":
+        return _modern(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if not arguments or origin is typing.Literal:
+        return kind
+    if origin is typing.Annotated:
+        return typing.Annotated[(readable(arguments[0]), *kind.__metadata__)]
+    inner = tuple(map(readable, arguments))
+    if inner == arguments:
+        return kind
+    if origin in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, inner)
+    return kind.copy_with(inner) if hasattr(kind, "copy_with") else origin[inner]
+
+
+def _modern(kind: Any) -> Any:
+    from typing import NotRequired, Required
+
+    from typing_extensions import TypedDict
+
+    fields = {}
+    for name, part in typing.get_type_hints(kind, include_extras=True).items():
+        marked = typing.get_origin(part) in (Required, NotRequired)  # as strings, they have escaped `typing`
+        needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
+        inner = readable(typing.get_args(part)[0] if marked else part)
+        fields[name] = Required[inner] if needed else NotRequired[inner]
+    typed_dict: Any = TypedDict(kind.__name__, fields)  # type: ignore[misc]  # fields are known at run time only
+    typed_dict.__doc__ = kind.__doc__
+    return typed_dict

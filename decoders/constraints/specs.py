@@ -6,14 +6,27 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import get_args
+from os.path import commonprefix
+from typing import Any, get_args
 
-from ..errors import GrammarError, UnknownNameError, shortened
+from ..errors import GrammarError, UnknownNameError, shortened, suggest
 from .base import Language, Policy
+from .patterns.limits import deadline, left
 from .patterns.python import whole_text
 from .patterns.writer import quoted
+from .python_types import schema_of
+from .schemas import limits, notation
+from .schemas.document import document, members
+from .schemas.judge import Validation
+from .schemas.no_effect import ignored
+from .schemas.nodes import Node
+from .schemas.normaliser import Normaliser
+from .schemas.notation import Expr
+from .schemas.rules import WHITESPACE
+from .schemas.writing import Writer
 
 #: Characters of all choices together: automata of a million states are no longer built in seconds.
 CHOICES_LIMIT = 5_000_000
@@ -26,7 +39,7 @@ class Spec(ABC):
     Attributes:
         backend: registry name of what compiles it; ``auto`` takes the table automaton where it can.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
-        label: what messages and reports call it; none of its meaning.
+        label: its name in messages and reports; specifications that differ in it alone are equal.
     """
 
     backend: str | None = field(default=None)
@@ -51,7 +64,7 @@ class Spec(ABC):
         """
 
     def _keyed(self, content: str) -> str:
-        """The :attr:`key` of a specification that `content` says all about."""
+        """The :attr:`key` of a specification whose content, besides these options, is `content`."""
         options = f"{type(self).__name__}/{self.backend or '-'}/{self.policy}"
         return f"{options}/{hashlib.sha256(content.encode()).hexdigest()}"
 
@@ -142,9 +155,9 @@ class Choice(Spec):
         The rest is a plain list: automaton builders fold literals themselves, faster than they read a nested pattern.
         """
         ordered = sorted(self.texts)
-        front = _shared(ordered)
+        front = len(commonprefix(ordered))  # noqa: RUF071 -- no files
         rests = [text[front:] for text in ordered]
-        behind = _shared(sorted(rest[::-1] for rest in rests))
+        behind = len(commonprefix([rest[::-1] for rest in rests]))  # noqa: RUF071 -- no files
         middles = (quoted(rest[: len(rest) - behind]) for rest in rests)
         begin, end = quoted(ordered[0][:front]), quoted(rests[0][len(rests[0]) - behind :])
         return f"{begin}(?:{'|'.join(middles)}){end}" if len(ordered) > 1 else quoted(ordered[0])
@@ -158,10 +171,140 @@ class Choice(Spec):
         return Language(self.label or f"choice of {shortened(shown)}", regex=self.whole)
 
 
-def _shared(ordered: list[str]) -> int:
-    """How many characters all of `ordered`, which is sorted, begin with: as many as the first and the last do."""
-    first, last = ordered[0], ordered[-1]
-    return next(
-        (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other),
-        min(len(first), len(last)),
-    )
+#: Keywords that are left out of one schema, and the work of finding them in units of what one attempt may do.
+_MOST_DROPPED, _MOST_ATTEMPTS = 100, 4
+#: No validation makes up for what is not there.
+_NEEDED = ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "type")
+_UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
+_WARNINGS = (
+    "Keys stand in the order in which the schema declares them, then required ones that are not declared, then others.",
+    "A declared key never occurs twice; other keys may, and what some property has to be is the last of them.",
+    "Integers are written without a fraction, and numbers between bounds without an exponent; what must be no integer has up "
+    "to 15 digits.",
+    "Strings under a condition (length, pattern, format, enum) escape only what has to be escaped.",
+)
+_FORMAT = "A known format is a condition: dates look like dates. To the drafts since 2019 it is an annotation."
+_PATTERN = (
+    r"Patterns are those of ECMA-262: \d and \w are ASCII, $ is the very end. jsonschema reads them as Python's re does, and may "
+    "judge strings of other characters otherwise."
+)
+#: What a warning says of a keyword that a lenient language leaves out.
+LEFT_OUT = "is left to the validation of the finished text."
+_CLOSED = "Objects that declare properties take no others, unless the schema says something of others."
+
+
+@dataclass(frozen=True)
+class JsonSchema(Spec):
+    """Texts that are JSON and valid under a schema (drafts 4, 6, 7, 2019-09 and 2020-12, by its ``$schema``).
+
+    Attributes:
+        schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
+        whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
+            break with its indent wherever JSON lets white space stand inside brackets.
+        strict: refuse what the language cannot honour. Otherwise such keywords are left out, and the finished text is
+            validated.
+        closed: objects that declare properties take no others where the schema says nothing of others.
+    """
+
+    schema: Any
+    whitespace: str = "space"
+    strict: bool = True
+    closed: bool = False
+
+    @staticmethod
+    def of(value: Any, **options: Any) -> JsonSchema:
+        """The specification of a schema, or of a type: a pydantic model, a TypedDict, a dataclass, ``list[int]``, ….
+
+        Args:
+            options: attributes of the specification. `closed` is true for types unless given: what is no field is not
+                asked for.
+
+        Raises:
+            GrammarError: pydantic knows no schema of the type.
+        """
+        if value is None or isinstance(value, dict | str | bool):
+            return JsonSchema(value, **options)
+        return JsonSchema(schema_of(value), **{"closed": True, **options})
+
+    @cached_property
+    def text(self) -> str:
+        """The schema as JSON."""
+        if isinstance(self.schema, str):
+            return self.schema
+        try:
+            return json.dumps(self.schema)
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise GrammarError(f"the schema is not JSON: {problem}", path="$") from problem
+
+    @property
+    def key(self) -> str:
+        try:
+            content = json.loads(self.text)
+        except (ValueError, RecursionError):
+            content = self.text
+        options = [content, self.whitespace, self.strict, self.closed, self.backend, self.policy]
+        return "JsonSchema " + json.dumps(options, separators=(",", ":"))
+
+    def language(self) -> Language:
+        with deadline():
+            return self._language()
+
+    def _language(self) -> Language:
+        rules, dropped, written = self._grammar
+        keys = frozenset(self._keys)
+        warnings = [*_WARNINGS, *([_FORMAT] if "format" in keys else []), *([_CLOSED] if self.closed else [])]
+        warnings += [_PATTERN] if not keys.isdisjoint(("pattern", "patternProperties")) else []
+        warnings += written
+        warnings += [f"{path}: {keyword} {LEFT_OUT}" for path, keyword in dropped]
+        whole = None if self.strict else Validation(json.loads(self.text))
+        title = json.loads(self.text).get("title") if self.text.lstrip().startswith("{") else None
+        name = self.label or (f"JSON schema {title!r}" if isinstance(title, str) else "JSON schema")
+        return Language(name, _regex(rules), notation.lark(rules), tuple(warnings), whole)
+
+    @cached_property
+    def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
+        """The rules, what they leave out: (path, keyword), and warnings."""
+        if self.whitespace not in WHITESPACE:
+            raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
+        dropped: list[tuple[str, str]] = []
+        steps = 0
+        while True:
+            normaliser, root = self._read(dropped)
+            # What takes too long is left out, too: an attempt has half of the time, and the next one half of the rest.
+            seconds = left() if self.strict else left() / 2
+            try:
+                with deadline(seconds):
+                    writer = Writer(normaliser, WHITESPACE[self.whitespace], self.closed)
+                    rules = writer.write(root)
+                break
+            except RecursionError as problem:
+                raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
+            except GrammarError as problem:
+                steps += normaliser.steps
+                needed = problem.keyword in (None, *_NEEDED)  # None: no schema at all, or too large as a whole
+                cause = None if self.strict or needed else normaliser.droppable(problem)
+                if cause is None or len(dropped) == _MOST_DROPPED or steps > _MOST_ATTEMPTS * limits.STEPS:
+                    raise
+                dropped.append(cause)
+        if not rules:
+            raise GrammarError("no value that can be written is valid under this schema", path="$")
+        return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(normaliser.places))]
+
+    def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
+        """The schema without what is left out."""
+        root = document(self.text)
+        normaliser = Normaliser(frozenset(dropped), evaluation=any(key in _UNEVALUATED for key in self._keys))
+        return normaliser, normaliser.place(root)
+
+    @property
+    def _keys(self) -> Iterator[str]:
+        return (key for key, _ in members(json.loads(self.text)))
+
+
+def _regex(rules: dict[str, Expr]) -> str | None:
+    """`rules` as a regular expression; None if there is none, or it would take more than half of the time that is left."""
+    try:
+        with deadline(left() / 2):
+            return notation.regex(rules)
+    except GrammarError:
+        return None

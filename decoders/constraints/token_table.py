@@ -1,4 +1,4 @@
-"""A tabulated grammar by tokens instead of bytes: every step is one look-up, on whatever device the tables lie."""
+"""A tabulated grammar by tokens instead of bytes: every step is one look-up, on the device of the tables."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
 
 
 def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
-    """Some tokens at a time, and the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
+    """Yields tokens in batches, with the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
     states = len(tables.next)
     every = torch.arange(states)
     # Whatever has the dead state's mask no text comes to, and after a stop token nothing is legal.

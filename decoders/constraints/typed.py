@@ -11,10 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
+
 from ..errors import GrammarError, shortened
 from .base import Language
-from .json_spec import JsonSchema
-from .typed_dicts import readable
+from .python_types import readable, translated
+from .schemas.formats import FORMATS
+from .specs import JsonSchema
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 
@@ -37,7 +42,7 @@ _TOLD: dict[str, frozenset[str]] = {
         "call": "arguments_schema function", "arguments": "arguments_schema",
     }.items()
 }  # fmt: skip
-#: Names in core schemas that no value has to meet, or that JSON schemas always tell.
+#: Names in core schemas that put no condition on values, or one that JSON schemas always tell.
 _IDLE = frozenset((
     "type", "ref", "metadata", "serialization", "strict", "cls", "cls_name", "generic_origin", "frozen", "slots",
     "computed_fields", "extra_behavior", "title", "revalidate_instances", "from_attributes", "custom_error_type",
@@ -48,13 +53,13 @@ _IDLE = frozenset((
     "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
     "polymorphic_serialization",
 ))  # fmt: skip
-#: Values of others by which they ask for nothing; None is one for all.
+#: Values of other names that put no condition either; None is one for all.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
     "ascii_only": False, "validate_default": False, "str_strip_whitespace": False, "str_to_lower": False, "str_to_upper": False,
 }  # fmt: skip
-#: What else stands in core schemas and holds no schema of the JSON that is read.
+#: Names whose content holds no schema of the JSON that is read.
 _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
@@ -76,7 +81,6 @@ class OfType(JsonSchema):
     @cached_property
     def text(self) -> str:
         """The schema as JSON, with what Pydantic leaves out of it."""
-        from .type_schemas import completed
 
         return json.dumps(completed(self.schema, self.kind))
 
@@ -92,7 +96,7 @@ class OfType(JsonSchema):
 
 @dataclass(frozen=True)
 class _Checker:
-    """Refuses texts that the language has and the type has not. Keeps the type, whose identity is in keys, alive."""
+    """Refuses texts of the language that the type does not validate. Keeps the type alive, since keys have its id."""
 
     base: Language
     kind: Any
@@ -149,7 +153,7 @@ def _more(node: dict[str, Any]) -> bool:
 
 
 def _conditions(node: dict[str, Any]) -> set[str]:
-    """Names by which `node`, or the config of one, may ask for something."""
+    """Names in `node`, or in the config of a node, that may put a condition on values."""
     return {name for name, value in node.items() if value is not None and value != _DEFAULTS.get(name)} - _IDLE
 
 
@@ -172,7 +176,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema`; if it is that of a function, the function is not called with the arguments that are read."""
+    """`schema`, in which a function that would be called with the validated arguments is replaced by one that does nothing."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":
@@ -185,7 +189,75 @@ def _called(kind: Any) -> str:
 
 
 def _identity(kind: Any) -> str:
-    """Tells types apart that have one name; the same for equal ones such as two of ``list[int]``."""
+    """A text that differs for types of one name, and is the same for equal types such as two ``list[int]``."""
     if arguments := typing.get_args(kind):
         return f"{typing.get_origin(kind)}[{', '.join(map(_identity, arguments))}]"
     return f"{kind!r}@{id(kind)}" if isinstance(kind, type) else repr(kind)
+
+
+_UUID = "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-%d[0-9A-Fa-f]{3}-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"
+_UUIDS = {f"uuid{version}": _UUID % version for version in range(1, 9)}
+_NAIVE = rf"^(?:{FORMATS['date']})T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?$"
+#: Most digits of a decimal that the schema counts. Floats hold 15; a number of more is left to the type.
+_DIGITS = 15
+
+
+def completed(schema: Any, kind: Any) -> Any:
+    """`schema`, which :func:`~decoders.constraints.python_types.schema_of` has made of `kind`, with what Pydantic leaves out."""
+    adapter = TypeAdapter(readable(kind))
+    new = translated(adapter.json_schema(schema_generator=_Schemas), adapter.core_schema)
+    return _completed(new, schema)
+
+
+def _completed(new: Any, old: Any) -> Any:
+    """`new` with the patterns that are anchored in `old`, and versions of UUIDs, which Pydantic tells as a format."""
+    if isinstance(new, list):
+        same = isinstance(old, list) and len(old) == len(new)
+        return [_completed(*pair) for pair in zip(new, old if same else [None] * len(new), strict=True)]
+    if not isinstance(new, dict):
+        return old if old == f"^(?:{new})$" else new
+    whole = {key: _completed(part, old.get(key) if isinstance(old, dict) else None) for key, part in new.items()}
+    if whole.get("type") == "string" and (pattern := _UUIDS.get(str(whole.get("format")))):
+        del whole["format"]
+        whole["pattern"] = pattern
+    return whole
+
+
+class _Schemas(GenerateJsonSchema):
+    """Pydantic's schemas with conditions that it leaves out."""
+
+    def datetime_schema(self, schema: core_schema.DatetimeSchema) -> dict[str, Any]:
+        """Date and time; without an offset for those that must have none."""
+        if schema.get("tz_constraint") == "naive":
+            return {"type": "string", "pattern": _NAIVE}
+        return super().datetime_schema(schema)
+
+    def decimal_schema(self, schema: core_schema.DecimalSchema) -> dict[str, Any]:
+        """A number, or one as a string. A string cannot be bounded: where there are bounds, only numbers are written."""
+        arms = super().decimal_schema(schema).get("anyOf", [])
+        number = next((arm for arm in arms if arm.get("type") == "number"), {"type": "number"})
+        most, places = schema.get("max_digits"), schema.get("decimal_places")
+        if conditions := _counted(most, places):
+            number = number | {"allOf": [conditions]}
+        if any(schema.get(name) is not None for name in ("gt", "ge", "lt", "le", "multiple_of")):
+            return number
+        return {"anyOf": [number, {"type": "string", "pattern": _spelled(most, places)}]}
+
+
+def _counted(most: int | None, places: int | None) -> dict[str, Any]:
+    """Keywords for numbers of so many digits, so many of them behind the point."""
+    conditions: dict[str, Any] = {}
+    if places is not None and places <= _DIGITS:
+        conditions["multipleOf"] = json.loads(f"1e-{places}") if places else 1
+    if most is not None and (whole := max(most - (places or 0), 0)) <= _DIGITS:
+        conditions |= {"exclusiveMinimum": -(10**whole), "exclusiveMaximum": 10**whole}
+    return conditions
+
+
+def _spelled(most: int | None, places: int | None) -> str:
+    """The pattern of such numbers in strings; how many digits there are on both sides together is left to the type."""
+    whole = "[0-9]*" if most is None else f"[0-9]{{0,{most - (places or 0) - 1}}}"
+    integer = "0" if most is not None and most <= (places or 0) else f"(?:0|[1-9]{whole})"
+    behind = places if places is not None else most
+    fraction = "" if behind == 0 else rf"(?:\.[0-9]{'+' if behind is None else f'{{1,{behind}}}'})?"
+    return f"^-?{integer}{fraction}$"

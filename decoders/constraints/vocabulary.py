@@ -1,4 +1,4 @@
-"""What every token of a model stands for in bytes. Grammars are about bytes; a token may hold half a character."""
+"""The bytes of every token of a model. Grammars are about bytes, since a token may hold half a character."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Vocabulary:
         tokens: ``V`` entries; None for what never stands in a text: special tokens, stop tokens, unused rows of the logits.
         stops: ids that end a text.
         encode: text to ids as the tokenizer itself writes it, no special tokens.
-        rules: a text that tells ways to encode apart, for vocabularies that have the same tokens.
+        rules: a text that differs between tokenizers that have the same tokens and encode differently.
 
     Raises:
         UnsupportedError: stop tokens are given, and none is among `tokens`.

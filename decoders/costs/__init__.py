@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from .curve import CostCurve, CostPoint, Subject
-from .looks import Looks, affordable, mean_seconds
-from .steps import StepCosts
+from .steps import StepCosts, StepLine
+from .worth import Looks, affordable, draft_budget, mean_seconds, node_budget, worthwhile
 
 __all__ = [
-    "CAUTION", "AcceptanceRates", "CostCurve", "CostPoint", "Follower", "Looks", "Proposals", "StepCosts", "Subject", "affordable",
-    "mean_seconds", "row_weights",
+    "CAUTION", "AcceptanceRates", "CostCurve", "CostPoint", "Follower", "Looks", "Proposals", "StepCosts", "StepLine", "Subject",
+    "affordable", "draft_budget", "mean_seconds", "node_budget", "row_weights", "worthwhile",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a step of the call under way costs: the curve, refined by the steps that were seen."""
+"""What a step costs: by a measured curve, refined by the steps that were seen; without a curve, by these alone."""
 
 from __future__ import annotations
 
@@ -18,32 +18,114 @@ SizeRatios = dict[int, tuple[float, int]]
 KNOWN = (1.0, 0)
 
 
+class StepLine:
+    """Seconds of a step by the nodes of all its rows together: a straight line through the steps that were seen, of which recent ones
+    count more. Steps that run compiled have little in common with others: what the one kind cost is forgotten once the other comes.
+    """
+
+    #: Share of its weight that a step keeps when the next one comes.
+    DECAY = 0.97
+    #: A node's share of the cost of a step, until steps of several sizes were seen.
+    GUESS = 0.03
+    #: Steps from one trial to the next: before that, and after it. A trial is a step without a draft if all had one, and else one
+    #: in which nodes are taken to cost less than they seem to.
+    TRIAL, LATER_TRIAL = 4, 128
+    #: By which their cost is divided then.
+    HOPE = 4
+
+    def __init__(self) -> None:
+        self._compiled = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums = [0.0] * 5  # of 1, nodes, seconds, nodes², nodes · seconds
+        self._steps = 0
+        self._smallest = 0
+
+    def observe(self, nodes: int, seconds: float, compiled: bool) -> None:
+        """Learns from a step of so many nodes, all rows together."""
+        if compiled != self._compiled:
+            self._compiled = compiled
+            self._forget()
+        new = (1.0, nodes, seconds, nodes * nodes, nodes * seconds)
+        self._sums = [self.DECAY * old + value for old, value in zip(self._sums, new, strict=True)]
+        self._smallest = min(self._smallest or nodes, nodes)
+        self._steps += 1
+
+    def step(self, nodes: int) -> float | None:
+        """Seconds of a step of so many nodes, all rows together; None before steps of several sizes were seen."""
+        line = self._line()
+        return None if line is None else line[0] + line[1] * nodes
+
+    def estimate(self, plain: int) -> tuple[float, float]:
+        """What to take a step and each node in it for, in whatever unit. plain: nodes of a step without a draft."""
+        line, trial = self._line(), self.LATER_TRIAL
+        if line is None:
+            line, trial = (1.0, self.GUESS), self.TRIAL
+            if self._smallest > plain and self._steps % trial == 0:
+                return 0.0, 1.0
+        return line[0], line[1] / self.HOPE if self._steps % trial == trial - 1 else line[1]
+
+    def _line(self) -> tuple[float, float] | None:
+        one, x, y, xx, xy = self._sums
+        spread = one * xx - x * x
+        if one < self.TRIAL or spread <= 1e-6 * xx:
+            return None
+        node = max((one * xy - x * y) / spread, 0.0)
+        return max((y - node * x) / one, 0.05 * y / one), node
+
+
 class StepCosts:
-    """Expected seconds of a verification step, by nodes; the loop shows it every step.
+    """Expected seconds of a verification step of a batch, by nodes per row; the loop shows it every step.
 
     Args:
-        curve: with points.
-        rows: of the call.
+        curve: with points. None: nothing was measured, and what `line` says counts.
+        rows: of the batch.
         context: tokens per row at the start.
         size: nodes of the block that holds so many of a draft, root included: blocks come in sizes that suit the kernels.
-        ratios: what earlier calls have learnt, by tier; goes on there.
+        ratios: how steps differ from the curve, by tier, as earlier calls have learnt it; goes on there.
+        line: through the steps that were seen without a curve; goes on there.
     """
 
     def __init__(
-        self, curve: CostCurve, rows: int, context: int, size: Callable[[int], int] = lambda nodes: nodes,
-        ratios: dict[bool, SizeRatios] | None = None,
+        self, curve: CostCurve | None, rows: int, context: int, size: Callable[[int], int] = lambda nodes: nodes,
+        ratios: dict[bool, SizeRatios] | None = None, line: StepLine | None = None,
     ) -> None:  # fmt: skip
         self.curve, self.rows, self.size = curve, rows, size
         self.context, self.compiled = max(context, 1), False
         self._scale = 1.0
         self._ratios = {} if ratios is None else ratios
+        self._line = line or StepLine()
         self._expected: dict[int, float] = {}
         self.observed = 0
 
+    @property
+    def known(self) -> bool:
+        """Whether there is a curve, or steps of several sizes were seen."""
+        return self.curve is not None or self._line.step(self.rows) is not None
+
     def step(self, nodes: int) -> float:
-        """Expected seconds of a step whose draft has so many nodes, the root included."""
+        """Expected seconds of a step whose draft has so many nodes, the root included.
+
+        Raises:
+            ValueError: nothing is :attr:`known`.
+        """
         size = self.size(nodes)
-        return self._curve(size) * self._scale * self._of_size.get(size, KNOWN)[0]
+        if self.curve is not None:
+            return self._of_curve(self.curve, size) * self._scale * self._of_size.get(size, KNOWN)[0]
+        seconds = self._line.step(self.rows * size)
+        if seconds is None:
+            raise ValueError("no steps of several sizes were seen yet")
+        return seconds
+
+    def to_weigh(self) -> Callable[[int], float]:
+        """As :meth:`step`, in whatever unit, for the choice of a draft's nodes in one step. Without a curve it is wrong on purpose now
+        and then, so that steps of several sizes are seen.
+        """
+        if self.curve is not None:
+            return self.step
+        fixed, node = self._line.estimate(self.rows * self.size(1))
+        return lambda nodes: fixed + node * self.rows * self.size(nodes)
 
     @property
     def _of_size(self) -> SizeRatios:
@@ -60,25 +142,28 @@ class StepCosts:
         """Learns from a step.
 
         Args:
-            nodes: of the block as it ran.
+            nodes: of the block as it ran, per row.
             seconds: of its core.
             context: tokens of the longest row.
             compiled: whether it ran compiled.
         """
+        self.observed += 1
+        if self.curve is None:
+            self._line.observe(self.rows * nodes, seconds, compiled)
+            return
         # The curve is straight between its contexts: it need not be asked at every token.
         if compiled != self.compiled or context > 1.25 * self.context:
             self.compiled, self.context = compiled, context
             self._expected.clear()
         own, steps = self._of_size.get(nodes, KNOWN)
-        expected = self._curve(nodes) * own
-        if not self.observed:
+        expected = self._of_curve(self.curve, nodes) * own
+        if self.observed == 1:
             self._scale = seconds / expected  # another machine's load, another sampling plan
         ratio = min(max(seconds / expected / self._scale, 1 / OUTLIER), OUTLIER)
-        self.observed += 1
         self._scale *= 1 + QUICK * (ratio - 1)
         self._of_size[nodes] = own * (1 + max(SLOW, 1 / (TRUST + steps)) * (ratio - 1)), steps + 1
 
-    def _curve(self, nodes: int) -> float:
+    def _of_curve(self, curve: CostCurve, nodes: int) -> float:
         if nodes not in self._expected:
-            self._expected[nodes] = self.curve.seconds(nodes, self.rows, self.context, self.compiled)
+            self._expected[nodes] = curve.seconds(nodes, self.rows, self.context, self.compiled)
         return self._expected[nodes]

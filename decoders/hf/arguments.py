@@ -154,7 +154,7 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
     """The drafting hints that `source` gives."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
-    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # what a row has learnt ends with the call
+    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # what a row has learned ends with the call
         hints["num_assistant_tokens_schedule"] = "heuristic"
     return hints
 

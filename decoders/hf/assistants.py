@@ -127,7 +127,7 @@ class Assistants:
 
 @dataclass(frozen=True)
 class CallAssistants:
-    """The draft models of one call: what they are to its target.
+    """The draft models that one call may use (:class:`~decoders.engine.decode.request.DraftModels`).
 
     Attributes:
         kept: the target's draft models.
@@ -135,7 +135,7 @@ class CallAssistants:
         engine: of the target.
         tokenizer: likewise.
         assistant_tokenizer: of a draft model that is given loaded.
-        weights: number format of the draft models' matrices, None for their own.
+        runtime: settings of the call.
     """
 
     kept: Assistants
@@ -143,7 +143,7 @@ class CallAssistants:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase | None
     assistant_tokenizer: PreTrainedTokenizerBase | None
-    weights: Scheme | None
+    runtime: RuntimeSettings
 
     def engine_of(self, model: PreTrainedModel | str) -> Engine:
         """The engine of a draft model, given loaded or as a path.
@@ -163,7 +163,7 @@ class CallAssistants:
             raise UnsupportedError(
                 f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
             )
-        known = self.kept.engine(model, engine.attention, self.weights, engine.precision.exact_products)
+        known = self.kept.engine(model, engine.attention, draft_scheme(self.runtime), engine.precision.exact_products)
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
             raise UnsupportedError(
                 f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "

@@ -1,14 +1,12 @@
-"""One call: transformers prepares its inputs, they become a request of the loop, and what that decodes goes back."""
+"""One call prepared: transformers' view of it becomes a :class:`Request`, and what is decoded goes back in transformers' form."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -19,23 +17,25 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ..common.transformers_compat import pad_token_of
-from ..costs.curve import default_folder
 from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine
-from ..engine.decode.request import Decoded, Request
+from ..engine.decode.request import Request
+from ..engine.decode.request_output import RequestOutput
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
-from .assistants import Assistants, CallAssistants, draft_scheme
+from .assistants import Assistants, CallAssistants
 from .grammars import Grammars
 from .inputs import check_lengths, check_pad_token, unpad
 from .options import Options
-from .output import DecodersOutput, assemble
-from .preparations import Kind, Preparation, Preparations, kind_of
-from .prepared import host_criteria, max_length, pads_ended_rows, plan_sampling, stop_tokens_of
-from .streaming import StreamAligner
+from .output import DecodersOutput, StreamAligner, assemble
+from .preparation import LIMIT, Kind, Preparation, kind_of
+
+#: Arguments of ``generate`` that transformers is not given.
+_HANDLED = (
+    "custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer", "stop_strings", "cache_implementation",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PreparedCall:
         request: what is to be decoded.
         input_ids: ``[B, P]`` as transformers prepared them.
         grammars: of the rows.
-        aligner: tells the call's streamer, if there is one.
+        aligner: hands tokens to the call's streamer, if there is one.
         config: the generation config in force.
     """
 
@@ -58,168 +58,125 @@ class PreparedCall:
     aligner: StreamAligner | None
     config: GenerationConfig
 
-    def result(self, decoded: Decoded) -> Tensor | DecodersOutput:
-        """What ``generate`` returns; the streamer is told that the end has come."""
-        decoded.report.grammars = self.grammars.judge(decoded.tokens)
-        if self.aligner is not None:
-            self.aligner.end()
-        return assemble(self.input_ids, decoded, self.config)
-
-    def partial(self, decoded: Decoded) -> Tensor | DecodersOutput:
-        """The same of a call that has not come to its end."""
-        return assemble(self.input_ids, decoded, self.config)
-
-
-@dataclass(frozen=True)
-class GenerateCall:
-    """A call that is going to be decoded.
-
-    Attributes:
-        model: the user's.
-        engine: gives the model's engine; called once the inputs are prepared.
-        assistants: the draft models that are kept with `model`.
-        preparations: what transformers has prepared for earlier requests.
-        options: what the call asks for.
-        tokenizer: of the call or of the model.
-    """
-
-    model: PreTrainedModel
-    engine: Callable[[], Engine]
-    assistants: Assistants
-    preparations: Preparations
-    options: Options
-    tokenizer: PreTrainedTokenizerBase | None
-
-    def generate(self) -> Tensor | DecodersOutput:
-        """Lets transformers prepare the inputs, processors and criteria, and decodes with them."""
-        return self._through_transformers(self._decode)
-
-    def prepared(self) -> PreparedCall:
-        """The same up to where it would be decoded, for whoever does that. What an earlier one like it was prepared with is kept."""
-        kind = kind_of(self.model, self.options.configs, self.options.arguments)
-        kept = self.preparations.get(kind)
-        if kept is None:
-            return self._through_transformers(partial(self._prepare_and_keep, kind))
-        return self._prepare_with(kept)
-
-    def _through_transformers(self, go_on: Callable[[Tensor, Preparation, Tensor | None], Any]) -> Any:
-        """What `go_on` gives, called by transformers' ``generate`` with the prompts, all that it has prepared, and the mask."""
-
-        def custom_generate(
-            model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
-        ) -> Any:  # fmt: skip
-            preparation = Preparation(logits_processor, stopping_criteria, generation_config)
-            return go_on(input_ids, preparation, model_kwargs.get("attention_mask"))
-
-        handled = (
-            "custom_generate",
-            "assistant_model",
-            "tokenizer",
-            "assistant_tokenizer",
-            "stop_strings",
-            "cache_implementation",
-        )
-        arguments = {name: value for name, value in self.options.arguments.items() if name not in handled}
-        arguments["stopping_criteria"] = self._criteria()
-        if arguments.get("generation_config") is not None:
-            arguments["generation_config"] = _without_own_work(arguments["generation_config"])
-        # transformers fills gaps from the model's config, which must stay as it is: a shallow copy has a cleaned one.
-        stand_in = copy.copy(self.model)
-        stand_in.generation_config = _without_own_work(self.model.generation_config)
-        return type(stand_in).generate(stand_in, **arguments, custom_generate=custom_generate)  # type: ignore[attr-defined]
-
-    def _criteria(self) -> StoppingCriteriaList:
-        """The user's criteria plus stop strings (transformers loses the tokenizer on the way to a custom loop)."""
-        arguments = self.options.arguments
-        criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-        # As in transformers, an argument counts before any config, whatever its value.
-        strings = arguments.get("stop_strings", first_of(self.options.configs, "stop_strings"))
-        if strings is not None:
-            if not strings and not isinstance(strings, str):
-                raise SettingsError("stop_strings is empty: give at least one string, or leave it out")
-            if self.tokenizer is None:
-                raise UnsupportedError("stop_strings needs a tokenizer: pass tokenizer= to enable() or generate()")
-            criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer))
-        return criteria
-
-    def _decode(self, input_ids: Tensor, preparation: Preparation, mask: Tensor | None) -> Tensor | DecodersOutput:
-        """The loop behind transformers' ``custom_generate``."""
-        call = self._prepare(input_ids, preparation, mask)
+    def decode(self) -> Tensor | DecodersOutput:
+        """What ``generate`` returns."""
         try:
-            decoded = decode(call.engine, call.request)
+            written = decode(self.engine, self.request)
         except BaseException as error:
-            if isinstance(getattr(error, "partial", None), Decoded):
-                error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
+            if isinstance(getattr(error, "partial", None), RequestOutput):
+                error.partial = self.partial(error.partial)  # type: ignore[attr-defined]
             raise
-        return call.result(decoded)
+        return self.result(written)
 
-    def _prepare_and_keep(
-        self, kind: Kind | None, input_ids: Tensor, preparation: Preparation, mask: Tensor | None
-    ) -> PreparedCall:
-        call = self._prepare(input_ids, preparation, mask)
-        self.preparations.keep(kind, preparation, call.request)
-        return call
+    def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
+        """`written` in transformers' form, its texts judged by the grammars; the stream is closed."""
+        written.report.grammars = self.grammars.judge(written.generated)
+        if self.aligner is not None:
+            self.aligner.end(written.generated)
+        return assemble(self.input_ids, written, self.config)
 
-    def _prepare_with(self, kept: Preparation) -> PreparedCall:
-        """As transformers' ``generate`` would call :meth:`_prepare`, with what it has prepared for another prompt."""
-        arguments = self.options.arguments
-        ids: Tensor = arguments["input_ids"]
-        if arguments.get("streamer") is not None:
-            arguments["streamer"].put(ids.cpu())
-        now = kept.of_length(ids.shape[1], arguments["max_new_tokens"])
-        with torch.no_grad():
-            return self._prepare(ids, now, arguments["attention_mask"])
+    def partial(self, written: RequestOutput) -> Tensor | DecodersOutput:
+        """What a call that was cut short has written, in transformers' form."""
+        return assemble(self.input_ids, written, self.config)
 
-    def _prepare(self, input_ids: Tensor, preparation: Preparation, mask: Tensor | None) -> PreparedCall:
-        """What transformers has prepared, in the loop's terms."""
-        options, device = self.options, input_ids.device
-        processors_given, criteria, config = preparation.processors, preparation.criteria, preparation.config
-        padded = input_ids.to(self.model.device)
-        pad_token, given = pad_token_of(config), options.arguments.get("attention_mask") is not None
-        prompts = unpad(
-            padded, mask if mask is None else mask.to(self.model.device), inferred_from=None if given else pad_token
+
+def prepare(
+    model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None, engine_of: Callable[[], Engine],
+    assistants: Assistants, kept: dict[Kind, Preparation],
+) -> PreparedCall:  # fmt: skip
+    """Turns a checked call into a request.
+
+    Args:
+        model: the user's.
+        tokenizer: of the call or of the model.
+        engine_of: gives the model's engine, making it if need be; called once the call is known to be right.
+        assistants: the draft models that are kept with `model`.
+        kept: what transformers has prepared for earlier calls.
+    """
+    given, runtime = options.arguments, options.runtime
+    kind = kind_of(model, options.configs, given)
+    earlier = kept.get(kind) if kind is not None else None
+    if earlier is not None:
+        input_ids, mask = given["input_ids"], given["attention_mask"]
+        if given.get("streamer") is not None:
+            given["streamer"].put(input_ids.cpu())
+        preparation = earlier.of_length(input_ids.shape[1], given["max_new_tokens"])
+    else:
+        input_ids, mask, preparation = prepared_by_transformers(model, options, tokenizer)
+        if kind is not None and preparation.reusable and len(input_ids) == 1:
+            if len(kept) >= LIMIT:
+                kept.clear()
+            kept[kind] = preparation
+    padded = input_ids.to(model.device)
+    inferred_from = None if given.get("attention_mask") is not None else preparation.pad_token
+    prompts = unpad(padded, mask if mask is None else mask.to(model.device), inferred_from)
+    new_tokens = preparation.length - padded.shape[1]
+    check_lengths(model, prompts, new_tokens)
+    if preparation.processors is not None and not options.verifier.coupled:
+        raise UnsupportedError(
+            f"verifier={options.verifier.name!r} needs the distribution after every draft token at once, and a logits "
+            "processor of this call is asked about one token after the other: take verifier='coupled'"
         )
-        new_tokens = max_length(criteria, config) - padded.shape[1]
-        check_lengths(self.model, prompts, new_tokens)
-        stop_tokens = stop_tokens_of(criteria)
-        plan, values, processors = plan_sampling(processors_given, padded.shape[1], config, stop_tokens)
-        if processors is not None and not options.verifier.coupled:
-            raise UnsupportedError(
-                f"verifier={options.verifier.name!r} needs the distribution after every draft token at once, and a logits "
-                "processor of this call is asked about one token after the other: take verifier='coupled'"
-            )
-        streamer, assistant_tokenizer = map(options.arguments.get, ("streamer", "assistant_tokenizer"))
-        if len(prompts) > 1 and pads_ended_rows(criteria):
-            check_pad_token(self.model, pad_token)
-        aligner = StreamAligner(streamer, len(prompts), pad_token) if streamer is not None else None
-        engine, runtime = self.engine(), options.runtime
-        engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
-        grammars = Grammars.of(
-            options.grammar, len(prompts), config.num_return_sequences or 1, self.tokenizer,
-            engine.target.vocab_size, stop_tokens, runtime,
-        )  # fmt: skip
-        seed = resolve_seed(options.seed, options.generator, bool(config.do_sample))
-        if options.seed is None:  # processes that share the model draw the same noise
-            (seed,) = engine.target.ranks.first([seed])
-        assistants = CallAssistants(
-            self.assistants, self.model, engine, self.tokenizer, assistant_tokenizer, draft_scheme(runtime)
-        )  # fmt: skip
-        request = Request(
-            strategy=options.strategy, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
-            stop_tokens=stop_tokens, pad_token=pad_token, plan=replace(plan, masked=grammars.any), values=values,
-            seed=seed,
-            processors=processors, verifier=options.verifier, grammars=grammars.rows, criteria=host_criteria(criteria),
-            on_step=aligner.step if aligner is not None else None,
-            keep_logits=bool(config.return_dict_in_generate and config.output_logits),
-            keep_scores=plan.keep_scores,
-            runtime=runtime,
-            origin=registry().origin(type(options.strategy)),
-            engine_of=assistants.engine_of, vocabulary_of=assistants.vocabulary_of,
-            model=self.model, tokenizer=self.tokenizer, assistant_model=options.arguments.get("assistant_model"),
-            resolve=resolve_strategy, observers=registry().listening(), cost_folder=runtime.cost_cache or default_folder(),
-        )  # fmt: skip
-        return PreparedCall(engine, request, padded.to(device), grammars, aligner, config)
+    if len(prompts) > 1 and preparation.pads_ended_rows:
+        check_pad_token(model, preparation.pad_token)
+    engine = engine_of()
+    engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
+    config, plan = preparation.config, preparation.plan
+    grammars = Grammars.of(
+        options.grammar, len(prompts), config.num_return_sequences or 1, tokenizer, engine.target.vocab_size,
+        preparation.stop_tokens, runtime,
+    )  # fmt: skip
+    seed = resolve_seed(options.seed, options.generator, plan.sample)
+    if options.seed is None:  # processes that share the model draw the same noise
+        (seed,) = engine.target.ranks.first([seed])
+    streamer = given.get("streamer")
+    aligner = StreamAligner(streamer, preparation.pad_token) if streamer is not None else None
+    request = Request(
+        model=model, tokenizer=tokenizer, assistant_model=given.get("assistant_model"),
+        draft_models=CallAssistants(assistants, model, engine, tokenizer, given.get("assistant_tokenizer"), runtime),
+        strategy=options.strategy, resolve=resolve_strategy, origin=registry().origin(type(options.strategy)),
+        verifier=options.verifier, runtime=runtime, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
+        stop_tokens=preparation.stop_tokens, pad_token=preparation.pad_token, plan=replace(plan, masked=grammars.any),
+        values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
+        grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
+        on_step=aligner.step if aligner is not None else None, observers=registry().listening(),
+    )  # fmt: skip
+    return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)
+
+
+def prepared_by_transformers(
+    model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Tensor, Tensor | None, Preparation]:
+    """Prompts ``[B, P]`` and their mask as transformers' ``generate`` has prepared them, and all else that it prepares."""
+
+    def custom_generate(
+        model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Preparation]:  # fmt: skip
+        preparation = Preparation.of(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
+        return input_ids, model_kwargs.get("attention_mask"), preparation
+
+    arguments = {name: value for name, value in options.arguments.items() if name not in _HANDLED}
+    # The user's criteria, and stop strings: transformers loses the tokenizer on the way to a custom loop.
+    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+    # As in transformers, an argument counts before any config, whatever its value.
+    strings = options.arguments.get("stop_strings", first_of(options.configs, "stop_strings"))
+    if strings is not None:
+        if not strings and not isinstance(strings, str):
+            raise SettingsError("stop_strings is empty: give at least one string, or leave it out")
+        if tokenizer is None:
+            raise UnsupportedError("stop_strings needs a tokenizer: pass tokenizer= to enable() or generate()")
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    arguments["stopping_criteria"] = criteria
+    if arguments.get("generation_config") is not None:
+        arguments["generation_config"] = _without_own_work(arguments["generation_config"])
+    # transformers fills gaps from the model's config, which must stay as it is: a shallow copy has a cleaned one.
+    stand_in: Any = copy.copy(model)
+    stand_in.generation_config = _without_own_work(model.generation_config)
+    prepared: tuple[Tensor, Tensor | None, Preparation] = type(stand_in).generate(
+        stand_in, **arguments, custom_generate=custom_generate
+    )
+    return prepared
 
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:

@@ -128,7 +128,7 @@ def _check_fit(
         )
     if tokenizer is None:
         return
-    with suppress(UnsupportedError):  # tokens that cannot be told in bytes: whoever compiled the grammar knows them
+    with suppress(UnsupportedError):  # tokens whose bytes are not known: the grammar was compiled where they are
         tokens = vocabulary_of(tokenizer, size, stops).tokens
         if own.tokens == tokens:
             return

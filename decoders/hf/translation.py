@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..constraints import Vocabulary
 from ..engine.model.layout import vocabulary_of
 from ..errors import UnsupportedError
-from .copies import GETSTATE
+from .attached import GETSTATE
 
 #: Least share of the target's tokens that the draft has to have.
 LEAST_SHARED = 0.1

@@ -1,4 +1,4 @@
-"""What both routes answer with: the frame of an answer, its texts, log probabilities and usage."""
+"""What the answers of both routes share: the frame, texts, log probabilities and usage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..constraints import LEFT_OUT
 from ..engine.decode.request_output import TokenLogprobs
 from .bodies import Body
-from .jobs import Choice, Job
 from .service import Service
-from .texts import ChoiceText, Span, Spelling
+from .texts import Choice, ChoiceText, Job, Span, Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +23,7 @@ class TextToken:
 
     Attributes:
         data: its bytes, as far as the text has them: a stop string may cut the last token.
-        begin, end: its characters, one that it shares with others among them.
+        begin, end: its characters in the text; tokens may share a character.
         logprobs: its log probability, and those of the likeliest tokens.
     """
 
@@ -54,7 +53,7 @@ class Growing:
         )  # not shown yet, and how many were made
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """What came since it was last asked: text that may be shown, and its tokens if their log probabilities are asked for."""
+        """New since the last call: text that may be shown, and its tokens if log probabilities are asked for."""
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
         self.seen = len(tokens)
@@ -67,7 +66,6 @@ class Growing:
         return spans, self._cut(shown) if self.text.stopped else shown
 
     def _new_tokens(self) -> list[TextToken]:
-        """Tokens whose text has become known."""
         assert self._spelling is not None
         generation, text, begin = self.choice.generation, self.text, self._settled
         self._settled = len(text.places)
@@ -79,7 +77,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """How many of the tokens that were not shown are in the text that is."""
+        """How many of the tokens that are still held back lie in the text shown so far."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -123,7 +121,7 @@ class Answer(ABC):
         return Growing(choice, self.tokenizer, self.job.stops, self._spelling)
 
     def whole(self) -> dict[str, Any]:
-        """All of it; everything has come to its end."""
+        """The whole answer, once every choice has ended."""
         return self._frame(self.kind, [self.complete(choice) for choice in self.job.choices]) | {
             "usage": self.job.usage()
         }
@@ -153,7 +151,7 @@ class Answer(ABC):
         return {"id": job.id, "object": kind, "created": job.created, "model": self.service.name, "choices": choices}
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """What the grammar of a text that has ended could not honour, and what the text breaks of it, if there is anything to say."""
+        """Under ``warnings``: what the grammar of an ended text could not honour, and what the text breaks; empty if nothing."""
         report = choice.generation.report
         said: list[str] = []
         for use in report.grammars if report is not None else ():

@@ -22,10 +22,9 @@ from ..errors import suggest
 from ..registry.registry import registry
 from . import chat, completions
 from .answers import Answer
-from .arrivals import CLIENT, Arrival
-from .bodies import Body, ChatBody, CompletionBody, parsed
-from .limits import App, Gate, Receive, Scope
-from .refusals import Refusal
+from .bodies import Body, ChatBody, CompletionBody
+from .limits import CLIENT, App, Arrival, Gate, Receive, Scope
+from .refusals import Refusal, parsed
 from .service import Service
 from .streaming import EventStream, gone, settled
 
@@ -107,7 +106,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 async def _answered(
     service: Service, request: Request, kind: type[B], start: Callable[[Service, B, Arrival], Answer]
 ) -> Response:
-    """Reads a body, submits what it asks for, and answers when it is written, or while it is."""
+    """Reads a body, submits what it asks for, and answers when all is generated, or streams."""
     endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
 
     def submit(body: B) -> Answer:
@@ -153,7 +152,7 @@ async def _answered(
 async def _prepared(
     service: Service, pool: ThreadPoolExecutor, arrival: Arrival, seconds: float, receive: Receive, work: Callable[[], Any]
 ) -> Any:  # fmt: skip
-    """What `work` gives in one of the threads of `pool`, unless the client goes away or the `seconds` of the request are over first.
+    """The result of `work`, run in a thread of `pool`, unless the client goes away or the request's `seconds` are over first.
 
     Raises:
         Refusal: the client is gone. DeadlineError. What `work` raises.
@@ -166,7 +165,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Nobody waits for it any more."""
+        """Cancels an answer that came too late."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
@@ -185,12 +184,12 @@ async def _prepared(
         ending.cancel()
         if not working.done():
             arrival.gone = True
-            todo.clear()  # its turn may come late: until then it holds no body
+            todo.clear()  # frees the body, if the work has not begun
             working.add_done_callback(dropped)
 
 
 async def _in_thread(service: Service, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` gives, called where it does not hold up the event loop."""
+    """The result of `function`, called in a thread of `pool`."""
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
     except RuntimeError as error:
@@ -204,7 +203,7 @@ def _refused(error: Refusal) -> JSONResponse:
 
 
 def _endpoint(path: str) -> str:
-    """A path as it is counted: whatever clients ask for, there are few."""
+    """The label of a path in the metrics: one of few, whatever clients ask for."""
     return path.removeprefix("/v1/") if path in _ROUTES else "other"
 
 
@@ -219,7 +218,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 def _page() -> tuple[str, str]:
-    """The page, and the policy that lets a browser run what is in it and nothing else."""
+    """The page, and the content security policy that lets a browser run its own scripts and nothing else."""
     text = resources.files(__package__).joinpath("page", "index.html").read_text(encoding="utf-8")
 
     def hashes(tag: str) -> str:

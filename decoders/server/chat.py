@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
-from .arrivals import Arrival
 from .bodies import ChatBody
-from .formats import spec_of
-from .jobs import Choice, Job
+from .grammars import Calling, spec_of
+from .limits import Arrival
 from .refusals import Refusal
 from .service import Service
-from .texts import named
-from .tools import Calling
+from .texts import Choice, Job, named
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:

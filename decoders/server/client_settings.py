@@ -45,7 +45,7 @@ class ClientSettings:
         """Raises Refusal for a setting in `config` that is the operator's, or that is out of the operator's limits.
 
         Args:
-            strategy: a name, or several joined by ``+``. What is unknown is left to whoever makes it.
+            strategy: a name, or several joined by ``+``. Unknown settings are refused when the strategy is made.
         """
         for cls, values, place in _parts(strategy, config):
             fields = cls.settings_class.model_fields
@@ -89,7 +89,7 @@ def refuse_files(config: Any, place: str = "strategy_config") -> None:
 
 
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
-    """The strategies that `config` has settings of, with these and their place."""
+    """Yields each strategy that `config` has settings of, those settings, and their place in the body."""
     names = [name.strip() for name in strategy.split("+")]
     if len(names) == 1:
         yield registry().strategy(names[0]), config, "strategy_config"
@@ -130,7 +130,6 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
 
 
 def _is_bounded(field: FieldInfo) -> bool:
-    """Whether a setting is a switch, a choice of words, or a number with a least and a most."""
     return _has_bounds(field.annotation, field.metadata)
 
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
-from .arrivals import Arrival
 from .bodies import CompletionBody
-from .formats import spec_of
-from .jobs import Choice
+from .grammars import spec_of
+from .limits import Arrival
 from .refusals import Refusal
 from .service import Service
-from .texts import named
+from .texts import Choice, named
 
 #: New tokens where a body does not say, as OpenAI has it.
 DEFAULT_TOKENS = 16

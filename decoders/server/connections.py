@@ -1,20 +1,29 @@
-"""Connections that are not trusted: how many there are, how long a request may be in coming, how large its head may be.
+"""uvicorn's server, with bounds on connections that are not trusted, and with an end that lets running requests finish.
 
-All of this holds before a key is looked at.
+How many connections there are, how long a request may be in coming and how large its head may be holds before a key is looked at.
+A server that is told to end takes nothing new; what runs has a time to finish, the rest is cancelled and told so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
+
+from .limits import App
+from .service import Service
+
 if TYPE_CHECKING:
     from .limits import Limits
+
 
 #: Most bytes of a request's line and headers.
 HEAD_BYTES = 32 << 10
@@ -22,7 +31,7 @@ HEAD_BYTES = 32 << 10
 BACKLOG = 64
 #: Descriptors that are left for everything else.
 SPARE_DESCRIPTORS = 32
-#: Seconds in which a log shows a message once, if it is one that strangers can bring about.
+#: Seconds in which a message that strangers can cause is logged once.
 SELDOM = 60.0
 
 log = logging.getLogger("decoders.server")
@@ -100,7 +109,7 @@ class _Bounded:
             self._wait()
 
     def _phase(self) -> object:
-        """What is still to come of a request: differs for its head and its body, and from request to request. None: nothing."""
+        """The part of a request that is still to come: a value for its head or body that differs between requests; None for nothing."""
         raise NotImplementedError
 
     def _wait(self) -> None:
@@ -124,7 +133,7 @@ class _Bounded:
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
 
     def _end(self, status: bytes, message: str) -> None:
-        """Says what was wrong, unless an answer has begun, and closes the connection."""
+        """Sends an error, unless an answer has begun, and closes the connection."""
         self._stop()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = message.encode()
@@ -134,9 +143,9 @@ class _Bounded:
 
 
 class _OfHttpTools(_Bounded):
-    """Knows from the parser's callbacks what has come. The parser bounds no head by itself.
+    """Follows the parser's callbacks. The parser bounds no head by itself.
 
-    Of a header that has not come whole it says nothing, so bytes are counted twice: as they come, and as they are called back.
+    It reports no header before all of it has come, so bytes are counted twice: as they arrive, and as they are reported.
     """
 
     _state = "idle"
@@ -205,7 +214,7 @@ class _OfH11(_Bounded):
 
 
 class Seldom(logging.Filter):
-    """Lets the same message through once in a while, since strangers can bring these about as often as they like."""
+    """Lets the same message through once in :data:`SELDOM` seconds, since strangers can cause it as often as they like."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +232,7 @@ class Seldom(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, uvicorn and asyncio say seldom what strangers can make them say: malformed requests, no more descriptors."""
+    """Within it, messages of uvicorn and asyncio that strangers can cause (malformed requests, say) are logged seldom."""
     seldom = Seldom()
     loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
     for each in loggers:
@@ -233,3 +242,52 @@ def quiet() -> Iterator[None]:
     finally:
         for each in loggers:
             each.removeFilter(seldom)
+
+
+#: Seconds that cancelled requests have to send their last events.
+LAST_WORDS = 5
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server around a service.
+
+    Args:
+        app: of :func:`~decoders.server.app.make_app`.
+        grace: seconds that running requests have after SIGTERM or SIGINT.
+        port: 0 takes a free one.
+    """
+
+    def __init__(
+        self, app: App, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0,
+        log_level: str = "warning",
+    ) -> None:  # fmt: skip
+        self.service, self.grace = service, grace
+        super().__init__(
+            uvicorn.Config(
+                app, host=host, port=port, log_level=log_level, access_log=log_level in ("info", "debug"), lifespan="on",
+                timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS, server_header=False, ws="none",
+                http=protocol(service.limits), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
+            )  # type: ignore[arg-type,unused-ignore]
+        )  # fmt: skip
+
+    @property
+    def bound(self) -> tuple[str, int]:
+        """Address and port, once it has started."""
+        address = self.servers[0].sockets[0].getsockname()
+        return str(address[0]), int(address[1])
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with quiet():
+            await super().serve(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.draining = True
+        end = asyncio.ensure_future(self._end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self.grace)
+        self.service.cancel()

@@ -1,15 +1,62 @@
-"""What a server takes on: sizes, times, keys and hosts, checked before a request costs anything."""
+"""What a server takes on: sizes, times, keys and hosts, checked before a request costs anything, and when and for whom it came."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .arrivals import CLIENT, digest
+from ..errors import CancelledError, DeadlineError
 from .refusals import Refusal
+
+#: The entry of a scope that holds the digest of the request's key.
+CLIENT = "decoders.client"
+
+
+@dataclass
+class Arrival:
+    """What is known of a request before its body has come.
+
+    Attributes:
+        client: digest of its key; empty without one.
+        moment: when it came, in seconds of ``time.monotonic()``.
+        gone: whether the client has gone, or has been answered. Set by the event loop, read by threads.
+    """
+
+    client: str = ""
+    moment: float = field(default_factory=time.monotonic)
+    gone: bool = False
+
+    def left(self, seconds: float) -> float:
+        """What is left of `seconds` since its arrival."""
+        return seconds - (time.monotonic() - self.moment)
+
+    def check(self, seconds: float) -> None:
+        """Raises CancelledError if it is `gone`, DeadlineError if its `seconds` are over."""
+        if self.gone:
+            raise CancelledError("the request was cancelled")
+        if self.left(seconds) <= 0:
+            raise self.late(seconds)
+
+    def late(self, seconds: float) -> DeadlineError:
+        """The error of a request whose `seconds` are over."""
+        return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")
+
+    def salt(self, given: str | None) -> str:
+        """The salt that keeps its cached texts apart from those of other keys, or with another ``cache_salt`` than `given`."""
+        if not self.client and given is None:
+            return ""
+        return digest(f"{self.client}\0{given or ''}")
+
+
+def digest(text: str) -> str:
+    """A name for `text` that does not reveal it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -91,7 +91,7 @@ class Metrics:
         self._recent = [*(each for each in self._recent if each[0] > now - 10), (now, before)][-10_000:]
 
     def _name(self, strategy: str) -> str:
-        """How a strategy is counted."""
+        """The label of a strategy."""
         if len(self._names) < NAMED:
             self._names.add(strategy)
         return strategy if strategy in self._names else "other"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from ..serving.scheduler import Scheduler
 from .client_settings import ClientSettings, refuse_files
-from .memory import give_back
 from .refusals import Refusal
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class _Entry:
 
     Attributes:
         key: of its strategy and settings.
-        used: a count that grows with every request of the pool.
+        used: number of the pool's request that used it last.
     """
 
     key: str
@@ -127,7 +129,7 @@ class SchedulerPool:
         return name, settings
 
     def _make_room(self) -> None:
-        """Closes the scheduler that has rested longest, if there are as many as there may be; never the default strategy's."""
+        """Closes the idle scheduler that was used longest ago, if the pool is full; never that of the default strategy."""
         others = [each for each in self._entries.values() if each.key != self._default_key]
         self._closing = [each for each in self._closing if each.is_alive()]
         if len(others) < self.most:
@@ -196,6 +198,20 @@ def _key(strategy: str, settings: Mapping[str, Any]) -> str:
 
 
 def _closed(scheduler: Scheduler) -> None:
-    """Closes a scheduler that nobody uses, and gives its memory to the system."""
     scheduler.close()
     give_back()
+
+
+@cache
+def _library() -> Any:
+    """The C library where it can give freed memory back, glibc's; elsewhere None."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "malloc_trim") else None
+
+
+def give_back() -> None:
+    """Returns freed memory to the system. Every thread that has decoded leaves a heap of its own behind."""
+    if (library := _library()) is not None:
+        library.malloc_trim(0)

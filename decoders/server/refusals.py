@@ -1,10 +1,19 @@
-"""What a client is told when a request is refused or fails: OpenAI's error form, with a status that says whose fault it is."""
+"""What a client is told when a request is refused or fails: OpenAI's error form, with a status that says whose fault it is.
+
+A body that cannot be read is explained here, too: field, value and what comes nearest.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
+import types
+import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from ..errors import (
     CacheMemoryError,
@@ -15,7 +24,9 @@ from ..errors import (
     GrammarError,
     QueueFull,
     UnknownNameError,
+    shortened,
 )
+from .bodies import INSTEAD, SHAPES, Body
 
 log = logging.getLogger("decoders.server")
 
@@ -56,7 +67,7 @@ class Refusal(Exception):
 
 
 def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
-    """What a client is told of `error`. Of an unexpected one it learns nothing but that it happened; the log has the rest.
+    """The refusal for `error`. Of an unexpected one the client learns only that it happened; the log has the rest.
 
     Args:
         retry_after: seconds after which a request that found the queue full may come again.
@@ -84,3 +95,96 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
         return Refusal(400, text, code="invalid_value")
     log.error("a request failed", exc_info=error)
     return Refusal(500, "the request failed on the server; its log says why", code="internal_error")
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parsed(kind: type[B], content: bytes) -> B:
+    """The body of a request.
+
+    Raises:
+        Refusal: it is no JSON, or a field is unknown, missing or has a value out of range.
+    """
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        every = error.errors(include_url=False, include_context=False)
+        raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error
+    except OverflowError as error:  # pydantic before 2.12, of a whole number that no float comes near
+        raise Refusal(400, "a number in the body is out of range", code="invalid_value") from error
+
+
+def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """The error to explain: of a union's branches, that of the one that validated furthest."""
+    unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
+    if unknown is not None:  # a field that is missing may be there under a wrong name: that is what helps
+        return unknown
+    first = every[0]["loc"]
+    branch = next((place for place, step in enumerate(first) if _is_label(step)), len(first))
+    alike = [each for each in every if each["loc"][:branch] == first[:branch]]
+
+    def progress(error: dict[str, Any]) -> tuple[bool, int, list[int]]:
+        return not _is_mismatch(error), len(error["loc"]), [step for step in error["loc"] if isinstance(step, int)]
+
+    return max(alike, key=progress)
+
+
+def _is_mismatch(error: dict[str, Any]) -> bool:
+    """Whether a value has not the shape of a branch of a union."""
+    loc, kind = error["loc"], error["type"]
+    return bool(loc) and _is_label(loc[-1]) and (kind.endswith("_type") or kind == "literal_error")
+
+
+def _explained(kind: type[Body], error: dict[str, Any], count: int) -> Refusal:
+    place = [str(step) for step in error["loc"] if not _is_label(step)]
+    if place[:1] == ["response_format"]:
+        del place[1:2]  # pydantic says which kind of format it is
+    param, name = ".".join(place) or None, place[-1] if place else ""
+    more = f" ({count - 1} more)" if count > 1 and error["type"] == "extra_forbidden" else ""
+    if error["type"] == "json_invalid":
+        return Refusal(400, f"the body is no JSON: {error['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+    if error["type"] == "extra_forbidden":
+        if len(place) == 1 and name in INSTEAD:
+            return Refusal(400, f"{name} is not supported: {INSTEAD[name]}", param=param, code="unsupported_parameter")
+        known = _fields(kind, place[:-1])
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        listed = f"Known: {', '.join(sorted(known))}." if known else ""
+        return Refusal(
+            400, f"unknown field {param!r}{more}. {hint}{listed}".rstrip(), param=param, code="unknown_parameter"
+        )
+    if error["type"] == "missing":
+        return Refusal(400, f"{param} is missing", param=param, code="missing_parameter")
+    message = error["msg"].replace("a valid dictionary", "an object")
+    value = shortened(json.dumps(error["input"], ensure_ascii=False)) if param else ""
+    if _is_mismatch(error) and name in SHAPES:
+        message = f"{SHAPES[name]} is needed, not {value}"
+    elif param and error["type"].endswith("_type"):
+        message = f"{message}, not {value}"
+    return Refusal(400, f"{param or 'the body'}: {message}", param=param, code="invalid_value")
+
+
+#: Names that pydantic puts into a path for the branch of a union.
+_LABELS = {"str", "bool", "constrained-str", "ToolChoice"}
+
+
+def _is_label(step: Any) -> bool:
+    return isinstance(step, str) and ("[" in step or "(" in step or step in _LABELS)
+
+
+def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
+    models = [kind]
+    for step in place:
+        inner: list[type[BaseModel]] = []
+        for model in models:
+            if step in model.model_fields:
+                inner += _models(model.model_fields[step].annotation)
+        models = inner or models
+    return sorted({field.alias or name for model in models for name, field in model.model_fields.items()})
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [model for inner in typing.get_args(annotation) for model in _models(inner)]

@@ -20,16 +20,14 @@ from ..generate import OwnDefaults, enable
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from .arguments import callbacks, sampling, wrapped
-from .arrivals import Arrival, digest
 from .bodies import Body
 from .client_settings import ClientSettings
-from .jobs import Choice, Job
-from .limits import Limits
+from .limits import Arrival, Limits, digest
 from .metrics import Metrics
 from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
-from .texts import Spelling
+from .texts import Choice, Job, Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +39,7 @@ COMPILING_THREADS = 2
 
 
 class Service:
-    """A model, its schedulers and what they are told.
+    """A model with its schedulers, and what requests become for them.
 
     Args:
         model, tokenizer: enabled, or it will be. Its generation config is settled (:class:`~decoders.generate.OwnDefaults`).
@@ -54,7 +52,7 @@ class Service:
 
     Attributes:
         draining: whether no more requests are taken.
-        ending: set once those that were taken are ended, too.
+        ending: set once the requests that were taken are ended, too.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Gives the model a generation config that every request can be decoded with; a warning says what was left out.
+        """Gives the model a generation config that every request can be decoded with; logs a warning of what was left out.
 
         Returns:
             `config`, settings of `strategy`, with those that the checkpoint hints at.
@@ -113,7 +111,7 @@ class Service:
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
 
     def check(self, body: Body) -> None:
-        """Raises for what need not be looked at closer.
+        """Checks what can be told without a look at the rest of the body.
 
         Raises:
             Refusal: another model; the server is being shut down.
@@ -123,7 +121,7 @@ class Service:
         self.check_name(body.model)
 
     def shutting_down(self) -> Refusal:
-        """What those are told who come too late."""
+        """The refusal of requests that come after the shutdown has begun."""
         return Refusal(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
     def check_name(self, model: str | None) -> None:
@@ -135,7 +133,7 @@ class Service:
 
     @contextmanager
     def compiles(self) -> Iterator[None]:
-        """Within it, a request with a grammar is prepared, or waits for its turn. For the event loop.
+        """Counts a request with a grammar that is prepared or waits for it. Called in the event loop.
 
         Raises:
             QueueFull: as many as may wait already.
@@ -176,7 +174,7 @@ class Service:
 
         Args:
             kind: what the answer's id begins with.
-            arrival: of the request; once nobody waits for it, it is given up.
+            arrival: of the request; once it is `gone`, the request is given up.
             grammar: of all texts.
             default_tokens: new tokens where the body does not say; None: as many as fit.
 
@@ -240,18 +238,18 @@ class Service:
         return wanted
 
     def refused(self, endpoint: str, error: BaseException) -> Refusal:
-        """What a client is told of `error`, counted."""
+        """The refusal for `error`, counted in the metrics."""
         told = refusal(error, self.retry_after)
         self.metrics.requests.labels(endpoint, told.outcome).inc()
         return told
 
     @property
     def retry_after(self) -> int:
-        """Seconds until the queue has moved on, about."""
+        """About how many seconds it takes until the queue has room."""
         return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
 
     def cancel(self) -> None:
-        """Ends what is decoded and what is being prepared. For the event loop."""
+        """Ends all requests, those that are being prepared among them. Called in the event loop."""
         self.ending.set()
         self.pool.cancel()
 

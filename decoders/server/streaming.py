@@ -14,7 +14,7 @@ from .answers import Answer, Growing
 from .limits import Receive, Scope, Send
 from .refusals import Refusal
 
-#: Seconds without news after which a comment is sent, lest somebody in between takes the connection for dead.
+#: Seconds without an event after which a comment is sent, so that no proxy takes the connection for dead.
 KEEP_ALIVE = 15.0
 _DONE = b"data: [DONE]\n\n"
 
@@ -102,7 +102,7 @@ class EventStream(Response):
 
     Args:
         answer: what is streamed.
-        told: called with the error that ended it, None if nothing did; gives what the client is told.
+        told: called at its end with the error that ended it or None; returns what the client is told.
     """
 
     media_type = "text/event-stream"

@@ -1,6 +1,6 @@
-"""Many requests at a time: a queue, a thread that decodes, and what a caller holds of a request.
+"""Many requests at a time: a queue, a thread that decodes, and the handles of requests that callers hold.
 
-:class:`decoders.Scheduler` and what it gives are exported by the package itself; here is what a server of one's own needs beside them.
+:class:`decoders.Scheduler` and its results are exported by the package itself; here is what a server of one's own needs besides.
 """
 
 from .pieces import TextPieces

@@ -1,4 +1,4 @@
-"""What a caller holds of a request: its result to come, its tokens as they come, and the means to end it."""
+"""The handle of a request: its result, its tokens as they are written, and a way to cancel it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Generation:
         self.cancelled = False
         self._on_cancel = on_cancel
         self._renew_conditions()
-        self._tokens: list[int] = []
+        self._count = 0  # tokens that the scheduler has shown
         self._times: list[tuple[float, int]] = []
         self._done = False
         self._value: Any = None
@@ -61,7 +61,7 @@ class Generation:
         """Waits for the end: the new text for a prompt that was text, else what ``generate`` returns for that prompt.
 
         Raises:
-            TimeoutError: it has not come to its end within `timeout` seconds; it goes on.
+            TimeoutError: it is not done within `timeout` seconds; it goes on.
             CancelledError, DeadlineError: it was ended before. Whatever ``generate`` raises. ``partial`` of the error is what was
                 written.
         """
@@ -86,7 +86,7 @@ class Generation:
             raise TimeoutError(f"not done after {timeout} seconds")
 
     def done(self) -> bool:
-        """Whether it has come to its end, in whatever way."""
+        """Whether it has ended: completed, failed or cancelled."""
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
@@ -107,7 +107,7 @@ class Generation:
             log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
 
     def cancel(self) -> bool:
-        """Ends it: its row is free after the step that is running. False if it has come to its end before."""
+        """Ends it: its row is free after the step that is running. False if it has ended before."""
         with self._changed:
             if self._done:
                 return False
@@ -118,8 +118,7 @@ class Generation:
     @property
     def tokens(self) -> list[int]:
         """The new tokens so far."""
-        with self._changed:
-            return list(self._tokens)
+        return self._so_far("generated")
 
     @property
     def drafted(self) -> list[bool]:
@@ -139,8 +138,7 @@ class Generation:
 
     def _so_far(self, name: str) -> list[Any]:
         with self._changed:
-            every = getattr(self.member, name)[0] if self.member is not None else []
-            return list(every[: len(self._tokens)])
+            return getattr(self.member, name)[0][: self._count] if self.member is not None else []
 
     @property
     def text(self) -> str:
@@ -164,7 +162,13 @@ class Generation:
         return self._report
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._pieces_of(self._wait)
+        seen, done, pieces = 0, False, self._new_pieces()
+        while not done:
+            tokens, done = self._wait(seen)
+            yield from _cut(tokens, seen, done, pieces)
+            seen = len(tokens)
+        if self._error is not None:
+            raise self._error
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._result_async().__await__()
@@ -187,18 +191,18 @@ class Generation:
                 seen = len(tokens)
 
     async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
-        """All tokens so far and whether they are all there are, whenever there are more; at last raises what went wrong."""
+        """All tokens so far and whether they are all there will be, whenever there are more; raises the error at the end, if any."""
         news = asyncio.Event()
         try:
             with self.telling(news.set):
                 while True:
                     news.clear()
-                    tokens, done = self._state()
+                    tokens, done = self._wait(-1)
                     yield tokens, done
                     if done:
                         break
                     await news.wait()
-        except (asyncio.CancelledError, GeneratorExit):  # nobody listens any more
+        except (asyncio.CancelledError, GeneratorExit):  # the caller has stopped listening
             self.cancel()
             raise
         if self._error is not None:
@@ -221,70 +225,54 @@ class Generation:
 
     @contextmanager
     def telling(self, function: Callable[[], object]) -> Iterator[None]:
-        """Within it, the running event loop calls `function` soon after there are more tokens, or all: once per step."""
+        """Within it, the running event loop calls `function` once per step that wrote tokens, and at the end."""
         loop = asyncio.get_running_loop()
 
         def listener() -> None:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(function)
 
-        self._listen(listener)
+        with self._changed:
+            self._listeners.append(listener)
         try:
             yield
         finally:
             with self._changed:
                 self._listeners.remove(listener)
 
-    def _listen(self, listener: Callable[[], None]) -> None:
-        with self._changed:
-            self._listeners.append(listener)
-
     def _new_pieces(self) -> TextPieces | None:
         return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
-    def _state(self) -> tuple[list[int], bool]:
-        with self._changed:
-            return list(self._tokens), self._done
-
     def _wait(self, seen: int) -> tuple[list[int], bool]:
+        """All tokens and whether they are all there will be, once there are more than `seen`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done or len(self._tokens) > seen)
-            return list(self._tokens), self._done
-
-    def _pieces_of(self, wait: Callable[[int], tuple[list[int], bool]]) -> Iterator[Any]:
-        seen, done, pieces = 0, False, self._new_pieces()
-        while not done:
-            tokens, done = wait(seen)
-            yield from _cut(tokens, seen, done, pieces)
-            seen = len(tokens)
-        if self._error is not None:
-            raise self._error
+            self._changed.wait_for(lambda: self._done or self._count > seen)
+            return self.tokens, self._done
 
     # What the scheduler says:
 
     def _show(self) -> None:
-        """Its member may have written more."""
+        """A step is over: what it has written for this request is shown."""
         assert self.member is not None
-        written = self.member.generated[0]
-        if len(written) == len(self._tokens):
+        count = len(self.member.generated[0])
+        if count == self._count:
             return
-        if not self._tokens:
+        if not self._count:
             self.member.report.time_to_first_token = time.monotonic() - self.submitted
         with self._changed:
-            self._tokens += written[len(self._tokens) :]
-            self._times.append((time.monotonic(), len(self._tokens)))
+            self._count = count
+            self._times.append((time.monotonic(), count))
             self._changed.notify_all()
         self._tell()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """It has come to its end, by itself or by `error`."""
+        """It has ended: completed, or by `error`."""
         value: Any = None
         if self.member is not None:
             self._show()
-            decoded = self.member.decoded()
-            self._report = decoded.report
+            self._report = self.member.report
             try:
-                value = self.call.result(decoded) if error is None else self.call.partial(decoded)
+                value = self.call.result(self.member) if error is None else self.call.partial(self.member)
                 if self.tokenizer is not None:
                     value = self.text
             except Exception as own:  # a streamer, say
@@ -297,7 +285,7 @@ class Generation:
             if self._done:
                 return
             self._value, self._error, self._done = value, error, True
-            # Whoever keeps a result keeps neither the scheduler nor what was to be called.
+            # A caller that keeps the result does not keep the scheduler and the callbacks alive.
             self._on_cancel, callbacks, self._callbacks = _nothing, self._callbacks, []
             self._changed.notify_all()
             self._over.notify_all()
@@ -313,7 +301,7 @@ class Generation:
             self._error, self._done, self._on_cancel = error, True, _nothing
 
     def _renew_conditions(self) -> None:
-        """What tokens and the end are waited for with. Whoever waits for the end alone is not woken in every step."""
+        """Makes the conditions that readers of tokens, woken by every step, and of the result, woken at the end, wait for."""
         lock = threading.RLock()
         self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
 

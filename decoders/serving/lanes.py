@@ -10,7 +10,7 @@ from ..engine.decode.lane import Lane
 from ..errors import CancelledError, DeadlineError, DecodersError
 from .generation import Generation
 
-#: Lanes that stay open, with the texts in them, while nobody uses them.
+#: Lanes without requests that stay open, with the texts in them.
 IDLE_LANES = 2
 
 
@@ -37,7 +37,7 @@ class Lanes:
         return bool(self._active)
 
     def generations(self) -> list[Generation]:
-        """Those that have a row."""
+        """The requests that have a row."""
         return [generation for several in list(self._active.values()) for generation in several]
 
     def admit(self, generation: Generation) -> None:
@@ -65,11 +65,11 @@ class Lanes:
                     break
                 generation._end(reason(generation))
 
-    def advance(self) -> int:
+    def step(self) -> int:
         """A step of every lane that has requests; gives how many succeeded."""
-        return sum(self._advance(lane, generations) for lane, generations in list(self._active.items()) if generations)
+        return sum(self._step(lane, generations) for lane, generations in list(self._active.items()) if generations)
 
-    def _advance(self, lane: Lane, generations: list[Generation]) -> bool:
+    def _step(self, lane: Lane, generations: list[Generation]) -> bool:
         """One step of a lane; what it raises ends all requests in it."""
         try:
             ended = lane.advance(self.longest_pause)
@@ -99,14 +99,14 @@ class Lanes:
                 generation._end(copied(error))
 
     def close_idle(self) -> None:
-        """Closes lanes that nobody uses, all but the last few."""
+        """Closes lanes without requests, all but the last few."""
         idle = [lane for lane, generations in self._active.items() if not generations]
         for lane in idle[: max(len(idle) - IDLE_LANES, 0)]:
             del self._active[lane]
             lane.close()
 
     def close(self) -> None:
-        """Closes all of them, even if some raise; what becomes of their requests is the caller's to say."""
+        """Closes all lanes, even if some raise. The caller ends their requests."""
         with ExitStack() as stack:
             for lane in self._active:
                 stack.callback(lane.close)

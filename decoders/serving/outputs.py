@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,11 +18,14 @@ from typing import Any
 
 from ..errors import SettingsError, shortened
 from .lines import InputLine
-from .locks import locked
+
+log = logging.getLogger("decoders.serving")
 
 _MARK = re.compile("[0-9a-f]{12}")
 #: How a line begins: a number and a mark stand behind these.
 _FIRST, _SECOND = b'{"index": ', b', "input": "'
+#: What a lock that another process holds raises.
+_TAKEN = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 _ELSE = "name another --output, or move it away"
 
 
@@ -169,7 +174,7 @@ class OutputLines:
                 self._target.open("rb") as lines,
                 self._target.open("rb") as other,
             ):
-                locked(raw)  # whoever opens the new file finds it locked until this one is closed
+                locked(raw)  # a process that opens the new file finds it locked until this one is closed
                 file = io.BufferedWriter(raw)
                 place = 0
                 for line in lines:
@@ -238,6 +243,29 @@ def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file, new
         file.close()
+
+
+def locked(file: io.FileIO) -> bool:
+    """Takes the lock of `file`, which ends when it is closed, at the latest with the process. False: another process has it.
+
+    A file system without locks gives them all, with a warning.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(1 << 40)  # far behind the text: on Windows, locked bytes cannot be read
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            # Not lockf: its lock goes when any descriptor of the file is closed.
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            return False
+        log.warning("%s cannot be locked (%s): let no second process write it", file.name, error.strerror)
+    return True
 
 
 def _ours(line: bytes) -> dict[str, Any] | None:

@@ -34,9 +34,9 @@ log = logging.getLogger("decoders")
 
 _FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
 
-#: Seconds without another request after which one that finds nobody running is begun: those that come together share passes.
+#: Where no request runs, the first ones wait for others to come, to share passes with them: until none came for so many seconds.
 GATHERING = 0.002
-#: Seconds that it waits for others at most.
+#: Seconds that they wait at most.
 LONGEST_GATHERING = 0.05
 
 
@@ -55,7 +55,7 @@ class Scheduler:
         tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
         strategy, strategy_config: of requests that name none, as in ``generate``.
         rows: most requests that are decoded at a time.
-        slots: most tokens that a request may come to, prompt and new ones.
+        slots: most tokens of a request, prompt and new ones.
         queue: most requests that wait.
         longest_pause: seconds that reading a prompt may hold up those that are being decoded, per step.
         defaults: arguments of ``generate`` for requests that do not say otherwise.
@@ -282,7 +282,7 @@ class Scheduler:
         self._sweep()
         self._gather()
         self._admit()
-        self.steps += self._lanes.advance()
+        self.steps += self._lanes.step()
         self._generate.give_way()
 
     def _sweep(self) -> None:
@@ -303,7 +303,7 @@ class Scheduler:
         self._lanes.sweep(now)
 
     def _gather(self) -> None:
-        """Where nobody runs yet, waits a moment for requests that come together; an empty row costs more than that."""
+        """Where no request runs yet, waits a moment for others that come together; an empty row costs more than that."""
         until = time.monotonic() + LONGEST_GATHERING
         with self._changed:
             while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:
@@ -334,7 +334,7 @@ class Scheduler:
         self._lanes.close_idle()
 
     def _shut(self, error: BaseException | None = None) -> None:
-        """Frees everything; whoever still waits is told."""
+        """Frees everything and ends the requests that are left."""
         with self._changed:
             self._closing, self._error = True, error
             left = self._all()
@@ -350,23 +350,19 @@ class Scheduler:
 
 def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
     """The thread. It holds the scheduler while there is something to do, so that a forgotten one can go."""
+    error: BaseException | None = None
     try:
-        _decode(reference)
+        try:
+            while (scheduler := reference()) is not None and scheduler._idle(0.5):
+                if scheduler._waiting or scheduler._lanes.used:
+                    scheduler._round()
+                del scheduler
+        except BaseException as caught:
+            error = caught
+        if (scheduler := reference()) is not None:
+            scheduler._shut(error)
     finally:
         ended.set()
-
-
-def _decode(reference: weakref.ref[Scheduler]) -> None:
-    try:
-        while (scheduler := reference()) is not None and scheduler._idle(0.5):
-            if scheduler._waiting or scheduler._lanes.used:
-                scheduler._round()
-            del scheduler
-        error = None
-    except BaseException as caught:
-        error = caught
-    if (scheduler := reference()) is not None:
-        scheduler._shut(error)
 
 
 _open: weakref.WeakSet[Scheduler] = weakref.WeakSet()

@@ -18,8 +18,7 @@ from ..costs import AcceptanceRates, Follower, row_weights
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
-from .auto_accounts import Ledger
-from .auto_candidates import FIRST_DEPTH, Candidate, Experience, PricesSteps, first_price, missing, refuse_unfit
+from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, PricesSteps, first_price, missing, refuse_unfit
 from .auto_plan import AutoState, Memory, Plan
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..costs import CAUTION, AcceptanceRates, Follower, Proposals
+from ..costs import CAUTION, AcceptanceRates, Follower, Proposals, worthwhile
 from ..strategy import Draft
 from ..tree import TreeTensors
-from .auto_accounts import COUNTED_AHEAD, Ledger
-from .auto_candidates import Candidate, Experience, PricesSteps
+from .auto_candidates import COUNTED_AHEAD, Candidate, Experience, Ledger, PricesSteps
 
 #: Most entries of a report's history.
 LONGEST_HISTORY = 1000
@@ -133,7 +132,6 @@ class Plan:
         self._plain = self.costs.step(1)
         self.price = CAUTION * state.rate * state.ledger.strictness(self._plain)
         self.count = 0
-        self.gain = 0.0
         self.worth = 0.0
         self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in self.active}
 
@@ -147,12 +145,7 @@ class Plan:
             weight = self.weights[row]
             for place, (likely, _) in enumerate(ranked):
                 gains[place] += weight * likely
-        self.count, self.gain, self.worth, gain = 0, 0.0, 0.0, 0.0
-        for count, more in enumerate(gains[: self.most], 1):
-            gain += more
-            worth = gain - self.price * (self.costs.step(count + 1) - self._plain)
-            if worth > self.worth:
-                self.count, self.gain, self.worth = count, gain, worth
+        self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
         """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is, or if nothing is

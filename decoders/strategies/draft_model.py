@@ -12,12 +12,12 @@ from pydantic import ConfigDict, Field, InstanceOf, PlainSerializer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..costs import draft_budget
 from ..drafting import Expansion
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Strategy
 from ..tree import Topology, TreeTensors
-from .budget import draft_budget
 
 #: Nodes of a tree where nothing says otherwise, root excluded.
 TREE_NODES = 24
@@ -96,7 +96,7 @@ class DraftModelStrategy(Strategy):
 
     def tree_nodes(self, context: Context) -> int:
         """Node budget of a tree, root excluded."""
-        return draft_budget(context, self.settings.nodes, TREE_NODES)
+        return draft_budget(context.costs, self.settings.nodes, TREE_NODES)
 
 
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:

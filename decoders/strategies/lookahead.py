@@ -17,12 +17,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..costs import node_budget
 from ..errors import UnsupportedError
 from ..sampling import mix64
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import NO_PARENT, Topology
-from .budget import node_budget
 
 
 class LookaheadSettings(Settings):
@@ -145,7 +145,7 @@ def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
     set_by_hand = settings.window, settings.ngram, settings.candidates
     window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
     if None in set_by_hand and context.costs() is not None:
-        nodes = node_budget(context, None, len(lookahead_block(*SHAPE)))
+        nodes = node_budget(context.costs, None, len(lookahead_block(*SHAPE)))
         if settings.ngram is None:
             ngram = min(SHAPE.ngram, max(nodes // (SHAPE.window + SHAPE.candidates), 1) + 1)
         columns = nodes // (ngram - 1)

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..costs import draft_budget
 from ..errors import SettingsError, UnsupportedError
 from ..heads.medusa import HeadWeights, MedusaHeads, check_fit, find_heads, head_scores, load_heads
 from ..heads.medusa_trees import DEFAULT_TREE
@@ -16,7 +17,6 @@ from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
-from .budget import draft_budget
 
 
 class MedusaSettings(Settings):
@@ -101,7 +101,7 @@ class Medusa(Strategy):
         # The authors' tree is four levels deep; heads may be fewer, or the tree of a user's shallower than the heads.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
-        nodes = draft_budget(context, s.nodes, len(paths))
+        nodes = draft_budget(context.costs, s.nodes, len(paths))
         topology, picks = Topology.from_paths(budgeted(paths, nodes))
         plan, drawn = context.plan or SamplingPlan(), context.plan is not None and context.plan.sample
         _check_tree(topology, picks, heads)

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..costs import node_budget
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, Traits, check_draft, finish_all
 from ..tree import NO_PARENT, Topology, TreeTensors
-from .budget import node_budget
 
 #: Nodes of the joint tree where nothing says otherwise, root included.
 NODES = 64
@@ -86,7 +86,7 @@ class Merged(Strategy):
     def start(self, context: Context) -> MergedState:
         config, count = context.model.config, context.decoder_layers
         layers = tuple(part.layers_for(config, count) for part in self.parts)
-        state = MergedState([], [], node_budget(context, self.settings.nodes, NODES), layers)
+        state = MergedState([], [], node_budget(context.costs, self.settings.nodes, NODES), layers)
         try:
             for part in self.parts:
                 state.parts.append(part.start(context.part(part)))

@@ -9,11 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..costs import draft_budget
 from ..drafting import Drafter
 from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
-from .budget import draft_budget
 from .draft_model import DraftModelSettings, DraftModelStrategy, best_nodes, depth_bound
 
 #: Nodes of the tree where nothing says otherwise, root excluded: the paper's size.
@@ -77,7 +77,7 @@ class Staged(DraftModelStrategy):
     def start(self, context: Context) -> _State:
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
-        nodes = draft_budget(context, s.nodes, NODES)
+        nodes = draft_budget(context.costs, s.nodes, NODES)
         # Unless coupled, which leaves there are must not depend on what was drawn: the same number everywhere.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)

@@ -13,10 +13,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from ..costs import draft_budget
 from ..drafting import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
-from .budget import draft_budget
 from .draft_model import DraftModelStrategy, DraftTreeSettings, DynamicTree, require_coupled
 
 #: Most tokens of a draft where nothing says otherwise, and where a step's cost allows more.
@@ -105,7 +105,7 @@ class Threshold(DraftModelStrategy):
             tree = DynamicTree(length, s.beam, self.tree_nodes(context), s.children, context.compile)
             ahead, children = tree.ahead, tree.children
         else:
-            ahead = length = draft_budget(context, s.max_length, LENGTH, MOST_LENGTH)
+            ahead = length = draft_budget(context.costs, s.max_length, LENGTH, MOST_LENGTH)
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
         calibration = CalibratedThreshold(context.rows, context.clock) if s.rule == "calibrated" else None
         threshold = torch.full((context.rows,), s.threshold, device=context.device)

@@ -17,7 +17,7 @@ import decoders
 from decoders.engine.model import torch_compat
 from decoders.engine.model.target import Target
 from decoders.errors import UnsupportedError
-from decoders.hf.call import GenerateCall
+from decoders.hf.call import PreparedCall
 from decoders.testing import decode, prompts
 from decoders.testing.models import VOCAB
 
@@ -41,13 +41,13 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(enabled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the strategies that decoded; there must be some at the end."""
     seen: list[str] = []
-    whole = GenerateCall.generate
+    whole = PreparedCall.decode
 
-    def noted(self: GenerateCall) -> Any:
-        seen.append(self.options.strategy.name)
+    def noted(self: PreparedCall) -> Any:
+        seen.append(self.request.strategy.name)
         return whole(self)
 
-    monkeypatch.setattr(GenerateCall, "generate", noted)
+    monkeypatch.setattr(PreparedCall, "decode", noted)
     yield seen
     assert seen, "the strategy was not used"
 

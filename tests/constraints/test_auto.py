@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from decoders.constraints.auto import Auto
+from decoders.constraints.auto import Auto, least_states
 from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.table import Table
-from decoders.constraints.table.determinise import determinise
-from decoders.constraints.table.estimate import least_states
-from decoders.constraints.table.minimise import minimise
+from decoders.constraints.table.determinise import determinise, minimise
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.testing.languages import REGEXES

@@ -27,8 +27,7 @@ from typing_extensions import TypeAliasType, TypedDict  # Pydantic reads that of
 import decoders
 from decoders.constraints import library
 from decoders.constraints.coerce import as_spec, as_specs
-from decoders.constraints.json_spec import JsonSchema
-from decoders.constraints.specs import Choice, Lark, Regex, Spec
+from decoders.constraints.specs import Choice, JsonSchema, Lark, Regex, Spec
 from decoders.errors import GrammarError, UnknownNameError
 
 

@@ -11,10 +11,9 @@ from decoders.constraints.auto import Auto
 from decoders.constraints.base import CompiledGrammar
 from decoders.constraints.compiling import Cache
 from decoders.constraints.constructors import regex
-from decoders.constraints.json_spec import JsonSchema
 from decoders.constraints.patterns import automata, ecma
-from decoders.constraints.patterns.deadline import check, deadline, left, spend
-from decoders.constraints.specs import Lark, Spec
+from decoders.constraints.patterns.limits import check, deadline, left, spend
+from decoders.constraints.specs import JsonSchema, Lark, Spec
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.settings import RuntimeSettings

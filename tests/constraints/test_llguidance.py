@@ -18,8 +18,8 @@ from decoders.constraints import library
 from decoders.constraints.base import CompiledGrammar, Language, Matcher, mask_words, unpack
 from decoders.constraints.llguidance import LLGuidance
 from decoders.constraints.llguidance import source as sources
-from decoders.constraints.llguidance import tokenizer as tokenizers
-from decoders.constraints.llguidance.nesting import depth
+from decoders.constraints.llguidance import source as tokenizers
+from decoders.constraints.llguidance.source import depth
 from decoders.constraints.table import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError

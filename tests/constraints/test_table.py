@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from decoders.constraints.base import Language, mask_words, unpack
 from decoders.constraints.table import Table, TableGrammar
-from decoders.constraints.table.backend import STATES
-from decoders.constraints.table.determinise import ByteAutomaton, determinise
-from decoders.constraints.table.lexicon import Lexicon
-from decoders.constraints.table.masks import masks
-from decoders.constraints.table.minimise import columns, minimise
-from decoders.constraints.table.plain import room, split
-from decoders.constraints.table.rows import MaskRows, Row
+from decoders.constraints.table.determinise import ByteAutomaton, columns, determinise, minimise
+from decoders.constraints.table.grammar import STATES
+from decoders.constraints.table.lexicon import Lexicon, room, split
+from decoders.constraints.table.masks import MaskRows, Row, masks
 from decoders.constraints.table.trie import Trie
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError

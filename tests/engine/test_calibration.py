@@ -16,7 +16,7 @@ from decoders.engine.decode.calibration import subject_of
 from decoders.engine.decode.engine import Engine
 from decoders.engine.model import torch_compat
 from decoders.errors import CacheMemoryError, SettingsError, UnsupportedError
-from decoders.hf import calibration
+from decoders.hf import ready
 from decoders.strategies import Speculative
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
@@ -144,7 +144,7 @@ def test_measuring_leaves_no_text_behind(engine: Engine, tmp_path: Path) -> None
 
 
 def test_calibrate_says_what_strategies_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "TOKENS", 8)
+    monkeypatch.setattr(ready, "TOKENS", 8)
     model = tiny_model("llama")
     done = decoders.calibrate(
         model, rows=[1], contexts=[16], assistant_model=tiny_model("llama", seed=1),

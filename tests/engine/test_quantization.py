@@ -23,6 +23,7 @@ from decoders.engine.model.target import Target
 from decoders.engine.model.weights import quantized
 from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
 from decoders.errors import SettingsError, UnsupportedError
+from decoders.settings import RuntimeSettings
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model
 
@@ -373,7 +374,7 @@ def test_a_plain_step_of_one_row_is_padded_where_one_node_has_other_bits() -> No
 
 def test_costs_of_a_row_tell_plain_steps_from_blocks(tmp_path: Path) -> None:
     model = decoders.enable(tiny_model("llama").bfloat16())
-    engine = vars(model)["generate"].engine(weights="int4")
+    engine = vars(model)["generate"].engine(RuntimeSettings.model_validate({"weights": "int4"}))
     curve = engine.calibration.measured(tmp_path, [1], [30], False)
     assert [point.nodes for point in curve.points][:2] == [1, 4]
 
@@ -391,7 +392,12 @@ def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
     settings = {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
-    job = vars(model)["generate"].engine(weights="int4").forward_pass._tiers[False, True].job
+    job = (
+        vars(model)["generate"]
+        .engine(RuntimeSettings.model_validate({"weights": "int4"}))
+        .forward_pass._tiers[False, True]
+        .job
+    )
     assert padded.report.nodes >= 3 and job is not None and job.wait()
     block_sizes.clear()
     single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)

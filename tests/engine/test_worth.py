@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
 import decoders
-from decoders.costs.fitted import FittedStepCosts
-from decoders.engine.decode.worth import DraftWorth
+from decoders.costs import StepCosts, StepLine
+from decoders.costs.worth import DraftWorth
 from decoders.strategy import Draft
 from decoders.testing import Replay, decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.tree import Topology, TreeTensors
+
+from ..costs.test_curve import curve, point
 
 ROWS, DEPTH = 8, 4
 
@@ -32,7 +34,8 @@ class Play:
         seconds: float = 0.0,
         tree: bool = False,
     ) -> None:
-        self.worth = DraftWorth(FittedStepCosts(), ROWS, ends)
+        self.costs = StepCosts(None, ROWS, 1, size, line=StepLine())
+        self.worth = DraftWorth(lambda: self.costs, ROWS, ends)
         self.right, self.node_cost, self.drafting, self.size, self.tree = right, node_cost, drafting, size, tree
         self.seconds, self.lengths, self.looks = seconds, [1] * ROWS, 0
 
@@ -51,13 +54,14 @@ class Play:
         due, count = self.worth.due(), 0
         if due:
             self.looks += 1
-            count = self.worth.nodes(self.draft(), self.lengths, [False] * ROWS, self.size)
+            count = self.worth.nodes(self.draft(), self.lengths, [False] * ROWS)
         accepted = [min(count, self.right) if row < self.drafting else 0 for row in range(ROWS)]
         written = [list(range(at, at + more + 1)) for at, more in zip(self.lengths, accepted, strict=True)]
         self.lengths = [at + len(tokens) for at, tokens in zip(self.lengths, written, strict=True)]
         nodes = self.size(count + 1)
         seconds = 1.0 + self.node_cost * ROWS * nodes
-        self.worth.observe(nodes, seconds, False, [len(tokens) for tokens in written], self.seconds if due else None)
+        self.worth.observe(seconds, [len(tokens) for tokens in written], self.seconds if due else None)
+        self.costs.observe(nodes, seconds, max(self.lengths), False)
         self.worth.follow(written)
         return count
 
@@ -109,8 +113,8 @@ def test_rows_that_wait_for_others_are_worth_little() -> None:
 def test_drafts_that_take_long_and_bring_nothing_are_asked_for_rarely() -> None:
     dear, cheap = Play(0, 0.02, drafting=ROWS, seconds=0.5), Play(0, 0.02, drafting=ROWS, seconds=0.001)
     for play in (dear, cheap):
-        play.worth._costs.observe(8, 1.0 + 0.02 * 8, False)  # sizes differ: what a step costs is known
-        play.worth._costs.observe(40, 1.0 + 0.02 * 40, False)
+        play.costs.observe(1, 1.0 + 0.02 * 8, 1, False)  # sizes differ: what a step costs is known
+        play.costs.observe(5, 1.0 + 0.02 * 40, 1, False)
         play.steps(200)
     assert dear.looks <= 20 < 90 <= cheap.looks
 
@@ -128,21 +132,22 @@ def test_blocks_of_one_size_are_left_out_now_and_then_until_it_is_known_what_the
     assert 0 in counts[:6] and set(counts[12:]) == {0}
 
 
-def test_what_steps_cost_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[FittedStepCosts] = []
-    plain = DraftWorth.__init__
-
-    def noted(self: DraftWorth, costs: FittedStepCosts, *arguments: Any) -> None:
-        given.append(costs)
-        plain(self, costs, *arguments)
-
-    monkeypatch.setattr(DraftWorth, "__init__", noted)
+def test_what_steps_cost_outlives_a_call(tmp_path: Path) -> None:
     models = [decoders.enable(tiny_model("llama")) for _ in range(2)]
-    for model in (models[0], models[0], models[1]):
-        settings = {"compile": False, "prune": True}
-        decode(model, prompts(4), "prompt_lookup", max_new_tokens=30, decoders_config=settings)
-    assert given[0] is given[1] is not given[2]
-    assert given[0].step(4) is not None
+    settings = {"compile": False, "prune": True, "cost_cache": str(tmp_path)}
+    decode(models[0], prompts(4), "prompt_lookup", max_new_tokens=30, decoders_config=settings)
+    seen, other = (vars(model)["generate"].engine().calibration.line for model in models)
+    assert seen.step(4) is not None and other.step(4) is None
+
+
+def test_a_batch_goes_by_the_curve_where_there_is_one() -> None:
+    """Nodes are dear by the curve, and no step has to be tried to see it."""
+    play = Play(4, 1.0, drafting=1)
+    play.costs = StepCosts(curve(point(1, 9.0, rows=ROWS), point(5, 41.0, rows=ROWS)), ROWS, 1)
+    assert sum(play.steps(30)) == 0
+    play = Play(4, 0.0, drafting=1)
+    play.costs = StepCosts(curve(point(1, 1.0, rows=ROWS), point(5, 1.0, rows=ROWS)), ROWS, 1)
+    assert set(play.steps(30)[5:]) == {4}
 
 
 @pytest.mark.parametrize("rows", [1, 4])

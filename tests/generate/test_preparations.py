@@ -18,8 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.errors import ContextLengthError, InputError, UnsupportedError
-from decoders.hf import preparations as preparations_module
-from decoders.hf.preparations import Preparations
+from decoders.hf import call as call_module
 from decoders.testing import tiny_model
 from decoders.testing.models import VOCAB
 
@@ -35,7 +34,7 @@ def prepare(model: PreTrainedModel, length: int = 5, **arguments: Any) -> Any:
 def facts(call: Any) -> dict[str, Any]:
     """All that a call is decoded by and given back with, but for objects that have no value of their own."""
     request = {field.name: getattr(call.request, field.name) for field in dataclasses.fields(call.request)}
-    own = ("strategy", "verifier", "engine_of", "vocabulary_of", "resolve", "on_step", "criteria", "processors")
+    own = ("strategy", "verifier", "draft_models", "resolve", "on_step", "criteria", "processors")
     told = {name: request[name] is not None for name in own} | {n: v for n, v in request.items() if n not in own}
     told["prompts"] = [prompt.tolist() for prompt in told["prompts"]]
     told["padded_prompt"] = told["padded_prompt"].tolist()
@@ -58,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def forget(model: PreTrainedModel) -> None:
-    vars(model)["generate"]._preparations = Preparations()
+    vars(model)["generate"]._preparations.clear()
 
 
 _VALUES = st.fixed_dictionaries(
@@ -160,7 +159,7 @@ def test_what_may_look_at_more_than_the_scores_is_prepared_each_time(
     for length in (5, 8):
         prepare(model, length, **arguments)
     assert len(asked) == 2
-    assert not vars(model)["generate"]._preparations._kept
+    assert not vars(model)["generate"]._preparations
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,7 @@ def test_what_the_caller_does_to_a_prepared_config_stays_there(fresh: PreTrained
 def test_copies_of_a_model_begin_with_none(fresh: PreTrainedModel, copied: Callable[[Any], Any]) -> None:
     prepare(fresh)
     other = copied(fresh)
-    assert not vars(other)["generate"]._preparations._kept
+    assert not vars(other)["generate"]._preparations
     assert facts(prepare(other, 8)) | {"engine": None, "model": None} == facts(prepare(fresh, 8)) | {
         "engine": None, "model": None,
     }  # fmt: skip
@@ -277,10 +276,10 @@ def test_copies_of_a_model_begin_with_none(fresh: PreTrainedModel, copied: Calla
 def test_no_more_are_kept_than_may_be(
     fresh: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
-    monkeypatch.setattr(preparations_module, "LIMIT", 2)
+    monkeypatch.setattr(call_module, "LIMIT", 2)
     for stop in (3, 4, 5, 6):
         prepare(fresh, eos_token_id=stop)
-        assert 1 <= len(vars(fresh)["generate"]._preparations._kept) <= 2
+        assert 1 <= len(vars(fresh)["generate"]._preparations) <= 2
     assert len(asked) == 4
     assert prepare(fresh, 8, eos_token_id=6).request.stop_tokens == (6,)
     assert len(asked) == 4

@@ -16,7 +16,7 @@ from interegular.fsm import FSM, Alphabet
 
 from decoders.constraints.patterns import automata, characters, ecma, limits
 from decoders.constraints.patterns.writer import slashed
-from decoders.constraints.schemas import json_text
+from decoders.constraints.schemas import string_text
 from decoders.errors import GrammarError
 
 PATTERNS = [
@@ -43,8 +43,8 @@ def compare_with_re(pattern: str, text: str) -> None:
     conditions = ecma.strings(pattern)
     assert all(automata.matches(rx, text) is good for rx, good in conditions) is found
     written = json.dumps(text, ensure_ascii=False)[1:-1]
-    expression = json_text.expression(automata.automaton(conditions))
-    tree = json_text.inside(conditions[0][0])
+    expression = string_text.expression(automata.automaton(conditions))
+    tree = string_text.inside(conditions[0][0])
     assert expression is not None
     assert tree is not None
     assert bool(re.fullmatch(expression, written)) is found
@@ -127,7 +127,7 @@ def test_memory_of_a_match_is_bounded() -> None:
 @given(text=strings)
 def test_negation_is_the_complement(text: str) -> None:
     positive, negative = (automata.automaton([(rx, good)]) for rx, _ in ecma.strings("a[^b]") for good in (True, False))
-    expressions = [json_text.expression(machine) for machine in (positive, negative)]
+    expressions = [string_text.expression(machine) for machine in (positive, negative)]
     written = json.dumps(text, ensure_ascii=False)[1:-1]
     assert sum(bool(re.fullmatch(e, written)) for e in expressions if e is not None) == 1
 

@@ -16,6 +16,8 @@ from decoders.constraints.patterns import automata, ecma
 from decoders.constraints.patterns.rust import in_ecma
 from decoders.errors import GrammarError
 
+from ..schemas.spelling import spell
+
 CHARACTERS = st.sampled_from([*"abcz09_-&~[]^:. \n", "é", "😀"])
 TEXTS = st.lists(CHARACTERS, max_size=4).map("".join)
 ITEMS = st.sampled_from([
@@ -79,7 +81,7 @@ def test_pattern_that_ecma_cannot_say_is_refused() -> None:
 
 
 def accepted(kind: Any, value: Any) -> bool:
-    return json_schema(kind).spell(value) is not None
+    return spell(json_schema(kind), value) is not None
 
 
 @pytest.mark.filterwarnings("ignore:Possible set:FutureWarning")

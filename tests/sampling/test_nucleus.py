@@ -13,7 +13,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from decoders.common.devices import as_recorded
-from decoders.hf.prepared import plan_sampling
+from decoders.hf.preparation import plan_sampling
 from decoders.sampling.choice import candidates
 from decoders.sampling.processors import OPERATIONS, SamplingInputs, SamplingPlan, process, row_keys
 from decoders.sampling.top import MOST_OF_TOP_K, counted, top_k_top_p

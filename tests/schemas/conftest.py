@@ -9,7 +9,7 @@ import llguidance
 import pytest
 
 from decoders.constraints.base import Language
-from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.specs import JsonSchema
 
 Accepts = Callable[[Language, str], bool]
 

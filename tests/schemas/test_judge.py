@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from decoders.constraints.json_spec import JsonSchema
-from decoders.constraints.schemas.lenient import Validation
+from decoders.constraints.schemas.judge import Validation
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
 
 from .test_soundness import INSTANCES, REFUSED_SCHEMAS, TOO_MUCH

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
 
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {

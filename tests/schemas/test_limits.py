@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from decoders.constraints.json_spec import JsonSchema
 from decoders.constraints.patterns import limits as patterns
 from decoders.constraints.schemas import limits as schemas
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
 
 REFS = {f"d{i}": {"properties": {"l": {"$ref": f"#/$defs/d{(i * 7 + 1) % 40}"}, "r": {"$ref": f"#/$defs/d{(i * 3 + 2) % 40}"}}}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jsonschema.validators import Draft202012Validator
 
 from decoders.constraints.base import CompiledGrammar, mask_words, unpack
-from decoders.constraints.json_spec import JsonSchema
 from decoders.constraints.llguidance import LLGuidance
+from decoders.constraints.specs import JsonSchema
 from decoders.constraints.table import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError

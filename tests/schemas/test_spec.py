@@ -15,9 +15,11 @@ import pydantic
 import pytest
 import typing_extensions
 
-from decoders.constraints.json_spec import JsonSchema
-from decoders.constraints.schemas.lenient import Validation
+from decoders.constraints.schemas.judge import Validation
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
+
+from .spelling import spell
 
 
 class Colour(enum.Enum):
@@ -290,8 +292,8 @@ def test_languages_do_not_depend_on_hashes() -> None:
 
 def test_value_is_spelled_in_the_order_of_the_grammar() -> None:
     spec = JsonSchema({"properties": {"b": {}, "a": {"type": "integer"}}, "type": "object"})
-    assert spec.spell({"x": 1, "a": 2.0, "b": [{"é": 1}]}) == '{"b": [{"é": 1}], "a": 2, "x": 1}'
-    assert spec.spell({"a": 1.5}) is None
+    assert spell(spec, {"x": 1, "a": 2.0, "b": [{"é": 1}]}) == '{"b": [{"é": 1}], "a": 2, "x": 1}'
+    assert spell(spec, {"a": 1.5}) is None
 
 
 def test_unknown_white_space_suggests() -> None:
@@ -338,6 +340,6 @@ def test_other_names_are_not_remarked(schema: Any) -> None:
 
 
 def test_no_more_than_some_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoders.constraints.schemas.ignored._MOST_COMPARED", 3)
+    monkeypatch.setattr("decoders.constraints.schemas.no_effect._MOST_COMPARED", 3)
     schema = {f"maxLengt{i}": 1 for i in range(9)}
     assert sum("says nothing" in warning for warning in JsonSchema(schema).language().warnings) == 3

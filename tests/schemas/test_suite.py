@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from decoders.constraints.schemas.lenient import Validation
+from decoders.constraints.schemas.judge import Validation
 from decoders.errors import GrammarError
 
 GENERATOR = Path(__file__).parents[2] / "docs" / "generate_schema_report.py"

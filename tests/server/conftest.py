@@ -46,7 +46,7 @@ def llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 def running(service: Any, **options: Any) -> Iterator[Any]:
     """A server of `service` in a thread; ended afterwards."""
     from decoders.server.app import make_app
-    from decoders.server.running import Server
+    from decoders.server.connections import Server
 
     app = make_app(service, options.pop("keys", ()), options.pop("hosts", None))
     server = Server(app, service, port=0, **options)

@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.constraints.constructors import regex
-from decoders.constraints.json_spec import JsonSchema
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
-from decoders.server.bodies import ChatBody, Tool, parsed
-from decoders.server.prompts import Conversations
-from decoders.server.templates import CallStyle
-from decoders.server.tools import Calling
+from decoders.server.bodies import ChatBody, Tool
+from decoders.server.grammars import Calling
+from decoders.server.prompts import CallStyle, Conversations
+from decoders.server.refusals import parsed
 
 ROUTE = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two and two"}]}

@@ -18,8 +18,8 @@ from decoders.constraints.constructors import regex
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.server.bodies import Tool
+from decoders.server.grammars import Calling
 from decoders.server.prompts import CallStyle
-from decoders.server.tools import Calling
 
 from .test_chat import ASKED, ROUTE, post
 

@@ -14,8 +14,7 @@ import pytest
 from decoders.errors import SettingsError
 from decoders.serving import outputs
 from decoders.serving.lines import InputLine
-from decoders.serving.locks import locked
-from decoders.serving.outputs import OutputLines
+from decoders.serving.outputs import OutputLines, locked
 
 
 def line(number: int, text: str = "") -> InputLine:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.strategies.auto_accounts import BEHIND_SHARE, FIRST_STEPS, LONGEST_REST, MOST_AHEAD, STRICTNESS, Ledger
+from decoders.strategies.auto_candidates import BEHIND_SHARE, FIRST_STEPS, LONGEST_REST, MOST_AHEAD, STRICTNESS, Ledger
 
 PLAIN = 0.01
 

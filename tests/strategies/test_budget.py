@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 import decoders
-from decoders.costs import StepCosts
+from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode.calibration import Calibrator
 from decoders.strategies import Autoregressive, Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
-from decoders.strategies.budget import node_budget
 from decoders.strategies.lookahead import BlockShape, block_shape
 from decoders.strategies.merged import Merged, MergedSettings
 from decoders.strategy import Strategy
@@ -37,7 +36,7 @@ class Costs:
 
 
 def budget(milliseconds: dict[int, float] | None, *arguments: Any, **more: Any) -> int:
-    return node_budget(Costs(milliseconds), *arguments, **more)  # type: ignore[arg-type]
+    return node_budget(Costs(milliseconds).costs, *arguments, **more)
 
 
 def test_what_is_set_by_hand_comes_before_costs_and_costs_before_constants():
@@ -115,7 +114,7 @@ def test_equal_calls_have_equal_budgets(monkeypatch, rows):
 
     class Reckons(Autoregressive):
         def start(self, context: Any) -> None:
-            budgets.append(node_budget(context, None, 20))
+            budgets.append(node_budget(context.costs, None, 20))
 
     for _ in range(2):
         decode(model, prompts(rows), Reckons(), max_new_tokens=4, decoders_config=EAGER)

@@ -11,7 +11,7 @@ import torch
 import decoders
 from decoders.context import Context
 from decoders.costs import Looks
-from decoders.engine.decode.worth import DraftWorth
+from decoders.costs.worth import DraftWorth
 from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
 from decoders.strategies.auto_candidates import Candidate, Experience
 from decoders.strategy import Draft, Sequences, Step, Strategy

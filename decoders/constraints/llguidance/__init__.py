@@ -5,6 +5,6 @@ wants is done here: a text's end is kept apart from it, since it stops on its ow
 limit that is hit in the middle of a text does not end the text, as llguidance would have it.
 """
 
-from .backend import LLGuidance, LLGuidanceGrammar
+from .grammar import LLGuidance, LLGuidanceGrammar
 
 __all__ = ["LLGuidance", "LLGuidanceGrammar"]

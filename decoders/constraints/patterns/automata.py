@@ -9,18 +9,19 @@ take exponential time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
-from . import limits
-from .deadline import check
-from .equivalence import refined
-from .symbols import Symbols
+from . import characters, limits
+from .characters import Ranges
+from .limits import check
 from .tree import Cat, Chars, Or, Pattern, Repeat, irregular
 
 if TYPE_CHECKING:
-    from interegular.fsm import FSM
+    from interegular.fsm import FSM, Alphabet
+
 
 #: Nodes that each condition's automaton may be at, and the characters read, as far as they matter.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
@@ -78,14 +79,7 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
         pairs = zip(parts, sets, conditions, strict=True)
         return count >= low and all(part.final(nodes) is wanted for part, nodes, (_, wanted) in pairs)
 
-    return minimal(
-        crawl(
-            symbols.alphabet,
-            number((tuple(part.start for part in parts), 0)),
-            final,
-            follow,
-        )
-    )
+    return minimal(crawl(symbols.alphabet, number((tuple(part.start for part in parts), 0)), final, follow))
 
 
 def minimal(machine: FSM) -> FSM:
@@ -208,3 +202,108 @@ def matches(tree: Pattern, text: str) -> bool:
         check("matching a pattern", "pattern")
         state = part.move(state, part.symbols.symbol(character))
     return part.final(state)
+
+
+def refined(
+    blocks: Sequence[int],
+    states: Iterable[int],
+    successors: Sequence[Sequence[int]],
+    predecessors: Sequence[Sequence[int]],
+) -> list[int]:
+    """The coarsest partition, finer than `blocks`, in which all members of a block lead to the same blocks.
+
+    Each round looks only at the predecessors of states that have just been told apart: rounds over all states would be quadratic for
+    texts of bounded length. A block's largest part keeps its number, so its predecessors need not be looked at again.
+
+    Args:
+        blocks: block of each state, -1 for those that do not count.
+        states: those that do.
+        successors: what each state leads to, symbol by symbol, the same symbols within a block.
+        predecessors: what leads to each state.
+    """
+    blocks = [*blocks]
+    size = [0] * (max(blocks, default=-1) + 1)
+    changed = {*states}
+    for state in changed:
+        size[blocks[state]] += 1
+    # Where the members of each block lead, apart from those that are looked at in this round.
+    targets_of_block: list[tuple[int, ...]] = [()] * len(size)
+    block_of = blocks.__getitem__
+    while changed:
+        check("an automaton")
+        members_of_block: dict[int, list[int]] = {}
+        for state in changed:
+            members_of_block.setdefault(blocks[state], []).append(state)
+        renamed: list[tuple[int, int]] = []
+        for block, members in members_of_block.items():
+            parts: dict[tuple[int, ...], list[int]] = {}
+            for state in members:
+                parts.setdefault(tuple(map(block_of, successors[state])), []).append(state)
+            if len(members) == size[block]:
+                targets_of_block[block] = max(parts, key=lambda targets: len(parts[targets]))
+            parts.pop(targets_of_block[block], None)
+            for targets, part in parts.items():
+                name = len(size)
+                targets_of_block.append(targets)
+                size.append(len(part))
+                size[block] -= len(part)
+                renamed += [(state, name) for state in part]
+        for state, name in renamed:
+            blocks[state] = name
+        changed = {earlier for state, _ in renamed for earlier in predecessors[state]}
+    return blocks
+
+
+class Symbols:
+    """Numbers that stand for characters.
+
+    Attributes:
+        count: of symbols, from 0 on.
+        of: the symbols of each set in the trees.
+    """
+
+    def __init__(self, trees: Sequence[Pattern]) -> None:
+        sets = sorted({chars for tree in trees for chars in _sets(tree)})
+        events: dict[int, list[int]] = {0: []}  # border -> sets that are entered or left there
+        for index, chars in enumerate(sets):
+            for low, high in chars:
+                events.setdefault(low, []).append(index)
+                events.setdefault(high + 1, []).append(index)
+        events.pop(characters.LAST + 1, None)
+        self.borders = sorted(events)
+        self.owners: list[int] = []  # the symbol from each border to the next
+        numbers: dict[frozenset[int], int] = {}
+        members: set[int] = set()
+        for border in self.borders:
+            members.symmetric_difference_update(events[border])
+            self.owners.append(numbers.setdefault(frozenset(members), len(numbers)))
+        self.count = len(numbers)
+        inside: list[list[int]] = [[] for _ in sets]
+        for members_of, symbol in numbers.items():
+            for index in members_of:
+                inside[index].append(symbol)
+        self.of: dict[Ranges, frozenset[int]] = dict(zip(sets, map(frozenset, inside), strict=True))
+
+    def symbol(self, character: str) -> int:
+        return self.owners[bisect_right(self.borders, ord(character)) - 1]
+
+    @property
+    def alphabet(self) -> Alphabet:
+        """The symbols as interegular's alphabet of ranges of characters."""
+        from interegular.fsm import Alphabet  # most schemas have no automata
+
+        afters = [*self.borders[1:], characters.LAST + 1]
+        pairs = zip(self.borders, afters, self.owners, strict=True)
+        return Alphabet({(low, after - 1): symbol for low, after, symbol in pairs})
+
+
+def _sets(tree: Pattern) -> set[Ranges]:
+    match tree:
+        case Chars(ranges):
+            return {ranges}
+        case Cat(parts) | Or(parts):
+            return set().union(*map(_sets, parts))
+        case Repeat(part, _, _):
+            return _sets(part)
+        case _:
+            raise irregular(tree)

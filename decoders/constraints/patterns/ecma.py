@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from ...errors import GrammarError
 from . import characters, limits
-from .deadline import check
 from .dialect import Dialect, Problem, single
+from .limits import check
 from .reader import read
 from .tree import (
     ANYTHING,
@@ -126,7 +126,7 @@ def _check_copies(pattern: str, count: int) -> None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One way to match a part of a pattern: what it matches, and whether that begins or ends the string."""
+    """One way to match a part of a pattern: the tree of what it matches, and whether the match begins or ends the string."""
 
     begins: bool
     tree: Pattern
@@ -211,7 +211,7 @@ class _Search:
 
 
 def _merged(readings: Iterable[_Reading]) -> _Readings:
-    """`readings` with the same anchors as one: at most four are left."""
+    """`readings` with those of the same anchors joined: at most four are left."""
     kinds: dict[tuple[bool, bool], list[Pattern]] = {}
     for reading in readings:
         kinds.setdefault((reading.begins, reading.ends), []).append(reading.tree)
@@ -219,7 +219,7 @@ def _merged(readings: Iterable[_Reading]) -> _Readings:
 
 
 def _join(a: _Reading, b: _Reading) -> _Reading | None:
-    """`b` right after `a`; None if an anchor between them makes that impossible."""
+    """`a` followed by `b`; None if an anchor between them makes that impossible."""
     left, right = a.tree, b.tree
     if b.begins:
         if not nullable(left):

@@ -1,7 +1,15 @@
-"""Bounds on time and memory. A pattern that exceeds one is refused with the limit's name; nothing is left half done."""
+"""Bounds on size and on time. A pattern that exceeds one is refused with the limit's name.
+
+Time is CPU time of the thread, so that what is refused does not depend on the load of the machine. Loops whose length is not
+known in advance call :func:`check`.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NoReturn
 
 from ...errors import GrammarError
@@ -31,3 +39,69 @@ def exceeded(limit: str, most: int, what: str, keyword: str | None = None) -> No
         "it afterwards",
         keyword,
     )
+
+
+#: Default seconds for compiling one grammar.
+SECONDS = 2.0
+_COMPILING = (
+    "the setting constraint_seconds: simplify it, raise the setting or, for schemas, take strict=False, which validates it "
+    "afterwards"
+)
+
+
+class _Deadline:
+    """The deadline of some work, no later than that of the work around it."""
+
+    def __init__(self, seconds: float, limit: str, outer: _Deadline | None) -> None:
+        ends = time.thread_time() + seconds
+        self.ends: float = ends if outer is None else min(ends, outer.ends)
+        self.seconds: float = seconds if outer is None else outer.seconds
+        self.limit: str = limit if outer is None else outer.limit
+        self.outer = outer
+
+
+_current: ContextVar[_Deadline | None] = ContextVar("deadline", default=None)
+
+
+@contextmanager
+def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[None]:
+    """Bounds the work inside to `seconds`, and to what an outer deadline leaves.
+
+    Args:
+        seconds: None: :data:`SECONDS`, unless there is an outer deadline.
+        limit: what messages say of the bound.
+    """
+    outer = _current.get()
+    if seconds is None and outer is not None:
+        yield
+        return
+    token = _current.set(_Deadline(SECONDS if seconds is None else seconds, limit, outer))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def left() -> float:
+    """Seconds that are left; infinite without a deadline."""
+    current = _current.get()
+    return float("inf") if current is None else current.ends - time.thread_time()
+
+
+def spend(seconds: float) -> None:
+    """Counts time that was spent elsewhere, in another process."""
+    current = _current.get()
+    while current is not None:
+        current.ends -= seconds
+        current = current.outer
+
+
+def check(what: str, keyword: str | None = None) -> None:
+    """Refuses to go on with `what` if time is up.
+
+    Raises:
+        GrammarError: it is.
+    """
+    current = _current.get()
+    if current is not None and time.thread_time() > current.ends:
+        raise GrammarError(f"{what} takes longer than {current.seconds:g} s, {current.limit}", keyword)

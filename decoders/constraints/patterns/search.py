@@ -1,6 +1,6 @@
-"""Whether a pattern is found in a text: by an automaton in linear time where the pattern is regular, else in a process of its own.
+"""Whether a pattern is found in a text: by an automaton in linear time where the pattern is regular, else by ``re`` in a child process.
 
-Python's ``re`` may take exponential time and holds the interpreter meanwhile; a process that does the same can be ended.
+Python's ``re`` may take exponential time and holds the interpreter meanwhile; a child process can be ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Any, Self
 
 from ...errors import GrammarError
-from . import automata, deadline, ecma
+from . import automata, ecma, limits
 
 #: Answers lines of JSON, a pattern and a text, with 1 or 0, or with what is wrong with the pattern.
 _CHILD = """
@@ -59,8 +59,8 @@ class Search:
         return all(automata.matches(tree, text) is good for tree, good in conditions)
 
     def _asked(self, pattern: str, text: str) -> bool:
-        deadline.check("matching a pattern", "pattern")
-        begin, left = time.perf_counter(), deadline.left()
+        limits.check("matching a pattern", "pattern")
+        begin, left = time.perf_counter(), limits.left()
         child = self._started()
         killer = threading.Timer(min(left, threading.TIMEOUT_MAX), child.kill)
         killer.start()
@@ -73,8 +73,8 @@ class Search:
             line = ""
         finally:
             killer.cancel()
-            deadline.spend(time.perf_counter() - begin if math.isfinite(left) else 0)
-        deadline.check("matching a pattern", "pattern")
+            limits.spend(time.perf_counter() - begin if math.isfinite(left) else 0)
+        limits.check("matching a pattern", "pattern")
         answer = json.loads(line) if line else "the process that matches it has ended"
         if isinstance(answer, str):
             raise GrammarError(f"pattern {pattern[:80]!r}: {answer}", "pattern")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import TypeAlias
 
 from . import characters
@@ -140,11 +141,8 @@ def words(texts: Iterable[str]) -> Pattern:
         if len(group) == 1:
             alternatives.append(literal(group[0]))
             continue
-        first, last = group[0], group[-1]  # in order: what these two share, all share
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
-        )
-        alternatives.append(cat(literal(first[:shared]), words(text[shared:] for text in group)))
+        shared = commonprefix(group)  # noqa: RUF071 -- no files
+        alternatives.append(cat(literal(shared), words(text[len(shared) :] for text in group)))
     return either(*alternatives)
 
 

@@ -57,7 +57,6 @@ def unit(pattern: Pattern) -> str:
 
 
 def _enclosed(part: Pattern) -> list[Pattern | str]:
-    """What a stack has to hold for `part` in a group."""
     return [")", part, "(?:"]
 
 

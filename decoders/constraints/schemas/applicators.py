@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...errors import GrammarError
 from . import arrays, objects, shapes
 from .document import Place
-from .nodes import FALSE, TRUE, Node
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 from .objects import Objects, Property
 from .shapes import ALL, NONE, Shapes
 
-if TYPE_CHECKING:
-    from .normaliser import Normaliser
+
+class SchemaAlgebra(NodeAlgebra):
+    """What applying a schema takes: nodes of schemas, and their shapes.
+
+    Attributes:
+        dropped: (path, keyword) of keywords that are left out.
+        evaluation: whether a keyword asks what others have evaluated.
+    """
+
+    dropped: frozenset[tuple[str, str]]
+    evaluation: bool
+
+    @abstractmethod
+    def place(self, content: Place | bool) -> Node:
+        """The node of a schema."""
+
+    @abstractmethod
+    def opposite(self, place: Place) -> Place:
+        """`place` for a keyword that subtracts: what is left out in it then allows nothing where it allowed everything."""
+
+    @abstractmethod
+    def normalise(self, node: Node) -> Shapes:
+        """The shapes of `node`."""
+
+    def intersect(self, current: Shapes, node: Node) -> Shapes:
+        """The values of `current` that are of `node`."""
+        return current if current.empty else shapes.intersection(current, self.normalise(node), self)
 
 
-def _parts(normaliser: Normaliser, place: Place, keyword: str) -> list[Node]:
+def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
     """The schemas in a list.
 
     Raises:
@@ -25,97 +50,95 @@ def _parts(normaliser: Normaliser, place: Place, keyword: str) -> list[Node]:
     """
     if not isinstance(place.schema[keyword], list):
         raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
-    return [normaliser.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
+    return [algebra.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
 
 
-def _all_of(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
-    for part in _parts(normaliser, place, "allOf"):
-        current = normaliser.intersect(current, part)
+def _all_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
+    for part in _parts(algebra, place, "allOf"):
+        current = algebra.intersect(current, part)
     return current
 
 
-def _any_of(normaliser: Normaliser, place: Place, current: Shapes, keyword: str = "anyOf") -> Shapes:
+def _any_of(algebra: SchemaAlgebra, place: Place, current: Shapes, keyword: str = "anyOf") -> Shapes:
     union = NONE
-    for node in _parts(normaliser, place, keyword):
-        part = normaliser.intersect(current, node)
+    for node in _parts(algebra, place, keyword):
+        part = algebra.intersect(current, node)
         # All alternatives that hold have evaluated something: those that hold together are alternatives of their own.
-        together = shapes.intersection(union, part, normaliser) if normaliser.evaluation else NONE
+        together = shapes.intersection(union, part, algebra) if algebra.evaluation else NONE
         union = shapes.union(shapes.union(union, part), together)
     return union
 
 
-def _one_of(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
-    parts = [normaliser.intersect(current, node) for node in _parts(normaliser, place, "oneOf")]
+def _one_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
+    parts = [algebra.intersect(current, node) for node in _parts(algebra, place, "oneOf")]
     others = parts
-    if normaliser.dropped:
-        others = [
-            normaliser.intersect(current, node) for node in _parts(normaliser, normaliser.opposite(place), "oneOf")
-        ]
+    if algebra.dropped:
+        others = [algebra.intersect(current, node) for node in _parts(algebra, algebra.opposite(place), "oneOf")]
     union = NONE
     for index, part in enumerate(parts):
         for other in others[:index] + others[index + 1 :]:
-            part = shapes.difference(part, other, normaliser)
+            part = shapes.difference(part, other, algebra)
         union = shapes.union(union, part)
     return union
 
 
-def one_of_as_any_of(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
+def one_of_as_any_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
     """What is left of ``oneOf`` if it is left out."""
-    return _any_of(normaliser, place, current, "oneOf")
+    return _any_of(algebra, place, current, "oneOf")
 
 
-def _not(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
-    excluded = normaliser.place(normaliser.opposite(place).child("not"))
-    return shapes.difference(current, normaliser.normalise(excluded), normaliser)
+def _not(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
+    excluded = algebra.place(algebra.opposite(place).child("not"))
+    return shapes.difference(current, algebra.normalise(excluded), algebra)
 
 
-def _if(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
+def _if(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
     schema = place.schema
-    if "then" not in schema and "else" not in schema and not normaliser.evaluation:
+    if "then" not in schema and "else" not in schema and not algebra.evaluation:
         return current
-    then = normaliser.intersect(current, normaliser.place(place.child("if")))
+    then = algebra.intersect(current, algebra.place(place.child("if")))
     if "then" in schema:
-        then = normaliser.intersect(then, normaliser.place(place.child("then")))
-    condition = normaliser.place(normaliser.opposite(place).child("if"))
-    otherwise = shapes.difference(current, normaliser.normalise(condition), normaliser)
+        then = algebra.intersect(then, algebra.place(place.child("then")))
+    condition = algebra.place(algebra.opposite(place).child("if"))
+    otherwise = shapes.difference(current, algebra.normalise(condition), algebra)
     if "else" in schema:
-        otherwise = normaliser.intersect(otherwise, normaliser.place(place.child("else")))
+        otherwise = algebra.intersect(otherwise, algebra.place(place.child("else")))
     return shapes.union(then, otherwise)
 
 
-def _dependent(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
-    def combine(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
+def _dependent(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shapes]:
+    def combine(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
         if not isinstance(place.schema[keyword], dict):
             raise GrammarError(f"{keyword} is an object, not {place.schema[keyword]!r}", keyword)
         for name, needs in place.schema[keyword].items():
             absent = replace(ALL, objects=(Objects((Property(name, FALSE),)),))
             present = Shapes(objects=(Objects((Property(name, TRUE, True),)),))
-            with_name = shapes.intersection(current, present, normaliser)
+            with_name = shapes.intersection(current, present, algebra)
             if isinstance(needs, list):
                 required = Objects(tuple(Property(need, TRUE, True) for need in needs))
-                with_name = shapes.intersection(with_name, Shapes(objects=(required,)), normaliser)
+                with_name = shapes.intersection(with_name, Shapes(objects=(required,)), algebra)
             else:
-                with_name = normaliser.intersect(with_name, normaliser.place(place.child(keyword, name)))
-            current = shapes.union(shapes.intersection(current, absent, normaliser), with_name)
+                with_name = algebra.intersect(with_name, algebra.place(place.child(keyword, name)))
+            current = shapes.union(shapes.intersection(current, absent, algebra), with_name)
         return current
 
     return combine
 
 
-def _unevaluated(keyword: str) -> Callable[[Normaliser, Place, Shapes], Shapes]:
-    def combine(normaliser: Normaliser, place: Place, current: Shapes) -> Shapes:
-        node = normaliser.place(place.child(keyword))
+def _unevaluated(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shapes]:
+    def combine(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
+        node = algebra.place(place.child(keyword))
         if keyword == "unevaluatedItems":
-            arrays_allowed = [arrays.evaluate(shape, node, normaliser) for shape in current.arrays]
+            arrays_allowed = [arrays.evaluate(shape, node, algebra) for shape in current.arrays]
             return replace(current, arrays=tuple(dict.fromkeys(shape for shape in arrays_allowed if shape is not None)))
-        objects_allowed = [objects.evaluate(shape, node, normaliser) for shape in current.objects]
+        objects_allowed = [objects.evaluate(shape, node, algebra) for shape in current.objects]
         return replace(current, objects=tuple(dict.fromkeys(shape for shape in objects_allowed if shape is not None)))
 
     return combine
 
 
 #: By keyword, in the order in which they are applied: each narrows the shapes that are left.
-APPLICATORS: dict[str, Callable[[Normaliser, Place, Shapes], Shapes]] = {
+APPLICATORS: dict[str, Callable[[SchemaAlgebra, Place, Shapes], Shapes]] = {
     "allOf": _all_of,
     "anyOf": _any_of,
     "oneOf": _one_of,

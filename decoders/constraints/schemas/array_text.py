@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import product
-from typing import TYPE_CHECKING
 
 from ...errors import GrammarError
 from . import limits
 from .arrays import Arrays
-from .finite import values
 from .nodes import Node
-from .notation import EMPTY, Expr, alt, rep, seq, text
-
-if TYPE_CHECKING:
-    from .writing import Writer
+from .normaliser import Normaliser
+from .notation import EMPTY, Expr, RuleReference, alt, rep, seq, text
+from .numbers import Numbers, fraction
+from .rules import Rules
 
 _MOST_VALUES = 9
 
 
-def write_array(writer: Writer, name: str, array: Arrays) -> Expr:
+def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
     """The texts of `array`; `name` begins the names of its rules."""
-    whitespace = writer.whitespace
+    whitespace = rules.whitespace
     opened, closed = text(rf"\[{whitespace.opened}"), text(rf"{whitespace.closing}\]")
     empty = [text(rf"\[{whitespace.opened}\]")] if array.low == 0 else []
     if array.unique:
-        inside = _unique(writer, name, array)
+        inside = _unique(rules, name, array)
     elif array.counts:
-        inside = _counted(writer, name, array)
+        inside = _counted(rules, name, array)
     else:
-        inside = _plain(writer, array)
+        inside = _plain(rules, array)
     if array.counts and any(count.low for count in array.counts):
         empty = []
     return alt(*empty, seq(opened, inside, closed))
 
 
-def _plain(writer: Writer, array: Arrays) -> Expr:
+def _plain(rules: Rules, array: Arrays) -> Expr:
     """At least one item, and no conditions but on positions."""
-    comma = text(writer.whitespace.comma)
+    comma = text(rules.whitespace.comma)
     first = len(array.prefix)
     if array.high == 0:
         return alt()
     more = rep(
-        seq(comma, writer.place(array.rest)),
+        seq(comma, rules.place(array.rest)),
         max(0, array.low - max(first, 1)),
         None if array.high is None else array.high - max(first, 1),
     )
     for position in reversed(range(1, first)):
         if array.high is None or position < array.high:
-            more = rep(seq(comma, writer.place(array.prefix[position]), more), int(position < array.low), 1)
-    return seq(writer.place(array.item_at(0)), more)
+            more = rep(seq(comma, rules.place(array.prefix[position]), more), int(position < array.low), 1)
+    return seq(rules.place(array.item_at(0)), more)
 
 
-def _counted(writer: Writer, name: str, array: Arrays) -> Expr:
+def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
     """States: the position, and how many items of each kind there were, as far as it matters."""
-    nodes, counts = writer.normaliser.nodes, array.counts
+    nodes, counts = rules.normaliser.nodes, array.counts
     last = max(len(array.prefix), array.low, array.high or 0, *(count.start for count in counts), 1)
     loops = array.high is None
     start = (0, *(0 for _ in counts))
@@ -84,7 +83,7 @@ def _counted(writer: Writer, name: str, array: Arrays) -> Expr:
                 min(position + 1, last) if loops else position + 1,
                 *(n + counted for n, counted in zip(so_far, taken, strict=True)),
             )
-            element = seq(*([text(writer.whitespace.comma)] if position else []), writer.place(item))
+            element = seq(*([text(rules.whitespace.comma)] if position else []), rules.place(item))
             if after == state:
                 repeated.append(element)
                 continue
@@ -93,14 +92,14 @@ def _counted(writer: Writer, name: str, array: Arrays) -> Expr:
                 todo.append(after)
                 if len(known) > limits.ALTERNATIVES * 4:
                     limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES * 4, "counting items", "contains")
-            alternatives.append(seq(element, writer.reference(_count_state(name, after))))
-        writer.rule(
+            alternatives.append(seq(element, RuleReference(_count_state(name, after))))
+        rules.rule(
             _count_state(name, state), seq(rep(alt(*repeated), 0, None) if repeated else EMPTY, alt(*alternatives))
         )
-    return writer.reference(_count_state(name, start))
+    return RuleReference(_count_state(name, start))
 
 
-def _unique(writer: Writer, name: str, array: Arrays) -> Expr:
+def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
     """States: the position, and which of the few possible values have occurred.
 
     Raises:
@@ -109,7 +108,7 @@ def _unique(writer: Writer, name: str, array: Arrays) -> Expr:
     items = [*array.prefix, array.rest] if array.high is None or array.high > len(array.prefix) else [*array.prefix]
     possible: list[Node] = []
     for item in items:
-        kind_values = values(writer.normaliser, item, _MOST_VALUES)
+        kind_values = values(rules.normaliser, item, _MOST_VALUES)
         possible += kind_values or []
         possible = list(dict.fromkeys(possible))
         if kind_values is None or len(possible) > _MOST_VALUES or array.counts:
@@ -118,7 +117,7 @@ def _unique(writer: Writer, name: str, array: Arrays) -> Expr:
                 "strict=False validates it afterwards",
                 "uniqueItems",
             )
-    nodes, last = writer.normaliser.nodes, max(len(array.prefix), array.low)
+    nodes, last = rules.normaliser.nodes, max(len(array.prefix), array.low)
     start: tuple[int, frozenset[Node]] = (0, frozenset())
     known, todo = {start}, [start]
     while todo:
@@ -126,16 +125,16 @@ def _unique(writer: Writer, name: str, array: Arrays) -> Expr:
         alternatives: list[Expr] = [EMPTY] if max(array.low, 1) <= len(used) else []
         for value in possible:
             item = nodes.intersection(array.item_at(position), value)
-            if value in used or writer.normaliser.empty(item) or (array.high is not None and len(used) >= array.high):
+            if value in used or rules.normaliser.empty(item) or (array.high is not None and len(used) >= array.high):
                 continue
             after = (min(position + 1, last), used | {value})
             if after not in known:
                 known.add(after)
                 todo.append(after)
-            comma = [text(writer.whitespace.comma)] if used else []
-            alternatives.append(seq(*comma, writer.place(item), writer.reference(_unique_state(name, after))))
-        writer.rule(_unique_state(name, (position, used)), alt(*alternatives))
-    return writer.reference(_unique_state(name, start))
+            comma = [text(rules.whitespace.comma)] if used else []
+            alternatives.append(seq(*comma, rules.place(item), RuleReference(_unique_state(name, after))))
+        rules.rule(_unique_state(name, (position, used)), alt(*alternatives))
+    return RuleReference(_unique_state(name, start))
 
 
 def _count_state(name: str, state: tuple[int, ...]) -> str:
@@ -144,3 +143,42 @@ def _count_state(name: str, state: tuple[int, ...]) -> str:
 
 def _unique_state(name: str, state: tuple[int, frozenset[Node]]) -> str:
     return f"{name}u{state[0]}_" + "_".join(map(str, sorted(state[1])))
+
+
+def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
+    """The values of `node`, each a node; None if there are more than `most`, or they cannot be enumerated."""
+    shapes = normaliser.shapes(node)
+    known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
+    for numbers in shapes.numbers:
+        points = _points(numbers, most)
+        if points is None:
+            return None
+        known_values += points
+    for strings in shapes.strings:
+        if strings.values is None:
+            return None
+        known_values += sorted(strings.values)
+    if shapes.objects or any(shape.high != 0 for shape in shapes.arrays):
+        return None
+    if shapes.arrays:
+        known_values.append([])
+    nodes = list(dict.fromkeys(normaliser.value(value) for value in known_values))
+    return nodes if len(nodes) <= most else None
+
+
+def _points(numbers: Numbers, most: int) -> list[int | float] | None:
+    """All of `numbers`; None if there are more than `most`, or some that are no float."""
+    low, high, step = numbers.low, numbers.high, numbers.step
+    if low is None or high is None or (step is None and low != high):
+        return None
+    if step is not None and (high - low) / step + 1 > most:
+        return None
+    count = 1 if step is None else int((high - low) / step) + 1
+    points = [point for i in range(count) if numbers.contains(point := low + i * (step or 0))]
+    written = [_written(point) for point in points]
+    return written if [fraction(value) for value in written] == points else None
+
+
+def _written(point: Fraction) -> int | float:
+    """`point` as JSON writes it: whole numbers exactly, however large."""
+    return int(point) if point.denominator == 1 else float(point)

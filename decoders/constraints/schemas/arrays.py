@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import GrammarError
-from .algebra import NodeAlgebra
-from .nodes import FALSE, TRUE, Node
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,22 @@
-"""Whether a value is valid under a schema: every keyword of every draft, in bounded time.
+"""Whether a value, or a finished text, is valid under a schema: every keyword of every draft, in bounded time.
 
-A schema is asked once for each value, so that references that fan out cost what there is, not what there are ways to it;
+A schema is evaluated once for each value, so references that fan out cost no more than the number of pairs of schema and value;
 patterns are matched by automata. Formats are annotations here, as the drafts since 2019 have them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import GrammarError
-from ..patterns.deadline import check
+from ...errors import GrammarError, shortened
+from ..patterns.limits import check, deadline
 from ..patterns.search import Search
 from . import keywords
-from .document import Place
-from .drafts import known
-from .equality import canonical
-from .numbers import fraction
+from .document import Place, document, known, step
+from .numbers import canonical, fraction
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "null": type(None), "boolean": bool, "string": str, "array": list, "object": dict, "number": (int, float),
@@ -62,7 +61,7 @@ _VALID = Verdict()
 
 
 class Judge:
-    """Judges the values of one text, all of which are kept alive by whoever asks."""
+    """Judges the values of one text. The caller keeps them alive, since verdicts are remembered by their ids."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -74,7 +73,7 @@ class Judge:
         """Whether the schema at `place` allows `value`.
 
         Raises:
-            GrammarError: nobody can tell: the schema makes no sense, a reference leads to itself, or time is up.
+            GrammarError: it cannot be judged: the schema makes no sense, a reference leads to itself, or time is up.
         """
         if isinstance(place, bool):
             return _VALID if place else Verdict(Failure(None, False, value))
@@ -113,7 +112,7 @@ class Judge:
         return Verdict(evaluated=frozenset(evaluated))
 
     def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Verdict:
-        """All parts of `value` under `keys`, which are evaluated by it."""
+        """The verdict on the parts of `value` under `keys`, which count as evaluated."""
         for key in keys:
             if (failure := self.verdict(place, value[key]).failure) is not None:
                 return Verdict(failure.within(key))
@@ -122,7 +121,7 @@ class Judge:
     # Keywords that say something of the value itself.
 
     def _broken(self, read: dict[str, Any], value: Any) -> Iterator[str]:
-        """Keywords that `value` breaks, without those that apply schemas."""
+        """Keywords that `value` breaks, apart from those that apply schemas."""
         if "type" in read:
             names = read["type"] if isinstance(read["type"], list) else [read["type"]]
             if not any(_is_of(name, value) for name in names):
@@ -250,7 +249,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Verdict]) -> Verdict:
-    """Of alternatives that all fail, the one that goes furthest into the value, or else all of them."""
+    """Of alternatives that all fail, the failure deepest inside the value; if none is inside of it, a failure of `keyword`."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
@@ -271,3 +270,43 @@ def _out_of_bounds(read: dict[str, Any], least: str, most: str, size: int) -> It
         yield least
     if high is not None and size > high:
         yield most
+
+
+#: Most time on the processor that validating one text may take.
+SECONDS = 0.5
+_LIMIT = f"the limit SECONDS of {__name__}: simplify the schema"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Judges texts under a schema. Nothing is fetched."""
+
+    schema: Any = field(repr=False)
+
+    def __call__(self, text: str) -> None:
+        """Returns if `text` is valid JSON under the schema.
+
+        Raises:
+            GrammarError: it is not; names the keyword that it breaks and the place in the text. Or it cannot be judged.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as problem:
+            raise GrammarError(f"the text is not JSON: {problem}") from problem
+        try:
+            with deadline(SECONDS, _LIMIT), Search() as search:
+                failure = Judge(search).verdict(document(json.dumps(self.schema)), value).failure
+        # A schema that makes no sense, a text nested deeper than the stack, an infinite float.
+        except Exception as problem:
+            why = str(problem) if isinstance(problem, GrammarError) else f"{type(problem).__name__}: {problem}"
+            raise GrammarError(f"the text cannot be judged: {why[:300]}") from problem
+        if failure is not None:
+            path = "$" + "".join(map(step, failure.path))
+            raise GrammarError(f"the text is JSON, but not valid: {path}: {_reason(failure)}", failure.keyword, path)
+
+
+def _reason(failure: Failure) -> str:
+    value = shortened(json.dumps(failure.value, ensure_ascii=False), 120)
+    if failure.keyword is None:
+        return f"nothing is allowed here, not even {value}"
+    return f"{value} breaks {failure.keyword}: {shortened(json.dumps(failure.wanted, ensure_ascii=False), 120)}"

@@ -9,11 +9,9 @@ from typing import Any
 from ...errors import GrammarError
 from ..patterns import ecma
 from . import formats, limits, numbers, strings
-from .algebra import NodeAlgebra
 from .arrays import Arrays, Count, Items
-from .document import Place
-from .drafts import known
-from .nodes import FALSE, TRUE, Node
+from .document import Place, known
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 from .numbers import Numbers
 from .objects import Keys, Objects, Property
 from .shapes import Shapes
@@ -206,13 +204,13 @@ def _pattern_of_keys(place: Place, text: str) -> Strings:
 
 
 def _dropped(place: Place, schema: dict[str, Any]) -> frozenset[str]:
-    """Keywords of `place` that are left out: `schema` does not have them."""
+    """Keywords of `place` that are left out of `schema`."""
     return frozenset(keyword for keyword in place.schema if keyword not in schema and known(keyword, place.year))
 
 
 @contextmanager
 def _blaming(keyword: str) -> Iterator[None]:
-    """Makes `keyword` that of errors without a path."""
+    """Gives errors without a path the keyword `keyword`."""
     try:
         yield
     except GrammarError as problem:

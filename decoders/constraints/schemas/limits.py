@@ -45,7 +45,5 @@ def exceeded(limit: str, most: int, what: str, keyword: str | None = None, path:
     """
     remedy = "" if path == "$" else ", or strict=False, which validates it afterwards"
     raise GrammarError(
-        f"{what} exceeds the limit {limit} = {most:,} of {__name__}: simplify the schema{remedy}",
-        keyword,
-        path,
+        f"{what} exceeds the limit {limit} = {most:,} of {__name__}: simplify the schema{remedy}", keyword, path
     )

@@ -6,6 +6,7 @@ Recursion through ``$ref`` is no problem, since a node names a schema and does n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ class Nodes:
         self._known: dict[Hashable, Node] = {}
 
     def leaf(self, kind: str, key: Hashable, content: Any) -> Node:
-        """The node of a schema or value; `key` tells them apart."""
+        """The node of a schema or value, the same one for equal keys."""
         return self._intern((kind, key), (kind, content))
 
     def complement(self, node: Node) -> Node:
@@ -72,3 +73,25 @@ class Nodes:
             self._known[key] = len(self.terms)
             self.terms.append(term)
         return self._known[key]
+
+
+class NodeAlgebra(ABC):
+    """What sets of arrays and objects have to know of the expressions inside them.
+
+    Attributes:
+        nodes: the table of expressions.
+    """
+
+    nodes: Nodes
+
+    @abstractmethod
+    def empty(self, node: Node) -> bool:
+        """Whether `node` is known to have no values: schemas are followed to a bounded depth."""
+
+    @abstractmethod
+    def step(self, count: int = 1) -> None:
+        """Counts work against the limit.
+
+        Raises:
+            GrammarError: too much of it.
+        """

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from os.path import commonprefix
 from typing import Any
 
 from ...errors import GrammarError
-from ..patterns.deadline import check
-from . import keywords, left_out, limits, shapes
-from .algebra import NodeAlgebra
-from .applicators import APPLICATORS, one_of_as_any_of
-from .document import Place
-from .drafts import known
-from .equality import canonical
+from ..patterns.limits import check
+from . import keywords, limits, no_effect, shapes
+from .applicators import APPLICATORS, SchemaAlgebra, one_of_as_any_of
+from .document import Place, known
 from .nodes import FALSE, TRUE, Node, Nodes
+from .numbers import canonical
 from .shapes import ALL, NONE, Shapes
 from .strings import Strings
 
@@ -24,10 +23,10 @@ _WORK = "the work of multiplying out allOf, anyOf, oneOf, not, …"
 
 
 class _CycleError(Exception):
-    """A node refers to itself with nothing in between."""
+    """A node is defined by itself, with no array or object in between."""
 
 
-class Normaliser(NodeAlgebra):
+class Normaliser(SchemaAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
@@ -51,7 +50,6 @@ class Normaliser(NodeAlgebra):
             limits.exceeded("STEPS", limits.STEPS, _WORK)
 
     def place(self, content: Place | bool) -> Node:
-        """The node of a schema."""
         if isinstance(content, bool):
             return TRUE if content else FALSE
         if not content.schema:
@@ -63,7 +61,6 @@ class Normaliser(NodeAlgebra):
         return keyword in place.schema and known(keyword, place.year) and (place.path, keyword) not in self.dropped
 
     def opposite(self, place: Place) -> Place:
-        """`place` for a keyword that subtracts: what is left out in it then allows nothing where it allowed everything."""
         return replace(place, subtracted=not place.subtracted) if self.dropped else place
 
     def value(self, value: Any) -> Node:
@@ -99,7 +96,7 @@ class Normaliser(NodeAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, which arose in writing `node`, with the place of its keyword, or of one that may have brought it about."""
+        """`problem`, which arose in writing `node`, with the place of its keyword, or of a keyword that may have caused it."""
         seen, queue = {node}, [node]
         places: list[Place] = []
         for queued in queue:
@@ -109,13 +106,33 @@ class Normaliser(NodeAlgebra):
             parts = {*self.within.get(queued, ()), *(term[1] if term[0] in ("all", "any") else [])}
             queue += sorted(parts - seen)
             seen |= parts
-        for keyword in (problem.keyword or "", *left_out.CAUSES.get(problem.keyword or "", ()), *left_out.COARSE):
+        for keyword in (problem.keyword or "", *no_effect.CAUSES.get(problem.keyword or "", ()), *no_effect.COARSE):
             for place in places:
                 if self.reads(place, keyword):
                     return GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path)
         if not places:
             return problem
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
+
+    def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
+        """(path, keyword) of what may be left out for `problem`: its cause, or else a keyword with schemas near it."""
+        path, keyword = problem.path or "", problem.keyword or ""
+        places = self.places
+        for place in places:
+            if (path, keyword) not in self.dropped and self.reads(place, keyword):
+                paths = [place.path]
+                if keyword == "patternProperties" and isinstance(place.schema[keyword], dict):
+                    paths += [place.path_of(keyword, text) for text in place.schema[keyword]]
+                if path in paths:
+                    return path, keyword
+        places.sort(key=lambda place: len(commonprefix([place.path, path])), reverse=True)  # noqa: RUF071 -- no files
+        coarse = ((place.path, name) for place in places for name in no_effect.COARSE if self.reads(place, name))
+        return next(coarse, None)
+
+    @property
+    def places(self) -> list[Place]:
+        """All schemas of which there is a node."""
+        return [content for kind, content in self.nodes.terms if kind == "schema"]
 
     def normalise(self, node: Node) -> Shapes:
         if self.active:
@@ -179,22 +196,22 @@ class Normaliser(NodeAlgebra):
         return current
 
     def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
-        """`current` as far as keywords that are left out leave it; they may have evaluated anything."""
+        """`current` with regard to the keywords of `place` that are left out, which may have evaluated anything."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
-            return left_out.without(current, dropped)
+            return no_effect.without(current, dropped)
         if "oneOf" in dropped:
             try:
                 return one_of_as_any_of(self, place, current)
             except GrammarError as problem:  # too many alternatives, even so
                 if problem.path is not None:
                     raise
-        evaluated = self.evaluation and not left_out.EVALUATING.isdisjoint(dropped)
+        evaluated = self.evaluation and not no_effect.EVALUATING.isdisjoint(dropped)
         return shapes.all_evaluated(current) if evaluated else current
 
     @contextmanager
     def locating_errors(self, place: Place, keyword: str, group: tuple[str, ...] = ()) -> Iterator[None]:
-        """Adds keyword and place to errors that have none; another keyword of `group` if the error names one."""
+        """Adds keyword and place to errors without a path; the keyword is that of the error if it is one of `group`."""
         try:
             yield
         except GrammarError as problem:
@@ -212,9 +229,6 @@ class Normaliser(NodeAlgebra):
 
         return node
 
-    def intersect(self, current: Shapes, node: Node) -> Shapes:
-        return current if current.empty else shapes.intersection(current, self.normalise(node), self)
-
     def types(self, place: Place, read: Callable[[str], bool]) -> Shapes:
         """The values that the keywords about single types, ``type``, ``const`` and ``enum`` allow."""
         schema, current = place.schema, ALL
@@ -229,9 +243,6 @@ class Normaliser(NodeAlgebra):
                     current = shapes.intersection(current, self.values(values), self)
         node_of = self.node_of(place)
 
-        def first_read(names: tuple[str, ...]) -> str:
-            return next((name for name in names if read(name)), "")
-
         read_keywords = {key: value for key, value in schema.items() if read(key)}
         if isinstance(patterns := read_keywords.get("patternProperties"), dict):
             read_keywords["patternProperties"] = {
@@ -239,41 +250,33 @@ class Normaliser(NodeAlgebra):
                 for text, value in patterns.items()
                 if (place.path_of("patternProperties", text), "patternProperties") not in self.dropped
             }
-        if current.numbers and (keyword := first_read(keywords.NUMBERS)):
-            with self.locating_errors(place, keyword, keywords.NUMBERS):
-                numbers_allowed = keywords.of_numbers(read_keywords)
-                current = shapes.intersection(
-                    current, replace(ALL, numbers=() if numbers_allowed is None else (numbers_allowed,)), self
-                )
-        if current.strings and (keyword := first_read(keywords.STRINGS)):
-            with self.locating_errors(place, keyword, keywords.STRINGS):
-                strings_allowed = keywords.of_strings(read_keywords)
-                current = shapes.intersection(
-                    current, replace(ALL, strings=() if strings_allowed is None else (strings_allowed,)), self
-                )
-        if current.arrays and (keyword := first_read(keywords.ARRAYS)):
-            with self.locating_errors(place, keyword, keywords.ARRAYS):
-                arrays_allowed = keywords.of_arrays(
-                    place, read_keywords, node_of, self.node_of(self.opposite(place)), self
-                )
-                current = shapes.intersection(
-                    current,
-                    replace(ALL, arrays=() if arrays_allowed is None else (self.without_evaluated(arrays_allowed),)),
-                    self,
-                )
-        if current.objects and (keyword := first_read(keywords.OBJECTS)):
-            with self.locating_errors(place, keyword, keywords.OBJECTS):
-                objects_allowed = keywords.of_objects(place, read_keywords, node_of, self, self.normalise)
-                current = shapes.intersection(
-                    current,
-                    replace(ALL, objects=() if objects_allowed is None else (self.without_evaluated(objects_allowed),)),
-                    self,
-                )
-        return current
+
+        def narrowed(type_name: str, names: tuple[str, ...], allowed: Callable[[], Any]) -> Shapes:
+            """`current` with the values of a type that its keywords `names` allow."""
+            keyword = next((name for name in names if read(name)), None)
+            if not getattr(current, type_name) or keyword is None:
+                return current
+            with self.locating_errors(place, keyword, names):
+                shape = allowed()
+                of_type: Any = () if shape is None else (self.without_evaluated(shape),)
+                return shapes.intersection(current, replace(ALL, **{type_name: of_type}), self)
+
+        current = narrowed("numbers", keywords.NUMBERS, lambda: keywords.of_numbers(read_keywords))
+        current = narrowed("strings", keywords.STRINGS, lambda: keywords.of_strings(read_keywords))
+        opposite = self.node_of(self.opposite(place))
+        current = narrowed(
+            "arrays", keywords.ARRAYS, lambda: keywords.of_arrays(place, read_keywords, node_of, opposite, self)
+        )
+        return narrowed(
+            "objects",
+            keywords.OBJECTS,
+            lambda: keywords.of_objects(place, read_keywords, node_of, self, self.normalise),
+        )
 
     def without_evaluated(self, shape: Any) -> Any:
         """`shape` without what has been evaluated, where no keyword asks for that."""
-        return shape if self.evaluation else replace(shape, evaluated=type(shape)().evaluated)
+        keeps = self.evaluation or not hasattr(shape, "evaluated")
+        return shape if keeps else replace(shape, evaluated=type(shape)().evaluated)
 
     def values(self, values: Any) -> Shapes:
         """Enumerated values."""

@@ -1,7 +1,8 @@
-"""Sets of numbers: intervals of integers, of non-integers or of both, and multiples."""
+"""Sets of numbers: intervals of integers, of non-integers or of both, and multiples. When two values of JSON are equal."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -138,3 +139,18 @@ def fraction(value: Any) -> Fraction:
 
 def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
     return Fraction(math.lcm(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator)
+
+
+def canonical(value: Any) -> str:
+    """One text for all values that are equal: 1, 1.0 and 1e0 are, objects in any order are, 1 and true are not.
+
+    Raises:
+        GrammarError: an infinite number is in it.
+    """
+    if isinstance(value, list):
+        return f"[{','.join(map(canonical, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(key)}:{canonical(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(fraction(value))
+    return json.dumps(value)

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from ...errors import GrammarError
-from . import json_text, limits, strings
+from . import limits, string_text, strings
 from .nodes import FALSE, TRUE, Node
-from .notation import EMPTY, NOTHING, Expr, alt, rep, seq, text
+from .notation import EMPTY, NOTHING, Expr, RuleReference, alt, rep, seq, text
 from .objects import Objects, Property
+from .rules import Rules
+from .string_text import write_string
 from .strings import Strings
-
-if TYPE_CHECKING:
-    from .writing import Writer
 
 _MOST_CONDITIONS = 4
 _MEMBERS_PER_RULE = 16
@@ -32,19 +30,19 @@ _SHARED_CONDITIONS = (
 )
 
 
-def write_object(writer: Writer, name: str, shape: Objects) -> Expr:
+def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
     """The texts of `shape`; `name` begins the names of its rules."""
-    return _ObjectWriter(writer, name, shape).write()
+    return _ObjectWriter(rules, name, shape).write()
 
 
 class _ObjectWriter:
-    def __init__(self, writer: Writer, name: str, shape: Objects) -> None:
-        self.writer, self.name, self.shape = writer, name, shape
+    def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
+        self.rules, self.name, self.shape = rules, name, shape
         self.members = [prop for prop in shape.properties if prop.node != FALSE]
         self.undeclared = Strings(excluded=frozenset(shape.names)).simplified()
         open_to_all = not shape.exists and shape.rest == ((strings.ALL, TRUE),)
-        self.rest = () if writer.closed and open_to_all and self.members else shape.rest
-        self.comma = text(writer.whitespace.comma)
+        self.rest = () if rules.closed and open_to_all and self.members else shape.rest
+        self.comma = text(rules.whitespace.comma)
         self.low, self.high = shape.low, shape.high
         if self.high is not None and not self.rest and self.high >= len(self.members):
             self.high = None
@@ -62,14 +60,14 @@ class _ObjectWriter:
             )
 
     def write(self) -> Expr:
-        whitespace = self.writer.whitespace
+        whitespace = self.rules.whitespace
         empty = []
         if self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members):
             empty = [text(rf"\{{{whitespace.opened}\}}")]
         inside = self.declared(0, 0)
         while self.todo:  # not by recursion: there may be thousands of properties
             rule, expression = self.todo.pop()
-            self.writer.rule(rule, expression())
+            self.rules.rule(rule, expression())
         return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), inside, text(rf"{whitespace.closing}\}}")))
 
     def declared(self, position: int, count: int) -> Expr:
@@ -116,11 +114,11 @@ class _ObjectWriter:
         if rule not in self.done:
             self.done.add(rule)
             self.todo.append((rule, expression))
-        return self.writer.reference(rule)
+        return RuleReference(rule)
 
     def member(self, prop: Property) -> Expr:
-        key = json_text.literal(json_text.quoted(prop.name)) + self.writer.whitespace.colon
-        return seq(text(key), self.writer.place(prop.node))
+        key = string_text.literal(string_text.quoted(prop.name)) + self.rules.whitespace.colon
+        return seq(text(key), self.rules.place(prop.node))
 
     def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
         """Members that are not declared; `fulfilled`: indices of the conditions of ``exists`` that are."""
@@ -136,7 +134,7 @@ class _ObjectWriter:
         left = None if self.high is None else self.high - count
         if count:
             return rep(seq(self.comma, item), needed, left)
-        # That there is nothing at all is dealt with elsewhere.
+        # The empty object is written elsewhere.
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
@@ -152,7 +150,7 @@ class _ObjectWriter:
                     "strict=False validates it afterwards",
                     "minProperties",
                 )
-            self.writer.warning(_ONE_UNDECLARED)
+            self.rules.warning(_ONE_UNDECLARED)
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
@@ -162,7 +160,7 @@ class _ObjectWriter:
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
         repeated: Expr | None = None
         if len(self.shape.exists) > 1:
-            self.writer.warning(_SHARED_CONDITIONS)
+            self.rules.warning(_SHARED_CONDITIONS)
         for size in range(bool(fulfilled), len(unfulfilled) + 1) if self.high is None or count < self.high else ():
             for taken in combinations(unfulfilled, size):
                 item = seq(*comma, self.item(taken, fulfilled))
@@ -175,7 +173,7 @@ class _ObjectWriter:
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
         """An undeclared member that fulfils the conditions `taken`, with a key of none of the conditions `fulfilled`."""
-        nodes, alternatives = self.writer.normaliser.nodes, []
+        nodes, alternatives = self.rules.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (
                 strings.intersection(keys, self.undeclared) if self.undeclared is not None else None
@@ -197,7 +195,7 @@ class _ObjectWriter:
                     if (both := strings.intersection(keys_left, keys_apart)) is not None
                 ]
             alternatives += [
-                seq(self.writer.string(keys_left, self.writer.whitespace.colon), self.writer.place(value))
+                seq(write_string(keys_left, self.rules.whitespace.colon), self.rules.place(value))
                 for keys_left in key_sets
             ]
         return alt(*alternatives)

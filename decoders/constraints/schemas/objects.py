@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from . import limits, strings
-from .algebra import NodeAlgebra
-from .nodes import FALSE, TRUE, Node
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 from .strings import Strings
 
 
@@ -198,7 +197,7 @@ def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> li
 
 
 def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """`a` as alternatives in which ``exists`` is about keys that are not declared."""
+    """`a` as alternatives whose ``exists`` speaks of undeclared keys only."""
     for index, (keys, node) in enumerate(a.exists):
         declared = (*a.exists[:index], *a.exists[index + 1 :])
         names_with_key = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from . import arrays, limits, numbers, objects, strings
-from .algebra import NodeAlgebra
 from .arrays import Arrays
+from .nodes import NodeAlgebra
 from .numbers import Numbers
 from .objects import Objects
 from .strings import Strings
@@ -50,13 +50,10 @@ def all_evaluated(shapes: Shapes) -> Shapes:
 
 def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
     """The values of both `a` and `b`."""
-    return Shapes(
-        a.units & b.units,
-        _intersections(a.numbers, b.numbers, lambda x, y: _listed(numbers.intersection(x, y)), Numbers(), algebra),
-        _intersections(a.strings, b.strings, lambda x, y: _listed(strings.intersection(x, y)), Strings(), algebra),
-        _intersections(a.arrays, b.arrays, lambda x, y: _listed(arrays.intersection(x, y, algebra)), Arrays(), algebra),
-        _intersections(a.objects, b.objects, lambda x, y: objects.intersection(x, y, algebra), Objects(), algebra),
-    )
+    of_types = {
+        name: _intersections(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()
+    }
+    return Shapes(a.units & b.units, **of_types)
 
 
 def union(*several: Shapes) -> Shapes:
@@ -80,57 +77,43 @@ def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
     Raises:
         GrammarError: it cannot be expressed.
     """
-    return Shapes(
-        a.units - b.units,
-        _difference(
-            a.numbers,
-            b.numbers,
-            numbers.complement,
-            lambda x, y: _listed(numbers.intersection(x, y)),
-            Numbers(),
-            algebra,
-        ),
-        _difference(
-            a.strings,
-            b.strings,
-            strings.complement,
-            lambda x, y: _listed(strings.intersection(x, y)),
-            Strings(),
-            algebra,
-        ),
-        _difference(
-            a.arrays,
-            b.arrays,
-            lambda x: arrays.complement(x, algebra),
-            lambda x, y: _listed(arrays.intersection(x, y, algebra)),
-            Arrays(),
-            algebra,
-        ),
-        _difference(
-            a.objects,
-            b.objects,
-            lambda x: objects.complement(x, algebra),
-            lambda x, y: objects.intersection(x, y, algebra),
-            Objects(),
-            algebra,
-        ),
-    )
+    of_types = {name: _difference(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()}
+    return Shapes(a.units - b.units, **of_types)
+
+
+@dataclass(frozen=True)
+class _Type(Generic[T]):
+    """How sets of values of one type are combined: the set of all, and what gives alternatives of an intersection and a complement."""
+
+    all_values: T
+    intersect: Callable[[T, T, NodeAlgebra], list[T]]
+    complement: Callable[[T, NodeAlgebra], list[T]]
 
 
 def _listed(piece: T | None) -> list[T]:
     return [] if piece is None else [piece]
 
 
-def _intersections(
-    a: Iterable[T], b: Iterable[T], intersect: Callable[[T, T], list[T]], all_values: T, algebra: NodeAlgebra
-) -> tuple[T, ...]:
-    left, right = tuple(a), tuple(b)
-    if left == (all_values,):
+#: By the attribute of :class:`Shapes`.
+_TYPES: dict[str, _Type[Any]] = {
+    "numbers": _Type(
+        Numbers(), lambda a, b, _: _listed(numbers.intersection(a, b)), lambda a, _: numbers.complement(a)
+    ),
+    "strings": _Type(
+        Strings(), lambda a, b, _: _listed(strings.intersection(a, b)), lambda a, _: strings.complement(a)
+    ),
+    "arrays": _Type(Arrays(), lambda a, b, algebra: _listed(arrays.intersection(a, b, algebra)), arrays.complement),
+    "objects": _Type(Objects(), objects.intersection, objects.complement),
+}
+
+
+def _intersections(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], algebra: NodeAlgebra) -> tuple[T, ...]:
+    if left == (kind.all_values,):
         return right
-    if right == (all_values,):
+    if right == (kind.all_values,):
         return left
     algebra.step(len(left) * len(right))
-    return _union([piece for x in left for y in right for piece in intersect(x, y)], all_values)
+    return _union([piece for a in left for b in right for piece in kind.intersect(a, b, algebra)], kind.all_values)
 
 
 def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
@@ -145,21 +128,19 @@ def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
     return tuple(distinct)
 
 
-def _difference(
-    left: tuple[T, ...], right: tuple[T, ...], complement_of: Callable[[T], list[T]], intersect: Callable[[T, T], list[T]],
-    all_values: T, algebra: NodeAlgebra,
-) -> tuple[T, ...]:  # fmt: skip
+def _difference(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], algebra: NodeAlgebra) -> tuple[T, ...]:
     for piece in right:
-        if not left or piece == all_values:
+        if not left or piece == kind.all_values:
             return ()
         remaining: list[T] = []
         for alternative in left:
             algebra.step()
-            if alternative == all_values:
-                remaining += complement_of(piece)
-            elif intersect(alternative, piece):
-                remaining += [rest for other in complement_of(piece) for rest in intersect(alternative, other)]
+            if alternative == kind.all_values:
+                remaining += kind.complement(piece, algebra)
+            elif kind.intersect(alternative, piece, algebra):
+                for other in kind.complement(piece, algebra):
+                    remaining += kind.intersect(alternative, other, algebra)
             else:
                 remaining.append(alternative)
-        left = _union(remaining, all_values)
+        left = _union(remaining, kind.all_values)
     return left

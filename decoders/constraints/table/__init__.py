@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .backend import Table
-from .grammar import TableGrammar
-from .matcher import TableMatcher
+from .grammar import Table, TableGrammar, TableMatcher
 
 __all__ = ["Table", "TableGrammar", "TableMatcher"]

@@ -1,7 +1,7 @@
-"""A regular expression as a byte automaton, by outlines_core in a process of its own.
+"""A regular expression as a minimal byte automaton.
 
-Determinisation may take exponential time and memory, and outlines_core cannot be interrupted. The child process can: it
-has a limit of memory and of time, and imports nothing but that one extension (about 6 ms).
+outlines_core determinises it in a process of its own: that may take exponential time and memory, and outlines_core cannot be
+interrupted. The child process can: it has a limit of memory and of time, and imports nothing but that one extension (about 6 ms).
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import GrammarError
-from ..patterns import deadline
+from ..patterns import limits
+from ..patterns.automata import refined
 from ..patterns.rust import check_part, not_read, shown
 
 #: Longest regular expression, in characters.
@@ -102,8 +105,8 @@ def determinise(regex: str) -> ByteAutomaton:
         text = pattern.encode()
     except UnicodeEncodeError as error:
         raise GrammarError(f"a regex with half a character (a lone surrogate) at {error.start}") from error
-    deadline.check(f"the automaton of {shown(regex)}")
-    begin, seconds = time.perf_counter(), min(SECONDS, deadline.left())
+    limits.check(f"the automaton of {shown(regex)}")
+    begin, seconds = time.perf_counter(), min(SECONDS, limits.left())
     try:
         child = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _CHILD, site_packages, str(MEGABYTES << 20), str(RAW_STATES)],
@@ -112,7 +115,7 @@ def determinise(regex: str) -> ByteAutomaton:
     except subprocess.TimeoutExpired as error:
         raise GrammarError(f"the automaton of {shown(regex)} is too large; {_limit(f'{seconds:.2g} s')}") from error
     finally:
-        deadline.spend(time.perf_counter() - begin)
+        limits.spend(time.perf_counter() - begin)
     if child.returncode:
         raise GrammarError(_reason(regex, child.stderr.decode(errors="replace")))
     return _without_end(_parsed(child.stdout))
@@ -154,7 +157,7 @@ def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
 
 
 def _reason(regex: str, message: str) -> str:
-    """The reason why the child has returned no automaton."""
+    """Why the child has returned no automaton."""
     if message.startswith("states: "):
         return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):
@@ -172,3 +175,71 @@ def _reason(regex: str, message: str) -> str:
 
 def _limit(limit: str) -> str:
     return f'the limit of backend="table" is {limit}; backend="llguidance" has no such limit'
+
+
+def minimise(automaton: ByteAutomaton) -> ByteAutomaton:
+    """The same language with as few states as possible, in which every state is reached and reaches the end of a text."""
+    transitions, byte_class = columns(automaton.next)
+    source, column = np.nonzero(transitions)
+    target = transitions[source, column]
+    ends = np.flatnonzero(automaton.accepting)
+    useful = _reached(_grouped(source, target, len(transitions)), [automaton.start])
+    useful &= _reached(_grouped(target, source, len(transitions)), ends.tolist())
+    useful_edges = useful[source] & useful[target]
+    source, column, target = source[useful_edges], column[useful_edges], target[useful_edges]
+    # Where different bytes go on, or the text may end, states are told apart at once.
+    live = np.zeros((len(transitions), transitions.shape[1] + 1), np.bool_)
+    live[source, column] = True
+    live[ends, -1] = True
+    states = np.flatnonzero(useful)
+    blocks = np.full(len(transitions), -1, np.int64)
+    blocks[states] = distinct(live[states])[0]
+    successors = _grouped(source, target, len(transitions))
+    predecessors = _grouped(target, source, len(transitions))
+    blocks = np.array(refined(blocks.tolist(), states.tolist(), successors, predecessors), np.int64)
+    block_number, representatives = distinct(blocks[states, None])
+    number = np.zeros(len(transitions), np.int32)
+    number[states] = block_number + 1
+    representatives = np.concatenate([[0], states[representatives]])
+    return ByteAutomaton(
+        number[transitions[representatives]][:, byte_class],
+        automaton.accepting[representatives],
+        int(number[automaton.start]),
+    )
+
+
+def columns(transitions: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """``[S, C]`` with each column of ``[S, 256]`` once, and the column of each byte."""
+    transposed = np.ascontiguousarray(transitions.T)
+    byte_class, first = distinct(transposed)
+    return np.ascontiguousarray(transposed[first].T), byte_class
+
+
+def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """``[n]``: number of each row of ``[n, m]`` among the different ones, in the order in which they come; ``[k]``: their places."""
+    keys: list[bytes] = (
+        np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0].tolist()
+    )
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(keys))}
+    number = np.fromiter(map(numbers.__getitem__, keys), np.int64, len(keys))
+    return number, np.unique(number, return_index=True)[1]
+
+
+def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], count: int) -> list[list[int]]:
+    order = np.argsort(keys, kind="stable")
+    flat = values[order].tolist()
+    bounds = np.searchsorted(keys[order], np.arange(count + 1)).tolist()
+    return [flat[start:end] for start, end in pairwise(bounds)]
+
+
+def _reached(successors: list[list[int]], start: list[int]) -> NDArray[np.bool_]:
+    """``[S]``: the states that `successors` lead to from `start`."""
+    reached_states = {*start}
+    todo = [*start]
+    while todo:
+        new = {*successors[todo.pop()]} - reached_states
+        reached_states |= new
+        todo += new
+    reached = np.zeros(len(successors), np.bool_)
+    reached[[*reached_states]] = True
+    return reached

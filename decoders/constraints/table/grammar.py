@@ -1,18 +1,65 @@
-"""A regular language compiled for a vocabulary: its tables, and the steps that were asked for, remembered."""
+"""The backend: regular languages compiled for a vocabulary, within limits. Steps that were asked for are remembered."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ..base import Language, Policy, Tables, Tabulated
+from ...errors import GrammarError
+from ..base import Backend, Language, Matcher, Policy, Tables, Tabulated
 from ..vocabulary import Vocabulary
-from .automaton import MaskedAutomaton
-from .matcher import TableMatcher
-from .rows import MaskRows, Row
-from .serialize import dumped
+from .automaton import MaskedAutomaton, dumped, restored
+from .determinise import columns, determinise, minimise
+from .lexicon import Lexicon
+from .masks import MaskRows, Row, masks
+
+#: States of a minimal automaton.
+STATES = 4096
+
+
+class Table(Backend):
+    """Regular languages of up to :data:`STATES` states: masks are rows of a table, on the device too."""
+
+    name = "table"
+    summary = "regular languages as static tables: masks cost a copy of rows, on the device too"
+
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> TableGrammar:
+        if language.regex is None:
+            raise GrammarError(
+                f'{language.name}: backend="table" reads regular expressions only, and this language has none; '
+                'backend="llguidance" would handle it'
+            )
+        try:
+            minimal = minimise(determinise(language.regex))
+        except GrammarError as error:
+            raise GrammarError(f"{language.name}: {error}", error.keyword, error.path) from error
+        if not minimal.start:
+            raise GrammarError(f"{language.name}: no text matches the regex {language.regex[:80]!r}")
+        if len(minimal.next) > STATES:
+            raise GrammarError(
+                f'{language.name}: its automaton has {len(minimal.next)} states, the limit of backend="table" is {STATES}; '
+                'backend="llguidance" would handle it'
+            )
+        transitions, byte_class = columns(minimal.next)
+        state_masks = masks(transitions, byte_class, minimal.accepting, Lexicon.of(vocabulary))
+        if not state_masks.alive[minimal.start]:
+            have = Lexicon.of(vocabulary).single
+            missing = bytes(np.flatnonzero(minimal.next.any(0) & ~have).astype(np.uint8))
+            raise GrammarError(
+                f"{language.name}: no text can be written with this vocabulary, which lacks tokens of the bytes {missing!r}"
+            )
+        automaton = MaskedAutomaton.of(transitions, byte_class, minimal.accepting, minimal.start, state_masks)
+        return TableGrammar(language, vocabulary, policy, automaton)
+
+    def restore(
+        self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
+    ) -> TableGrammar:
+        return TableGrammar(language, vocabulary, policy, restored(content, vocabulary))
+
 
 #: Steps (a state and a token) that are remembered: about 10 MB.
 STEPS = 1 << 17
@@ -55,7 +102,7 @@ class TableGrammar(Tabulated):
         return dumped(self.automaton)
 
     def step(self, state: int, token: int) -> int:
-        """The state after a token; 0 if it is illegal, as everything is after that."""
+        """The state after a token; 0 if it is illegal. From state 0 everything is illegal."""
         remembered = self._steps[state]
         after = remembered.get(token)
         if after is None:
@@ -118,3 +165,41 @@ class TableGrammar(Tabulated):
             rows_of_masks.append(Row.of(mask.view(np.int32)))
         used, numbers = np.unique(of, return_inverse=True)
         return MaskRows(automaton.rows.width, [rows_of_masks[number] for number in used.tolist()]), numbers
+
+
+class TableMatcher(Matcher):
+    """A stack of states, one per token taken; rolling back is popping."""
+
+    def __init__(self, grammar: TableGrammar, state: int) -> None:
+        self.grammar: TableGrammar = grammar
+        self._states = [state]
+
+    @property
+    def state(self) -> int:
+        """Row of the grammar's tables."""
+        return self._states[-1]
+
+    @property
+    def accepting(self) -> bool:
+        return self.grammar.accepting[self.state]
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        states, step = self._states, self.grammar.step
+        for count, token in enumerate(tokens):
+            after = step(states[-1], token)
+            if not after:
+                return count
+            states.append(after)
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        if not 0 <= count < len(self._states):
+            raise ValueError(f"cannot roll back {count} tokens: {len(self._states) - 1} have been taken")
+        del self._states[len(self._states) - count :]
+
+    def fill_mask(self, out: Tensor) -> None:
+        grammar = self.grammar
+        grammar.rows.fill(grammar.mask_rows[self.state], out)
+
+    def forced_bytes(self) -> bytes:
+        return self.grammar.forced_bytes(self.state)

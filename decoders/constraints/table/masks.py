@@ -2,18 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ..patterns.deadline import check
-from .equivalent import EquivalentStates
+from ..patterns.limits import check
+from .determinise import distinct
 from .lexicon import Lexicon
-from .rows import MaskRows, Row
 from .strings import StringStates
 from .trie import Ints
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mask.
+
+    Attributes:
+        places: ``[k]``, ascending, the words that are not zero; None for all.
+        words: ``[k]`` int32, these words.
+    """
+
+    places: NDArray[np.unsignedinteger[Any]] | None
+    words: NDArray[np.int32]
+
+    @staticmethod
+    def of(mask: NDArray[np.int32]) -> Row:
+        """Of a mask ``[W]``."""
+        places = np.flatnonzero(mask)
+        if 2 * len(places) > len(mask):  # would save little or nothing
+            return Row(None, mask.copy())
+        return Row(places.astype(np.uint16 if len(mask) <= 1 << 16 else np.uint32), mask[places])
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """Tells masks apart."""
+        return b"" if self.places is None else self.places.tobytes(), self.words.tobytes()
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + (0 if self.places is None else self.places.nbytes)
+
+    def write(self, out: NDArray[np.int32]) -> None:
+        """The mask to `out`, ``[W]`` zeros."""
+        out[slice(None) if self.places is None else self.places] = self.words
+
+    def allows(self, token: int) -> bool:
+        """Whether the mask allows `token`."""
+        place = token >> 5
+        if self.places is not None:
+            position = int(self.places.searchsorted(place))
+            if position == len(self.places) or int(self.places[position]) != place:
+                return False
+            place = position
+        return bool(int(self.words[place]) >> (token & 31) & 1)
+
+
+class MaskRows:
+    """Masks ``[R, W]``.
+
+    Attributes:
+        width: ``W``.
+        each: the ``R`` masks.
+    """
+
+    def __init__(self, width: int, rows: Iterable[Row]) -> None:
+        self.width = width
+        self.each = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is kept."""
+        return sum(row.nbytes for row in self.each)
+
+    def fill(self, number: int, out: Tensor) -> None:
+        """One of the masks to `out`, ``[W]`` int32."""
+        self.each[number].write(out.zero_().numpy())
+
+    def all(self) -> Tensor:
+        """``[R, W]`` int32, made anew."""
+        masks = np.zeros((len(self.each), self.width), np.int32)
+        for row, mask in zip(self.each, masks, strict=True):
+            row.write(mask)
+        return torch.from_numpy(masks)
+
+
+#: Bytes that are looked at first; then twice as many, and so on.
+FIRST = 4
+
+
+@dataclass(frozen=True)
+class EquivalentStates:
+    """The states of an automaton ``[S, C]`` by what up to `depth` bytes lead to: nowhere, into strings, or elsewhere.
+
+    What may follow inside of a string depends on the class of the state there alone. So states of one part take the same tokens,
+    as far as these read at most `depth` bytes outside of strings.
+
+    Attributes:
+        strings: ``[S]`` int64, class of the states inside strings, -1 of the others.
+        part: ``[S]`` int64, part of each state.
+        final: no bytes tell apart what is in one part.
+    """
+
+    transitions: Ints
+    strings: NDArray[np.int64]
+    part: NDArray[np.int64]
+    depth: int = 0
+    final: bool = False
+
+    @staticmethod
+    def of(transitions: Ints, strings: NDArray[np.int64]) -> EquivalentStates:
+        """The partition at depth 0: dead, in a class of strings, or neither."""
+        part = np.where(strings < 0, strings.max() + 2, strings + 1)
+        part[0] = 0
+        return EquivalentStates(transitions, strings, part)
+
+    def finer(self) -> EquivalentStates:
+        """The partition at twice the depth."""
+        others = np.flatnonzero(self.strings < 0)[1:]
+        transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
+        depth = 2 * self.depth or FIRST
+        for _ in range(depth - self.depth):
+            before, part = part, part.copy()
+            part[others] = known + distinct(before.astype(np.int32)[transitions])[0]
+            if part.max() == before.max():
+                return EquivalentStates(self.transitions, self.strings, part, depth, final=True)
+        return EquivalentStates(self.transitions, self.strings, part, depth)
+
 
 #: Tokens that a walk from several states may meet: 16 bytes each, and some more on the way.
 TOKENS = 1 << 21
@@ -129,7 +251,7 @@ def _by_walking(
 
 
 class _Distinct:
-    """Masks, each once; the first is ones."""
+    """Distinct masks; the first is all ones."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         self.rows = [Row.of(np.full(lexicon.words, -1, np.int32))]

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..patterns.deadline import check
-from .lexicon import Lexicon
-from .minimise import distinct
-from .plain import room
+from ..patterns.limits import check
+from .determinise import distinct
+from .lexicon import Lexicon, room
 from .trie import Ints
 
 #: States whose rests are walked at a time.

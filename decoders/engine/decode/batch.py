@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.worth import DraftWorth
 from ...strategy import Draft, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
 from ..model.blocks import Blocks, NodeBlock, without_empty_end
@@ -34,7 +35,6 @@ from .rows import Rows
 from .rules import decider
 from .session import Session
 from .verify import step_keys
-from .worth import DraftWorth
 
 
 class Batch:
@@ -304,7 +304,7 @@ class Batch:
         if self.worth is not None and draft.tokens.shape[1] and draft.has_draft_tokens_only:
             if isinstance(tree, TreeTensors):
                 check_tree(tree, self.rows, self.culprit, wait=True)
-            draft = draft.head(self.worth.nodes(draft, self.lengths, self.finished, self.blocks.size))
+            draft = draft.head(self.worth.nodes(draft, self.lengths, self.finished))
         if draft.tokens.shape[1] < proposed:
             self._verified = draft.tokens.shape[1] + 1
         return draft

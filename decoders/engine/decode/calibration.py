@@ -14,7 +14,7 @@ import torch
 from ... import __version__
 from ...common.devices import processor_name
 from ...costs.curve import CostCurve, CostPoint, Subject, read, write
-from ...costs.steps import SizeRatios
+from ...costs.steps import SizeRatios, StepLine
 from ...report import Report
 from ...sampling.processors import SamplingPlan
 from ...strategy import Draft
@@ -76,13 +76,18 @@ def subject_of(engine: Engine) -> Subject:
 
 
 class Calibrator:
-    """What is known of the costs of one engine's steps: in memory, and in a folder that outlives the process."""
+    """What is known of the costs of one engine's steps: in memory, and in a folder that outlives the process.
+
+    Attributes:
+        line: through the steps of calls for which nothing was measured.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._curve: CostCurve | None = None
         self._read: set[Path | None] = set()
         self._ratios: dict[int, dict[bool, SizeRatios]] = {}
+        self.line = StepLine()
 
     def ratios(self, rows: int) -> dict[bool, SizeRatios]:
         """How steps of so many rows differ from the curve, by tier; written to by who sees steps. Not kept in files."""

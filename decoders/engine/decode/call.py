@@ -6,23 +6,23 @@ from contextlib import ExitStack
 
 import torch
 
+from ...costs.worth import DraftWorth
 from ...report import Stopwatch
 from ..model.compiled.openmp import release_threads
 from .batch import Batch
 from .engine import Engine
 from .recording import StepRecording, recordable
-from .request import Decoded, Request
+from .request import Request
 from .request_output import RequestOutput
 from .rows import sampling_inputs
 from .step import step
 from .watch import StepWatch
-from .worth import DraftWorth
 
 #: Slots behind the prompts that a call takes at once. It grows with texts that come to more: most end sooner than they may.
 SLOTS_AHEAD = 2048
 
 
-def decode(engine: Engine, request: Request) -> Decoded:
+def decode(engine: Engine, request: Request) -> RequestOutput:
     """Runs a call to its end. Calls on one engine run one after the other.
 
     An exception on the way gets a note, and ``partial``: what was committed before.
@@ -55,12 +55,11 @@ def decode(engine: Engine, request: Request) -> Decoded:
                 error.add_note(
                     f"decoders: {batch.culprit}, {batch.where}, after {batch.report.steps} steps; error.partial is what was written."
                 )
-                error.partial = decoded(batch, output)  # type: ignore[attr-defined]
-                output.close(error)
+                error.partial = output  # type: ignore[attr-defined]
+                close(batch, output, error)
                 raise
-            result = decoded(batch, output)
-            output.close()
-            return result
+            close(batch, output)
+            return output
     finally:
         release_threads()  # the next call may be another thread's
 
@@ -73,7 +72,7 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
     longest = max(batch.lengths) + request.new_tokens
     if request.runtime.prune and batch.batch > 1:  # one row waits for no other
         ends = [length + request.new_tokens for length in batch.lengths]
-        batch.worth = DraftWorth(engine.step_costs, batch.batch, ends, strategy.grade_rates)
+        batch.worth = DraftWorth(batch.resources.step_costs, batch.batch, ends, strategy.grade_rates)
     timings.pack, engine.preparing = engine.preparing, 0.0
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
     stopwatch = Stopwatch(timings)
@@ -109,6 +108,7 @@ def end(batch: Batch) -> None:
     batch.finish()
 
 
-def decoded(batch: Batch, output: RequestOutput) -> Decoded:
+def close(batch: Batch, output: RequestOutput, error: BaseException | None = None) -> None:
+    """Completes the report, and tells observers that the call is over."""
     batch.report.stages = [drafter.report() for drafter in batch.drafters]
-    return output.decoded()
+    output.close(error)

@@ -35,23 +35,23 @@ class Outcome:
 
     @staticmethod
     def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:
-        """That of the first `rows` rows; see :class:`StepOutput`. Rows that fill a batch up end here."""
+        """The outcome of the first `rows` rows; see :class:`StepOutput`. The rows behind them only fill the batch up."""
         emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
         return Outcome(emitted, accepted, drafted, ended, new[:rows])
 
     def part(self, first: int, count: int) -> Outcome:
-        """A copy of that of `count` rows from `first` on."""
+        """A copy for `count` rows from `first` on."""
         return Outcome(*(figures[first : first + count] for figures in vars(self).values()))
 
     def put(self, first: int, part: Outcome) -> None:
-        """Takes over what is known of the rows from `first` on."""
+        """Writes `part` to the rows from `first` on."""
         for name, figures in vars(part).items():
             getattr(self, name)[first : first + len(figures)] = figures
 
 
 @dataclass(frozen=True)
 class Criteria:
-    """What a call is to be asked besides lengths and stop tokens.
+    """What the host asks after every token, besides lengths and stop tokens.
 
     Attributes:
         ask: ``(ids [B, P + t], scores)`` → ``[B]`` bool. scores: ``[B, V]`` per new token, None unless they are kept.
@@ -112,7 +112,7 @@ class CriteriaRun:
         return ends
 
     def _level(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """The same where criteria see whole batches, all rows at one length: rows advance as far as the slowest."""
+        """As :meth:`_each`, where criteria see whole batches with all rows at one length: rows go as far as the slowest."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → its new tokens
         going = [emitted[row] for row in active if row not in ended]

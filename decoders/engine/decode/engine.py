@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...common import devices
-from ...costs.fitted import FittedStepCosts
 from ...errors import UnsupportedError
 from ...report import Report
 from ...sampling.processors import SamplingPlan
@@ -56,8 +55,7 @@ class Engine:
         target: the model as the loop sees it, its weights packed.
         forward_pass: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
-        calibration: what its steps cost, as far as that was measured.
-        step_costs: what those of several rows cost, as the calls so far have shown.
+        calibration: what its steps cost, as far as that was measured or seen.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -88,7 +86,6 @@ class Engine:
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self)
-        self.step_costs = FittedStepCosts()
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
@@ -115,7 +112,7 @@ class Engine:
     def serves(
         self, model: PreTrainedModel, attention: str, precision: Precision, weights: Literal["keep", "packed"]
     ) -> bool:
-        """Whether :meth:`refresh` and :meth:`settle_originals` would find nothing to do; asked without waiting for whoever decodes.
+        """Whether :meth:`refresh` and :meth:`set_originals` would find nothing to do; asked without waiting for a call that runs.
 
         Where processes share the weights, they have to talk to each other about it.
         """
@@ -133,7 +130,7 @@ class Engine:
         """Passes that ran compiled so far."""
         return sum(forward.compiled_passes for forward in (self.forward_pass, *self._watching.values()))
 
-    def settle_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
+    def set_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
         """Frees the dense weights of `model`, or gives them back."""
         with self.lock:
             if weights == "packed" and self._freed is None:
@@ -148,7 +145,7 @@ class Engine:
     def release(self, model: PreTrainedModel) -> None:
         """Frees what no call uses: buffers, compiled code, recorded steps. Gives `model` its dense weights back."""
         with self.lock:
-            self.settle_originals(model, "keep")
+            self.set_originals(model, "keep")
             self.sessions.release()
             self._forget_compiled()
             self._functions.clear()

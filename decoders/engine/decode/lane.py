@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...costs.worth import DraftWorth
 from ...strategy import PromptChunk
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
@@ -22,7 +23,6 @@ from .session import Session
 from .sharing import sampling_of, share_steps
 from .step import step
 from .watch import StepWatch
-from .worth import DraftWorth
 
 #: Slots of a new pool; it grows with its texts.
 FIRST_SLOTS = 256
@@ -52,7 +52,7 @@ class Lane:
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, self.stack, capacity)
         if request.runtime.prune:
-            batch.worth = DraftWorth(engine.step_costs, grade_rates=request.strategy.grade_rates)
+            batch.worth = DraftWorth(batch.resources.step_costs, grade_rates=request.strategy.grade_rates)
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0

@@ -1,31 +1,32 @@
-"""What belongs to one request while it is decoded, however many share its steps: texts, report, stopping criteria."""
+"""What is written for one request while it is decoded, however many share its steps: tokens, report, stopping criteria."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...report import Report
+from ...report import ObservedCall, Report
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
 from .criteria import CriteriaRun, Outcome
 from .host_processors import PaddedRows
-from .observation import Observation
-from .request import Decoded, Request
+from .request import Request
 
 
 def empty_report(request: Request, target: Target) -> Report:
     """The report on a request before anything has been decoded."""
-    strategy, chosen = request.strategy, request.verifier
+    strategy, verifier = request.strategy, request.verifier
     return Report(
-        strategy=strategy.name, settings=strategy.settings_in_force(),
-        exact=strategy.exact and (chosen is None or chosen.exact),
-        verifier=chosen.name if chosen is not None else "coupled",
-        verifier_settings=chosen.settings_in_force() if chosen is not None else {},
+        strategy=strategy.name, settings=strategy.settings_in_force(), exact=strategy.exact and verifier.exact,
+        verifier=verifier.name, verifier_settings=verifier.settings_in_force(),
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
+        new_tokens=[0] * len(request.prompts),
         same_bits=target.invariance.holds if target.invariance is not None else None,
         weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip
@@ -47,11 +48,11 @@ class TokenLogprobs:
 
 
 class RequestOutput:
-    """What a request has come to.
+    """What has been written for a request. It is the only place on the host that keeps the tokens.
 
     Attributes:
         request: what was asked for.
-        report: its figures; those of the whole step where nobody shares it.
+        report: its figures; those of the whole step where no other request shares it.
         generated: token ids per row, stop token included.
         lengths: tokens per row, prompt included.
         finished: per row.
@@ -80,7 +81,11 @@ class RequestOutput:
             kept = self.scores if request.keep_scores else None
             self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
         self.error: Exception | None = None
-        self._observation = Observation(request) if request.observers else None
+        self._closed = False
+        self._observed = ObservedCall(
+            request.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
+        )
+        self._tell_observers("start")
 
     @property
     def rows(self) -> int:
@@ -127,25 +132,32 @@ class RequestOutput:
             self.drafted[row] += [True] * accepted + [False] * (count - accepted)
             self.generated[row] += tokens
             self.lengths[row] += count
+            report.new_tokens[row] += count
         self.finished = [bool(ended) for ended in outcome.ended]
         return new
 
     def tell(self, new: list[list[int]]) -> None:
-        """Tells whoever listens what a step has written."""
-        if self._observation is not None:
-            self._observation.step(new)
+        """Tells observers and streamer what a step has written."""
+        self._tell_observers("step", lambda: ([list(row) for row in new],))  # each observer has lists of its own
         if self.request.on_step is not None:
-            self.request.on_step(new, self.finished)
+            self.request.on_step(new, self.generated, self.finished)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing more is decoded of it; `error` is what ended it, if something did."""
-        self.report.new_tokens = [len(tokens) for tokens in self.generated]
-        if self._observation is not None:
-            self._observation.end(self.report, error or self.error)
+        """Tells observers, the first time only, that it is over; `error` is what ended the request, if something did."""
+        if not self._closed:
+            self._closed = True
+            self._tell_observers("end", lambda: (self.report, error or self.error))
 
-    def decoded(self) -> Decoded:
-        self.report.new_tokens = [len(tokens) for tokens in self.generated]
-        return Decoded(self.generated, self.report, self.logits, self.scores)
+    def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
+        """Calls a method of every observer; what it raises is a warning."""
+        for observer in self.request.observers:
+            try:
+                getattr(observer, method)(self._observed, *told())
+            except Exception as error:
+                warnings.warn(
+                    f"decoders: {method} of observer {observer.name!r} raised {error!r}; the call goes on", RuntimeWarning,
+                    stacklevel=3,
+                )  # fmt: skip
 
 
 def logprobs_of(tokens: list[int], logits: Tensor, top: int) -> list[TokenLogprobs]:

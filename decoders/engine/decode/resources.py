@@ -28,7 +28,7 @@ class CallResources:
     Attributes:
         drafters: draft models.
         modules: drafters that are no language models.
-        costs: of a step, once the strategy has asked for them.
+        costs: of a step, once the strategy or :meth:`step_costs` was asked for them.
 
     Args:
         stack: closes what is opened here.
@@ -60,22 +60,19 @@ class CallResources:
         )  # fmt: skip
 
     def context(self) -> Context:
-        """What the strategy may prepare itself from."""
+        """What the strategy may prepare itself from: the only place where a call's :class:`Context` is made."""
         call, request, target, settings = self.call, self.call.request, self.call.target, self.settings
         context = Context(
-            rows=call.width, slots=call.rows.slots, device=target.device, compile=settings.compiler(call.engine),
-            vocab_size=target.vocab_size, sequences=call.session.view(max(call.lengths))[1], coupled=call.verifier is None,
-            plan=request.plan, sampling=call.rows.sampling, guide=call.guide, model=request.model, tokenizer=request.tokenizer,
-            assistant_model=request.assistant_model, costs=self._costs, clock=target.ranks.clock,
+            model=request.model, tokenizer=request.tokenizer, assistant_model=request.assistant_model,
+            strategy=request.resolve, vocabulary_of=request.draft_models.vocabulary_of, plan=request.plan,
             new_tokens=None if call.shared else request.new_tokens,
-            decoder_layers=target.decoder_layers, embed=target.embed, head=call.engine.head, module=self._module,
-            first_layers=partial(call.engine.first_layers, request.model),
             memory=self._memory_of if request.runtime.memory else no_memory,
+            rows=call.width, slots=call.rows.slots, sequences=call.session.view(max(call.lengths))[1],
+            sampling=call.rows.sampling, guide=call.guide, coupled=call.verifier is None,
+            device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,
+            clock=target.ranks.clock, compile=settings.compiler(call.engine), head=call.engine.head,
+            first_layers=partial(call.engine.first_layers, request.model), module=self._module, costs=self._costs,
         )  # fmt: skip
-        if request.resolve is not None:
-            context = replace(context, strategy=request.resolve)
-        if request.vocabulary_of is not None:
-            context = replace(context, vocabulary_of=request.vocabulary_of)
         return replace(context, draft=context_draft(settings, context, call.guide, self.drafters))
 
     def _module(
@@ -91,7 +88,7 @@ class CallResources:
 
     @property
     def _slots(self) -> int:
-        """What a row of the call may come to."""
+        """Room for a row of the call."""
         return max(self.call.longest if self.call.target.static else max(self.call.lengths), self.call.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
@@ -114,12 +111,12 @@ class CallResources:
 
     def _costs(self, measure: bool = False) -> StepCosts | None:
         """See :attr:`Context.costs`."""
-        if self.costs is None or (measure and not self._measured):
+        if self.costs is None or self.costs.curve is None or (measure and not self._measured):
             call = self.call
             calibration, folder = call.engine.calibration, call.request.cost_folder
             context = max(call.lengths)
             known = calibration.known(folder)
-            # Where rows come and go nobody is made to wait for every number of them: what lies between is in proportion.
+            # Where rows join and leave, measuring every number of them would take too long: what lies between is in proportion.
             if measure and not (call.shared and self._measured_rows):
                 rows = sorted({1, call.capacity}) if call.shared else [call.width]
                 known = calibration.measured(folder, rows, [context], call.request.runtime.compile)
@@ -128,7 +125,16 @@ class CallResources:
                 # Budgets of equal calls are equal: only who watches the clock learns from other calls.
                 ratios = calibration.ratios(call.width) if measure else None
                 self.costs, self._measured = StepCosts(known, call.width, context, call.blocks.size, ratios), measure
-        return self.costs
+        return self.costs if self.costs is not None and self.costs.curve is not None else None
+
+    def step_costs(self) -> StepCosts:
+        """What steps of the batch cost: by the curve, or by the steps that were seen if nothing was measured."""
+        costs = self.costs or self._costs()
+        if costs is None:
+            call = self.call
+            line = call.engine.calibration.line
+            costs = self.costs = StepCosts(None, call.width, max(call.lengths), call.blocks.size, line=line)
+        return costs
 
     @property
     def peak_memory(self) -> int:

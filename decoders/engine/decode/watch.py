@@ -119,7 +119,7 @@ class StepWatch(Watch):
         seconds = agreed(core)
         if worth is not None:
             drafting = None if batch.skipped else agreed(self._drafting + batch.learning_seconds)
-            worth.observe(nodes, seconds, self._compiled, outcome.emitted, drafting)
+            worth.observe(seconds, outcome.emitted, drafting)
         if costs is not None:
             costs.observe(nodes, seconds, max(batch.lengths), self._compiled)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from decoders.constraints import token_table
 from decoders.constraints.base import CompiledGrammar, Language, Policy, pack, unpack
-from decoders.constraints.table.backend import Table
+from decoders.constraints.table.grammar import Table
 from decoders.constraints.token_table import TokenTable
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.decode.grammar.device_guide import DeviceGuide, guide_of

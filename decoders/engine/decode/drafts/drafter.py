@@ -59,8 +59,7 @@ class ModelDrafter(Drafter):
         children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
         self.call, self.level, self.ahead = call, context.level + 1, ahead
-        assert call.request.engine_of is not None, "a request with draft models says whose engines serve"
-        self.engine = call.request.engine_of(model)
+        self.engine = call.request.draft_models.engine_of(model)
         target = self.engine.target
         if target.recurrent:
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The text of a value as the language has it: keys in the grammar's order, numbers without needless decimals."""
+"""The text of a value as the language of a schema has it: keys in the grammar's order, numbers without needless decimals."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import json
 from itertools import permutations, product
 from typing import Any
 
-from .arrays import Arrays
-from .equality import canonical
-from .json_text import quoted
-from .nodes import FALSE, Node
-from .normaliser import Normaliser
-from .numbers import fraction
-from .objects import Objects
+from decoders.constraints.schemas.arrays import Arrays
+from decoders.constraints.schemas.nodes import FALSE, Node
+from decoders.constraints.schemas.normaliser import Normaliser
+from decoders.constraints.schemas.numbers import canonical, fraction
+from decoders.constraints.schemas.objects import Objects
+from decoders.constraints.schemas.string_text import quoted
+from decoders.constraints.specs import JsonSchema
 
 
-def spell(normaliser: Normaliser, node: Node, value: Any) -> str | None:
+def spell(spec: JsonSchema, value: Any) -> str | None:
+    """`value` as a text of the language of `spec`, with one blank after commas and colons; None if it is not of it.
+
+    Raises:
+        GrammarError: there is no such language.
+    """
+    return _spelled(*spec._read(spec._grammar[1]), value)
+
+
+def _spelled(normaliser: Normaliser, node: Node, value: Any) -> str | None:
     """`value` as a text of `node`, with one blank after commas and colons; None if it is not of `node`.
 
     Raises:
@@ -46,13 +55,13 @@ def _array(normaliser: Normaliser, shape: Arrays, value: list[Any]) -> str | Non
     if len(value) < shape.low or (shape.high is not None and len(value) > shape.high):
         return None
     for count in shape.counts:
-        of_kind = sum(spell(normaliser, count.node, item) is not None for item in value[count.start :])
+        of_kind = sum(_spelled(normaliser, count.node, item) is not None for item in value[count.start :])
         if of_kind < count.low or (count.high is not None and of_kind > count.high):
             return None
     if shape.unique and len({canonical(item) for item in value}) < len(value):
         return None
     items = [
-        spell(normaliser, node, item) for node, item in zip(_counted(normaliser, shape, value), value, strict=True)
+        _spelled(normaliser, node, item) for node, item in zip(_counted(normaliser, shape, value), value, strict=True)
     ]
     return None if None in items else f"[{', '.join(item for item in items if item is not None)}]"
 
@@ -63,7 +72,7 @@ def _counted(normaliser: Normaliser, shape: Arrays, value: list[Any]) -> list[No
     for count in shape.counts:
         so_far = 0
         for position in range(count.start, len(value)):
-            is_of_kind = spell(normaliser, count.node, value[position]) is not None
+            is_of_kind = _spelled(normaliser, count.node, value[position]) is not None
             if is_of_kind and (count.high is not None or so_far < count.low):
                 nodes[position] = normaliser.nodes.intersection(nodes[position], count.node)
                 so_far += 1
@@ -91,7 +100,7 @@ def _object(normaliser: Normaliser, shape: Objects, value: dict[str, Any]) -> st
     written = []
     for name in [*sorted(value.keys() - set(undeclared), key=order.__getitem__), *others, *last_names]:
         node: Node = names[name].node if name in names else shape.value(name)
-        text = None if node == FALSE else spell(normaliser, node, value[name])
+        text = None if node == FALSE else _spelled(normaliser, node, value[name])
         if text is None:
             return None
         written.append(f"{quoted(name)}: {text}")
@@ -101,7 +110,7 @@ def _object(normaliser: Normaliser, shape: Objects, value: dict[str, Any]) -> st
 def _fulfilling(normaliser: Normaliser, shape: Objects, members: dict[str, Any]) -> list[str] | None:
     """Names of members that fulfil ``exists``, ordered so that no key fulfils an earlier one's condition; None if there are none."""
     choices = [
-        [name for name in members if keys.contains(name) and spell(normaliser, kind, members[name]) is not None]
+        [name for name in members if keys.contains(name) and _spelled(normaliser, kind, members[name]) is not None]
         for keys, kind in shape.exists
     ]
     for chosen in product(*choices):

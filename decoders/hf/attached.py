@@ -1,7 +1,11 @@
-"""Models that PEFT has wrapped, recognised by what they have: the package need not be installed."""
+"""What ``enable`` attaches to a model beside ``generate``: its state for copies, and methods of a ``PeftModel`` that unload adapters.
+
+Models that PEFT has wrapped are recognised by what they have: the package need not be installed.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +64,38 @@ def unwatch_unloading(model: Any) -> None:
     for name in UNLOADING:
         if isinstance(vars(model).get(name), Unloading):
             del vars(model)[name]
+
+
+#: Where ``copy`` and ``pickle`` ask an object for what it holds; on the instance, it is asked before the class.
+GETSTATE = "__getstate__"
+
+
+class CopiedState(dict[str, Any]):
+    """What an enabled model holds. As it stands, which is what ``copy.copy`` takes, it leaves out what ``enable`` put there.
+
+    ``generate`` on an instance is told nothing of whose it is: a shallow copy that had it would run the model it was copied from.
+
+    Attributes:
+        whole: all of it, which ``copy.deepcopy`` and ``pickle`` take: there ``generate`` is copied along with its model.
+    """
+
+    def __init__(self, whole: dict[str, Any], previous: Any) -> None:
+        super().__init__(
+            {
+                name: value
+                for name, value in whole.items()
+                if name not in ("generate", GETSTATE) and not isinstance(value, Unloading)
+            }
+        )
+        if previous is not None:
+            self["generate"] = previous
+        self.whole = whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.whole, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(list(self.whole.items()))
 
 
 def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:

@@ -1,4 +1,7 @@
-"""Calls of functions: what a request says of them, and the way back from text to calls."""
+"""Grammars of answers: ``response_format``, and calls of functions with the way back from text to calls.
+
+Nothing here reads a file that a client names.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,67 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from ..constraints import Called, CallSpec, CompiledGrammar, Lark, Spec, written_calls
-from .bodies import ChatBody, Tool, ToolChoice
-from .formats import spec_of
+from ..constraints import (
+    Called,
+    CallSpec,
+    CompiledGrammar,
+    JsonSchema,
+    Lark,
+    Spec,
+    as_spec,
+    choice,
+    library,
+    regex,
+    written_calls,
+)
+from ..errors import GrammarError
+from .bodies import (
+    ChatBody,
+    ChoiceFormat,
+    GrammarFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Part,
+    RegexFormat,
+    Tool,
+    ToolChoice,
+)
+from .prompts import CallStyle
 from .refusals import Refusal
-from .templates import CallStyle
+
+
+def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
+    """What the text must follow; None for free text.
+
+    Raises:
+        Refusal: it cannot be read.
+    """
+    try:
+        return _spec(wanted)
+    except GrammarError as error:
+        raise Refusal(400, str(error), param="response_format", code="invalid_grammar") from error
+
+
+def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
+    if isinstance(wanted, JsonObjectFormat):
+        return JsonSchema({"type": "object"}, label="JSON object")
+    if isinstance(wanted, JsonSchemaFormat):
+        named = wanted.json_schema
+        schema = named.schema_ if named.schema_ is not None else {"type": "object"}
+        return JsonSchema(schema, strict=named.strict is not False, label=f"JSON schema {named.name!r}")
+    if isinstance(wanted, RegexFormat):
+        return regex(wanted.regex)
+    if isinstance(wanted, ChoiceFormat):
+        return choice(wanted.choices)
+    if isinstance(wanted, GrammarFormat):
+        if (wanted.grammar is None) == (wanted.name is None):
+            message = "response_format: give grammar, a text in Lark's notation, or name, one of the library, not both"
+            raise Refusal(400, message, param="response_format", code="invalid_value")
+        if wanted.grammar is not None:
+            return Lark(wanted.grammar)
+        assert wanted.name is not None
+        return as_spec(library.find(wanted.name).name)
+    return None
 
 
 @dataclass(frozen=True)
@@ -147,14 +206,10 @@ def _format_beside_calls(body: ChatBody, style: CallStyle) -> Spec | None:
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:
-    """Raises ValueError for numbers that are none of JSON's."""
+    """A call in OpenAI's form. Raises ValueError for numbers that JSON does not have."""
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         written.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which can be sent escaped only
         written = json.dumps(arguments, allow_nan=False)
-    return {
-        "id": f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": name, "arguments": written},
-    }
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": written}}

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ...errors import GrammarError
 from ..patterns import characters, writer
 from ..patterns.characters import Ranges
-from ..patterns.deadline import check
+from ..patterns.limits import check
 from ..patterns.tree import NOTHING, Cat, Chars, Or, Pattern, Repeat, cat, either, irregular, repeat
+from ..patterns.writer import slashed
 from . import limits
+from .notation import NOTHING as NO_TEXT
+from .notation import Expr, Terminal, Word
+from .strings import Strings
 
 if TYPE_CHECKING:
     from interegular.fsm import FSM
@@ -136,5 +142,66 @@ def expression(machine: FSM) -> str | None:
 
 
 def _as_part(text: str) -> str:
-    """`text` as one part of a longer expression."""
     return f"(?:{text})" if "|" in text else text
+
+
+def write_string(strings: Strings, behind: str = "") -> Expr:
+    """The texts of `strings` in quotes, followed by what the regular expression `behind` matches."""
+    written = strings.written
+    if written is None:
+        return NO_TEXT
+    simple = _simple(written)
+    lark = _lark(written) if simple is None else slashed(simple)
+    if lark is None:
+        return NO_TEXT
+    tail = f" /{behind}/" if behind else ""
+    return Word(Terminal(f"({lark}){tail}" if tail else lark, _Expression(written, simple, behind)))
+
+
+@dataclass(frozen=True)
+class _Expression:
+    strings: Strings
+    simple: str | None
+    behind: str
+
+    def __call__(self) -> str | None:
+        text = _regex(self.strings) if self.simple is None else self.simple
+        return None if text is None else _as_part(text) + self.behind
+
+
+def _simple(strings: Strings) -> str | None:
+    """The regular expression of strings under at most one condition; None for others."""
+    if strings.unconstrained:
+        return FREE_STRING
+    if strings.values is not None:
+        return "|".join(literal(quoted(value)) for value in sorted(strings.values))
+    if not strings.conditions and not strings.excluded:
+        return f'"{length(strings.low, strings.high)}"'
+    ((pattern, good),) = strings.conditions if len(strings.conditions) == 1 else ((None, False),)
+    if pattern is not None and good and not strings.excluded and strings.low == 0 and strings.high is None:
+        text = inside(pattern)
+        return None if text is None else f'"(?:{text})"'
+    return None
+
+
+def _regex(strings: Strings) -> str | None:
+    try:
+        text = expression(strings.automaton())
+    except GrammarError:  # too large for an expression; the grammar has its own way
+        return None
+    return None if text is None else f'"(?:{text})"'
+
+
+def _lark(strings: Strings) -> str | None:
+    """The definition of a terminal; None if nothing can be written."""
+    parts = [slashed(f'"{length(strings.low, strings.high)}"')]
+    for pattern, good in sorted(strings.conditions, key=repr):
+        text = inside(pattern)
+        if text is None and good:
+            return None
+        if text is not None:
+            parts.append(("" if good else "~") + slashed(f'"(?:{text})"'))
+    if strings.excluded:
+        names = "|".join(literal(quoted(value)) for value in sorted(strings.excluded))
+        parts.append("~" + slashed(names))
+    return " & ".join(parts)

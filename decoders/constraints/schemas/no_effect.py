@@ -1,13 +1,56 @@
-"""Warnings of names that look like keywords, or are those of another draft, and of formats that are not known: none has an effect."""
+"""Keywords without effect: those that ``strict=False`` leaves out of a language, and names that are no keywords at all."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from . import formats, keywords
-from .document import Place
-from .drafts import known
+from .document import Place, known
+from .shapes import NONE, Shapes
+
+if TYPE_CHECKING:
+    pass
+
+
+_OF_OBJECTS = ("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties")
+#: Keywords that evaluate items or properties, as ``unevaluatedItems`` and ``unevaluatedProperties`` understand it.
+EVALUATING = frozenset((
+    "prefixItems", "items", "additionalItems", "contains", "properties", "patternProperties", "additionalProperties", "allOf",
+    "anyOf", "oneOf", "if", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
+))  # fmt: skip
+#: Keywords that cause a problem that is reported of another one, through ``not`` and the like; those come first that are least missed.
+CAUSES = {
+    "minProperties": ("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    "contains": ("maxContains", "items", "additionalItems", "unevaluatedItems"),
+    "not": ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "oneOf", "if"),
+    "maxProperties": ("minProperties",),
+    "minimum": ("maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"),
+}
+#: What to leave out where the cause of a problem is not known; those come first that are least needed.
+COARSE = (
+    "not", "if", "oneOf", "contains", "unevaluatedItems", "unevaluatedProperties", "dependentSchemas", "dependentRequired",
+    "dependencies", "anyOf", "allOf", "patternProperties", "propertyNames", "const", "enum",
+)  # fmt: skip
+
+
+def without(shapes: Shapes, left_out: Iterable[str]) -> Shapes:
+    """The values of `shapes` without the types that keywords of `left_out` are about."""
+    for keyword in left_out:
+        if keyword in keywords.NUMBERS:
+            shapes = replace(shapes, numbers=())
+        elif keyword in keywords.STRINGS:
+            shapes = replace(shapes, strings=())
+        elif keyword in keywords.ARRAYS or keyword == "unevaluatedItems":
+            shapes = replace(shapes, arrays=())
+        elif keyword in keywords.OBJECTS or keyword in _OF_OBJECTS:
+            shapes = replace(shapes, objects=())
+        else:
+            return NONE
+    return shapes
+
 
 #: Keywords that say which values are valid.
 _ASSERTIONS = (
@@ -30,7 +73,7 @@ _MOST_COMPARED = 500
 
 
 def ignored(places: Iterable[Place]) -> Iterator[str]:
-    """Warnings about the schemas at `places`, one sentence each."""
+    """Warnings of names without effect in the schemas at `places`, one sentence each."""
     compared = 0
     for place in places:
         for name in place.schema:

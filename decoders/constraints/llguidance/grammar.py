@@ -1,25 +1,92 @@
-"""A position in a text that llguidance follows."""
+"""The backend: languages compiled by llguidance, and positions in texts that it follows."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import GrammarError
-from ..base import Matcher
-from .source import reason
+from ..base import Backend, CompiledGrammar, Language, Matcher, Policy, mask_words
+from ..vocabulary import Vocabulary
+from .source import compile_matcher, reason, source, tokenizer_for
 
-if TYPE_CHECKING:
-    from .backend import LLGuidanceGrammar
+#: Bytes of UTF-8 that only texts with control characters have (tabs and ends of lines are none here), or with characters of planes 4
+#: to 16, which are unassigned or private. Tokenizers that were trained on little text have no tokens for some (SmolLM2's).
+_SELDOM = {*range(0x20), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
+#: The others.
+_NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
+
+
+class LLGuidance(Backend):
+    """llguidance in strict mode: Lark grammars, recursion, and what is too large for a table; masks made on the host."""
+
+    name = "llguidance"
+    summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
+
+    def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
+        """`language` for `vocabulary`. Texts with control characters and characters of planes 4 to 16 that have no tokens are left out.
+
+        Raises:
+            GrammarError: llguidance cannot read it, hits a limit at once, or could be led into a dead end: some other byte of UTF-8
+                has no token of its own.
+        """
+        text = source(language)
+        missing = [byte for byte in _NEEDED if bytes([byte]) not in vocabulary.ids]
+        if missing:
+            shown = ", ".join(f"0x{byte:02X}" for byte in missing[:8]) + (" …" if len(missing) > 8 else "")
+            raise GrammarError(
+                f"{language.name}: no token of this vocabulary stands for just byte {shown}, so llguidance could lead "
+                "into a text that cannot be finished. Backend 'table' leaves such texts out, for a regular language"
+            )
+        return LLGuidanceGrammar(language, vocabulary, policy, text)
+
+
+class LLGuidanceGrammar(CompiledGrammar):
+    """A language that llguidance has compiled. Its matchers share one lexer, which remembers the states it has met."""
+
+    backend = LLGuidance.name
+
+    def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, text: str) -> None:
+        self.language, self.vocabulary, self.policy = language, vocabulary, policy
+        self.ends = torch.zeros(mask_words(len(vocabulary)), dtype=torch.int32)
+        words, _ = writable(self.ends)
+        for stop in vocabulary.stops:
+            words[stop >> 5] |= 1 << (stop & 31)
+        self._text = text
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._first = compile_matcher(tokenizer_for(vocabulary), language, text)
+        self.start().fill_mask(torch.empty_like(self.ends))  # warms the lexer; a language without texts fails here
+
+    def start(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Without llguidance's own memory, which it does not tell: about 1 MB, and 0.5 kB for each state that its lexer meets."""
+        return len(self._text) + self.ends.nbytes
+
+    def fresh(self, broken: int | None = None) -> tuple[Any, int]:
+        """An ``LLMatcher`` at the beginning and the generation of its lexer, a newer one than `broken`.
+
+        A lexer that has hit its limit of states refuses everything from then on, to all matchers that share it.
+        """
+        with self._lock:
+            if broken == self._generation:
+                self._first = compile_matcher(tokenizer_for(self.vocabulary), self.language, self._text)
+                self._generation += 1
+            return self._first.deep_copy(), self._generation
+
 
 T = TypeVar("T")
 
-#: Time on the processor that a question may take, in seconds, and what all questions of a text together may take beyond it: whoever
-#: shares the steps waits for them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars.
+#: CPU seconds that a question may take, and what all questions of a text together may take beyond it: all rows of a batch wait for
+#: them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars.
 QUESTION_SECONDS, OVERTIME = 0.005, 1.0
 
 
@@ -151,7 +218,8 @@ class LLGuidanceMatcher(Matcher):
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
         """What the ``LLMatcher`` answers.
 
-        One that meets an error never leaves it. A new lexer may know the answer: the old one had met too many states.
+        An ``LLMatcher`` never recovers from an error. The question is asked once more with a new lexer, since the old one may have met
+        its limit of states.
 
         Args:
             question: what is asked.
@@ -181,13 +249,13 @@ class LLGuidanceMatcher(Matcher):
         raise self._failure(message)
 
     def _renew(self) -> None:
-        """Another ``LLMatcher`` at this position; one that cannot get here is in error, which the next question shows."""
+        """Replaces the ``LLMatcher`` by a new one at this position; if it cannot get here, the next question finds it in error."""
         self._inner, self._generation = self.grammar.fresh(self._generation)
         self._inner.consume_tokens(self._taken)
         self._asked, self._unasked = False, None
 
     def _restore(self) -> None:
-        """An ``LLMatcher`` at this position that has not been asked."""
+        """Replaces the ``LLMatcher`` by one at this position that has not been asked."""
         ahead = self._taken[self._behind :]
         if not ahead or self._unasked.try_consume_tokens(ahead) == len(ahead):
             self._behind = len(self._taken)

@@ -1,0 +1,243 @@
+"""What a draft is worth: how many nodes it may have, how many of them to verify, and how often to look at what may not pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..tree.draft import Draft
+from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
+from .steps import StepCosts
+
+#: A step with a draft may take this share more time than one without. Late nodes of a draft are seldom right: a block that takes
+#: half as long again must bring half a token more per step.
+SHARE = 0.5
+
+
+def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 256) -> int:
+    """Most nodes of a block, the root included.
+
+    Args:
+        costs: :attr:`Context.costs`.
+        chosen: set by hand, the answer if it is not None.
+        otherwise: the answer where nothing was measured.
+        most: bound of what costs allow.
+
+    Returns:
+        where costs are known a power of two of at least 4, so that calls at different lengths share their graphs.
+    """
+    if chosen is not None:
+        return chosen
+    known = costs()
+    if known is None:
+        return otherwise
+    return 1 << (max(min(known.affordable(SHARE), most), 4).bit_length() - 1)
+
+
+def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 255) -> int:
+    """The same in draft tokens: of all numbers the root is left out."""
+    return node_budget(costs, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1
+
+
+def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
+    """How many draft tokens to verify, from the first on: while the next ones bring more than the time that they take.
+
+    Args:
+        gains: tokens that each is expected to bring, all rows together.
+        seconds: of a step by its nodes per row, the root included.
+        price: tokens that a second has to bring: the present rate, by the renewal-reward argument (Dinkelbach 1967, for the ratio
+            of tokens to seconds), and more out of caution.
+
+    Returns:
+        their number, the tokens that they are expected to bring, and how many of these are beyond the price.
+    """
+    plain = seconds(1)
+    count, gain, worth, total = 0, 0.0, 0.0, 0.0
+    for drafted, more in enumerate(gains, 1):
+        total += more
+        net = total - price * (seconds(drafted + 1) - plain)
+        if net > worth:
+            count, gain, worth = drafted, total, net
+    return count, gain, worth
+
+
+#: Looking at what does not pay may cost this share of the time.
+LOOKING = 0.005
+#: Weight of the newest look in the mean of what looks bring.
+LOOK_WEIGHT = 1 / 8
+#: Multiples of it modulo one lie evenly wherever one stops.
+GOLDEN = 0.6180339887498949
+
+
+@dataclass
+class Looks:
+    """Less and less often while nothing is found, and in every step while it pays.
+
+    Attributes:
+        count: how many there were.
+        net: mean of what one has brought beyond its price, in tokens; None before the first.
+        wait: steps between two of them, on average; 0 while it pays.
+    """
+
+    count: int = 0
+    net: float | None = None
+    wait: int = 0
+
+    def due(self, waited: int, most: int) -> bool:
+        """Whether to look again.
+
+        Args:
+            waited: steps since the last look.
+            most: steps to wait at most, on average.
+
+        Waits are drawn out and cut short in turns: where the text repeats itself every few steps, looks that are as far apart
+        would always come at the same place.
+        """
+        return waited >= int(2 * min(self.wait, most) * (GOLDEN * self.count % 1) + 0.5)
+
+    @property
+    def pays(self) -> bool:
+        """Whether looks bring more than their price at present."""
+        return self.net is not None and not self.wait
+
+    def judge(self, net: float, longest: int) -> None:
+        """Learns what a look has brought beyond its price. longest: steps to wait at most."""
+        self.count += 1
+        self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
+        self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
+
+
+def affordable(share: float, longest: int) -> int:
+    """Steps between two looks that take `share` of a step each, for them to cost :data:`LOOKING` of the time; `longest` at most."""
+    return min(math.ceil(share / LOOKING), longest)
+
+
+def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
+    """A running mean with one more measurement, of this `weight`; any may have been interrupted, so four times the mean counts at most.
+
+    Args:
+        known: the mean so far; None or 0 before there is one.
+    """
+    return seconds if not known else known + weight * (min(seconds, 4 * known) - known)
+
+
+#: The only drafter's bit.
+SOURCE = 1
+#: Drafts are looked at once in so many steps at least.
+LONGEST_WAIT = 64
+#: Weight of the newest draft in the mean of what drafts cost.
+DRAFT_WEIGHT = 1 / 8
+
+
+class DraftWorth:
+    """Says how many nodes of a draft, from the first on, are worth their time in a step of several rows.
+
+    A block of B rows has as many nodes per row as the longest draft: where one row drafts eight tokens, eight times B nodes are
+    run for them. The tokens that are written are the same whatever is verified, so every draft token can be judged by them,
+    verified or not: looking costs no step. What nodes cost is learnt from the steps.
+
+    Args:
+        costs: gives those of the batch as it is.
+        rows: how many there are.
+        ends: length that no row grows beyond, where all begin together and the call lasts as long as its slowest row.
+        grade_rates: how often draft tokens of each grade are right as a rule (:attr:`Strategy.grade_rates`).
+    """
+
+    def __init__(
+        self,
+        costs: Callable[[], StepCosts],
+        rows: int = 0,
+        ends: Sequence[int] | None = None,
+        grade_rates: Sequence[float] = (),
+    ) -> None:
+        self._common = AcceptanceRates(grade_rates={SOURCE: grade_rates})
+        self._rows: list[Follower] = []
+        self._proposals: dict[int, Proposals] = {}
+        self._costs = costs
+        self._ends = ends
+        self._drafting: float | None = None  # seconds of a draft
+        self._looks, self._waited = Looks(), 0
+        self.rebatch([-1] * rows)
+
+    def rebatch(self, sources: Sequence[int]) -> None:
+        """Rows have come or gone. sources: which row each was before, -1 for one that is new."""
+        before = self._rows
+        self._rows = [before[row] if row >= 0 else Follower(AcceptanceRates(self._common)) for row in sources]
+        self._proposals.clear()
+
+    def due(self) -> bool:
+        """Whether drafts are looked at in this step: their making takes time, and may have brought nothing for long."""
+        costs = self._costs()
+        if self._drafting is None or not costs.known:
+            return True
+        return self._looks.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT))
+
+    def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
+        """How many of the draft's tokens to verify: as many as make the step's tokens per second most.
+
+        Args:
+            lengths: tokens of each row.
+            finished: which rows have ended.
+        """
+        active = [row for row in range(len(self._rows)) if not finished[row]]
+        gains = self._gains(draft, active, self._weights(lengths, active))
+        seconds = self._costs().to_weigh()
+        rate, best = len(active) / seconds(1), 0
+        while True:  # the rate is that of the best choice at the last rate, until it no longer rises
+            count, gain, _ = worthwhile(gains, seconds, CAUTION * rate)
+            reached = (len(active) + gain / CAUTION) / seconds(count + 1)
+            if count == 0 or reached <= rate:
+                return best if count else 0
+            rate, best = reached, count
+
+    def observe(self, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
+        """Learns whether making a step's draft was worth the time; before the step is shown to the costs.
+
+        Args:
+            seconds: of its core.
+            emitted: how many tokens every row has written.
+            drafting: seconds that making the draft took; None if there was none to be made.
+        """
+        if drafting is None:
+            self._waited += 1
+            return
+        self._drafting, self._waited = mean_seconds(self._drafting, drafting, DRAFT_WEIGHT), 0
+        if (costs := self._costs()).known:
+            plain = costs.step(1)
+            active = sum(count > 0 for count in emitted)
+            net = sum(emitted) - active - active / plain * (drafting + max(seconds - plain, 0.0))
+            self._looks.judge(net, LONGEST_WAIT)
+
+    def follow(self, written: Sequence[Sequence[int]]) -> None:
+        """Judges what was drafted. written: the new tokens of every row."""
+        for row, tokens in enumerate(written):
+            if tokens and row in self._proposals:
+                self._rows[row].follow(self._proposals[row])
+            for token in tokens:
+                self._rows[row].write(token)
+        self._proposals.clear()
+
+    def _weights(self, lengths: Sequence[int], active: Sequence[int]) -> list[float]:
+        """What a token is worth in each of the rows that go on."""
+        if self._ends is None:
+            return [1.0] * len(active)
+        return row_weights(
+            [self._ends[row] - lengths[row] for row in active], [self._rows[row].outlook for row in active]
+        )
+
+    def _gains(self, draft: Draft, active: Sequence[int], weights: Sequence[float]) -> list[float]:
+        """Of every draft token how many it is expected to bring, all rows together."""
+        tokens, parents = draft.tokens.tolist(), draft.parents
+        grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
+        gains = [0.0] * draft.tokens.shape[1]
+        for row, weight in zip(active, weights, strict=True):
+            follower, proposals = self._rows[row], Proposals()
+            places = proposals.add(SOURCE, tokens[row], parents[row], grades[row])
+            outlook = 0.0
+            for likely, node in proposals.ranked(follower.rates):
+                gains[places[node]] += weight * likely
+                outlook += likely
+            follower.expect(outlook)
+            self._proposals[row] = proposals
+        return gains

@@ -1,0 +1,203 @@
+"""``decoders.warmup`` and ``decoders.calibrate``: a model made ready ahead of its first call, and its steps measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..costs.curve import CostCurve, default_folder, path_of
+from ..engine.model.layout import embeddings_of
+from ..errors import DecodersError, SettingsError, UnsupportedError
+from ..registry.registry import registry
+from ..registry.resolve import resolve_strategy
+from ..report import Report
+from ..settings import RuntimeSettings, load_settings
+from ..strategy import Strategy
+from .assistants import draft_scheme
+from .wrapper import Generate
+
+#: A prompt that repeats itself, so that drafts of every size are proposed and accepted; ids are cut to the vocabulary.
+PROMPT = (3, 5, 7, 11) * 6
+#: Tokens of the call in which a strategy's own work is timed.
+TOKENS = 32
+
+
+@dataclass(frozen=True)
+class WarmupPart:
+    """One strategy with one number of rows.
+
+    Attributes:
+        strategy: name.
+        rows: of the batch.
+        sampling: whether tokens were drawn.
+        seconds: of the call, all in all.
+        compile_seconds: that it waited for compiling.
+        compilations: graphs compiled.
+    """
+
+    strategy: str
+    rows: int
+    sampling: bool
+    seconds: float
+    compile_seconds: float
+    compilations: int
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What making a model ready took.
+
+    Attributes:
+        pack_seconds: making the engine, its weights packed; 0.0 if it was there already.
+        compile_seconds: compiling, the forward pass and what the strategies need.
+        compilations: graphs compiled.
+        parts: per number of rows and strategy, in the order in which they were asked for.
+    """
+
+    pack_seconds: float
+    compile_seconds: float
+    compilations: int
+    parts: tuple[WarmupPart, ...]
+
+
+def warm(
+    generate: Generate,
+    strategies: Sequence[str | Strategy],
+    rows: Sequence[int],
+    assistant_model: PreTrainedModel | None,
+    sampling: bool | dict[str, Any],
+    options: dict[str, Any],
+) -> Warmup:
+    """See :func:`decoders.warmup`."""
+    if not strategies or not rows or min(rows) < 1:
+        raise SettingsError("warmup() takes at least one strategy, and at least one number of rows, each 1 or more")
+    resolved = [resolve_strategy(strategy, options.get("strategy_config"), None) for strategy in strategies]
+    for strategy in resolved:
+        if strategy.needs_assistant and assistant_model is None:
+            raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
+    compile = _runtime(options).compile is not False
+    options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
+    plans: list[dict[str, Any]] = [{"do_sample": False}]
+    if sampling:
+        plans.append({"do_sample": True, "seed": 0, **(sampling if isinstance(sampling, dict) else {})})
+    parts: list[WarmupPart] = []
+    packing = 0.0
+    for count in rows:
+        for name, strategy in zip(strategies, resolved, strict=True):
+            for plan in plans:
+                extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
+                started = time.perf_counter()
+                report = _report(generate, name, count, dict(max_new_tokens=16, **(options | plan | extra)))
+                seconds, timings = time.perf_counter() - started, report.timings
+                packing += timings.pack
+                sampled = bool(plan["do_sample"])
+                parts.append(WarmupPart(strategy.name, count, sampled, seconds, timings.compile, report.compilations))
+    return Warmup(
+        packing, sum(part.compile_seconds for part in parts), sum(part.compilations for part in parts), tuple(parts)
+    )
+
+
+@dataclass(frozen=True)
+class StrategyCost:
+    """A strategy's own work in a short call on a text that repeats itself.
+
+    Attributes:
+        strategy: name.
+        propose: seconds per step, the passes of a draft model included.
+        observe: seconds per step.
+        step: seconds of the whole step.
+    """
+
+    strategy: str
+    propose: float
+    observe: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured.
+
+    Attributes:
+        curve: of the model, with all that is known of it.
+        assistant: of the draft model, if one was given: a pass of it is a step of one node.
+        strategies: that the model can use as it is.
+        path: where the curve is kept.
+    """
+
+    curve: CostCurve
+    assistant: CostCurve | None
+    strategies: tuple[StrategyCost, ...]
+    path: Path
+
+
+def calibrate_model(
+    generate: Generate, rows: Sequence[int], contexts: Sequence[int], assistant_model: PreTrainedModel | None,
+    seconds: float, options: dict[str, Any],
+) -> Calibration:  # fmt: skip
+    """See :func:`decoders.calibrate`."""
+    sizes = [*rows, *contexts]
+    if not rows or not contexts or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise SettingsError(
+            f"rows and contexts are whole numbers from 1 up, at least one each, not {rows} and {contexts}"
+        )
+    if not seconds > 0:
+        raise SettingsError(f"seconds must be more than 0, not {seconds}")
+    runtime = _runtime(options)
+    folder = runtime.cost_cache or default_folder()
+    engine = generate.engine(runtime)
+    with engine.lock, engine.active():
+        curve = engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew=True)
+    assistant = None
+    if assistant_model is not None:
+        formats = {"weights": draft_scheme(runtime) or "keep", "kv_cache": "keep"}
+        draft = Generate(assistant_model, generate.tokenizer, None).engine(runtime.model_copy(update=formats))
+        with draft.lock, draft.active():
+            assistant = draft.calibration.measured(folder, rows[:1], contexts[:1], runtime.compile, seconds, anew=True)
+    strategies = _strategy_costs(generate, assistant_model, options)
+    return Calibration(curve, assistant, strategies, path_of(folder, curve.subject))
+
+
+def _strategy_costs(
+    generate: Generate, assistant_model: PreTrainedModel | None, options: dict[str, Any]
+) -> tuple[StrategyCost, ...]:
+    costs = []
+    for name, entry in registry().strategies().items():
+        strategy = resolve_strategy(name)
+        if entry.cls.needs_grammar or (strategy.needs_assistant and assistant_model is None):
+            continue
+        if entry.cls.takes_assistant:  # its work is that of others
+            continue
+        extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
+        call = {"do_sample": False, **options, "max_new_tokens": TOKENS, **extra}
+        try:
+            _report(generate, name, 1, call)  # prepares things
+            report = _report(generate, name, 1, call)
+        except DecodersError:
+            if name == "autoregressive":  # options that plain decoding refuses are wrong for all
+                raise
+            continue  # this model has no heads, or is not of the kind that the strategy wants
+        timings, steps = report.timings, report.steps
+        costs.append(StrategyCost(name, timings.propose / steps, timings.observe / steps, timings.steps / steps))
+    return tuple(costs)
+
+
+def _runtime(options: dict[str, Any]) -> RuntimeSettings:
+    """The settings of the loop that calls with `options` run with."""
+    given = dict(options.get("decoders_config") or {})
+    return load_settings(RuntimeSettings, None, given, {}, sections=registry().strategies())
+
+
+def _report(generate: Generate, strategy: str | Strategy, rows: int, call: dict[str, Any]) -> Report:
+    """Decodes :data:`PROMPT` and gives the report."""
+    model = generate.model
+    prompt = torch.tensor([PROMPT], device=model.device).remainder(embeddings_of(model)).expand(rows, -1)
+    given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
+    report: Report = generate(**{**call, **given, "strategy": strategy}).report
+    return report
