@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..engine.model.compiled.compiler import compilations
+from ..engine.model.compiled.functions import compilations
 from .machine import synchronize
 from .methods import Method
 from .prompts import Workload

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from decoders.bench.measurement import rotation
 from decoders.bench.tables import plain_table, shown
+from decoders.engine.model.blocks import causal_block
 from decoders.engine.model.buckets import view_bucket
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled.tiers import ForwardPass
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
-from decoders.engine.model.text_blocks import causal_block
 from decoders.engine.model.weights.quantization import Precision
 from decoders.report import Report
 from decoders.tree import Topology
@@ -78,7 +79,7 @@ def measure(
         texts: token ids, ``[tokens]`` each.
         length: tokens in front of the block that is timed.
     """
-    targets = {name: Target(model, "sdpa", precision_of(name)) for name in ("own", *names)}
+    targets = {name: target_of(model, "sdpa", precision_of(name)) for name in ("own", *names)}
     with torch.no_grad():
         distributions = {name: [_read(target, text) for text in texts] for name, target in targets.items()}
         advance("texts")
