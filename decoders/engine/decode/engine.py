@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from ..model.features import OutputHead, layer_indices
 from ..model.locks import CallLock
 from ..model.recordings import recorder_of
 from ..model.self_check import parameters_read, target_of
+from ..model.threads import Threads, own_number_afterwards
 from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from ..model.weights.packing import freed_error
 from ..model.weights.quantization import Precision
@@ -55,6 +56,7 @@ class Engine:
         forward_pass: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
         calibration: what its steps cost, as far as that was measured or seen.
+        threads: how many threads its steps compute with; None elsewhere than on the CPU.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -85,6 +87,7 @@ class Engine:
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self)
+        self.threads = Threads() if self.target.device.type == "cpu" else None
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
@@ -120,9 +123,13 @@ class Engine:
             return False
         return WeightState.of(model) == self.target.weights and not self.target.samples.changed
 
-    def active(self) -> AbstractContextManager:
-        """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
-        return devices.current(self.target.device)
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it, the model's device is the current one, as kernels, streams and graphs are made for that; steps choose threads."""
+        with devices.current(self.target.device), own_number_afterwards():
+            if self.threads is not None:
+                self.threads.use()
+            yield
 
     @property
     def compiled_passes(self) -> int:
