@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...costs.worth import DraftWorth
 from ...strategy import PromptChunk
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
@@ -51,8 +50,6 @@ class Lane:
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, self.stack, capacity)
-        if request.runtime.prune:
-            batch.worth = DraftWorth(batch.resources.step_costs, grade_rates=request.strategy.grade_rates)
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
@@ -130,14 +127,10 @@ class Lane:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The model is this lane's for a step; calls take turns with it."""
-        engine = self.engine
+        batch = self.batch
         with (
-            engine.lock,
-            engine.active(),
-            torch.autocast(engine.target.device.type, enabled=False),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            self.batch.forward_pass.during(self.template.runtime.compile, self.batch.report, self._tiers),
+            self.engine.decoding(),
+            batch.forward_pass.during(self.template.runtime.compile, batch.report, self._tiers),
         ):
             yield
 

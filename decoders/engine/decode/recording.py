@@ -115,7 +115,7 @@ class StepRecording:
         begun, first = time.perf_counter(), report.steps
         compiled, last = key[-1][0].compiled, begun
         for summary, new in recorded.steps(lambda: self._key == key):
-            book(batch, Outcome.of(summary, new, batch.batch), None)
+            book(batch, Outcome.of(summary, new, batch.row_count), None)
             now = time.perf_counter()
             if not first and report.steps == 1:
                 report.time_to_first_token = report.timings.prefill + now - begun

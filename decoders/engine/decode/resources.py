@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ from .call_settings import CallSettings
 from .drafts.drafter import ModelDrafter
 from .drafts.modules import SlotPasses
 from .drafts.staged import context_draft
-
-if TYPE_CHECKING:
-    from .batch import Batch
+from .roster import Roster
 
 
 class CallResources:
@@ -34,7 +32,7 @@ class CallResources:
         stack: closes what is opened here.
     """
 
-    def __init__(self, call: Batch, stack: ExitStack) -> None:
+    def __init__(self, call: Roster, stack: ExitStack) -> None:
         self.call = call
         self._stack = stack.enter_context(ExitStack())
         self.drafters: list[ModelDrafter] = []
