@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..engine.model.compiled.compiler import compilations
+from ..engine.model.compiled.functions import compilations
 
 if TYPE_CHECKING:
     from ..report import Report

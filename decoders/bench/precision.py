@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.model.blocks import causal_block
 from ..engine.model.buckets import view_bucket
 from ..engine.model.cache import CacheBuffers
 from ..engine.model.compiled.tiers import ForwardPass
+from ..engine.model.self_check import target_of
 from ..engine.model.target import Target
-from ..engine.model.text_blocks import causal_block
 from ..engine.model.weights.quantization import Precision
 from ..report import Report
 from ..tree import Topology
@@ -75,7 +76,7 @@ def measure(
         texts: token ids, ``[tokens]`` each.
         length: tokens in front of the block that is timed.
     """
-    targets = {name: Target(model, "sdpa", precision_of(name)) for name in ("own", *names)}
+    targets = {name: target_of(model, "sdpa", precision_of(name)) for name in ("own", *names)}
     with torch.no_grad():
         distributions = {name: [_read(target, text) for text in texts] for name, target in targets.items()}
         advance("texts")

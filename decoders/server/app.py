@@ -21,12 +21,11 @@ from starlette.requests import ClientDisconnect
 from ..errors import suggest
 from ..registry.registry import registry
 from . import chat, completions
-from .answers import Answer
+from .answers import Answer, EventStream, gone, settled
 from .bodies import Body, ChatBody, CompletionBody
 from .limits import CLIENT, App, Arrival, Gate, Receive, Scope
-from .refusals import Refusal, parsed
+from .refusals import Refusal, client_gone, parsed
 from .service import Service
-from .streaming import EventStream, gone, settled
 
 B = TypeVar("B", bound=Body)
 _READ = ["GET", "HEAD"]
@@ -142,7 +141,7 @@ async def _answered(
         await settled(answer, request.receive)
         response = JSONResponse(await _in_thread(service, service.threads, answer.whole))
     except ClientDisconnect:  # before the body was there
-        return _refused(service.refused(endpoint, Refusal(499, "the client closed the connection", code="client_gone")))
+        return _refused(service.refused(endpoint, client_gone()))
     except Exception as error:
         return _refused(service.refused(endpoint, error))
     told(None)
@@ -177,7 +176,7 @@ async def _prepared(
         if working.done():
             return working.result()
         if watch.done():
-            raise Refusal(499, "the client closed the connection", code="client_gone")
+            raise client_gone()
         raise service.shutting_down() if ending.done() else arrival.late(seconds)
     finally:
         watch.cancel()

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..constraints import Regex
-from ..engine.model.compiled.openmp import release_threads
 from ..engine.model.layout import context_length
+from ..engine.model.locks import release_threads
 from ..errors import QueueFull
 from ..generate import OwnDefaults, enable
 from ..plugins import resolve_strategy

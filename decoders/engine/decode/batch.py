@@ -13,10 +13,8 @@ from torch import Tensor
 from ...costs.worth import DraftWorth
 from ...strategy import Draft, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
-from ..model.blocks import NodeBlock, without_empty_end
+from ..model.blocks import LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.cache import CacheBuffers
-from ..model.mixed import PromptPiece
-from ..model.text_blocks import LeadingText
 from . import guard
 from .core import StepOutput
 from .criteria import Outcome

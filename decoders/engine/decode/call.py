@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ...report import Stopwatch
-from ..model.compiled.openmp import release_threads
+from ..model.locks import release_threads
+from .agreement import agreed
 from .batch import Batch
 from .engine import Engine
 from .recording import StepRecording, recordable
@@ -26,7 +27,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
     """
     try:
         with engine.decoding(), ExitStack() as stack:  # the stack gives sessions back, whatever happens
-            request = engine.target.ranks.agreed(request)
+            request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:

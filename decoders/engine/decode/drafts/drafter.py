@@ -19,7 +19,7 @@ from ....strategy import Context, Sequences, Step
 from ....tree import TreeTensors
 from ...model.blocks import Blocks
 from ...model.buckets import row_bucket, slots_for
-from ...model.cuda_graphs.static_inputs import SameObject
+from ...model.static_inputs import SameObject
 from ..call_settings import CallSettings
 from ..grammar.guide import Guide
 from ..rows import Rows
@@ -277,7 +277,7 @@ class ModelDrafter(Drafter):
 
     def static_parts(self) -> dict[str, Any]:
         """What a recorded round reads and writes besides the session's tensors
-        (:mod:`~decoders.engine.model.cuda_graphs.static_inputs`).
+        (:mod:`~decoders.engine.model.static_inputs`).
         """
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,

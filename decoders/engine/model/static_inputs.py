@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....tree import Topology
+from ...tree import Topology
 
 #: Objects that are themselves or another, with nothing inside that a call would change.
 _OPAQUE = (
