@@ -239,10 +239,10 @@ class Engine:
 
     def core(self, plan: SamplingPlan, forward_pass: StepPass | None = None) -> Core:
         forward_pass = forward_pass or self.forward_pass
-        return Core(forward_pass.target, plan, forward_pass)
+        return Core(forward_pass, plan)
 
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.target, plan, vocabulary, children, self.forward_pass)
+        return DraftCore(self.forward_pass, plan, vocabulary, children)
 
     @property
     def functions_ready(self) -> int:
