@@ -242,7 +242,7 @@ class Batch(Roster):
             check_tree(draft.topology, self.rows, self.culprit, wait=not self.target.static)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
-        # Where steps may be recorded there is room from the beginning: nobody looks later.
+        # Where steps may be recorded there is room from the beginning: the host does not look at lengths later.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)

@@ -16,7 +16,7 @@ from .rows import sampling_inputs
 from .step import step
 from .watch import StepWatch
 
-#: Slots behind the prompts that a call takes at once. It grows with texts that come to more: most end sooner than they may.
+#: Slots behind the prompts that a call takes at once. Longer texts get more: most texts end before they must.
 SLOTS_AHEAD = 2048
 
 

@@ -67,7 +67,7 @@ class StepRecording:
                 step(self.batch, StepWatch(self.batch))
 
     def _earlier(self, key: tuple) -> Recording | None:
-        """What an earlier call has recorded, if it fits; its tensors then hold what this call has come to."""
+        """What an earlier call has recorded, if it fits; from then on its tensors are the state of this call."""
         if key in self._seen:
             return None
         self._seen.add(key)

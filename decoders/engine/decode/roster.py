@@ -32,7 +32,7 @@ class Roster:
         verifier: decides what is accepted; None where the built-in rule does.
         report: of all steps.
         session: where the rows' tokens, keys and values are.
-        longest: most tokens that a row can come to.
+        longest: most tokens that a row can have, prompt included.
         noise_keys: ``[B]``, the keys of the rows' noise.
         guide: where the rows stand in their grammars; None where no row has one.
         pending: committed tokens that the next step runs once more in front of the root.

@@ -125,7 +125,7 @@ class StepWatch(Watch):
 
 
 def book(batch: Batch, outcome: Outcome, out: StepOutput | None) -> None:
-    """Writes a step down and tells whoever streams; `out` is needed for logits and scores only."""
+    """Adds a step to the outputs of the requests, and tells their streamers and observers. out: needed for logits and scores only."""
     batch.where = "streamer"
     if batch.shared:
         batch.report.steps += 1  # otherwise its only request counts them
