@@ -158,8 +158,7 @@ class Batch(Roster):
             return self.guide.rebatch(sources, grammars)
         if self.shared:
             return HostGuide.of(grammars, target.vocab_size, target.device)
-        compile = self.resources.settings.compiler(self.engine)
-        return guide_of(grammars, target.vocab_size, target.device, compile, target.static)
+        return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def finish(self, cause: BaseException | None = None) -> None:
         """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""

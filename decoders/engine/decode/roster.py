@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,22 @@ from .request import Request
 from .request_output import RequestOutput, empty_report
 from .rows import Rows
 from .session import Session
+
+
+class Verifies(Protocol):
+    """A model that is drafted for: the target with its batch, or a draft model that has a drafter of its own."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a row can have."""
+
+    @property
+    def blocks(self) -> Blocks:
+        """The sizes of the blocks in which it verifies."""
+
+    @property
+    def guide(self) -> Guide | None:
+        """Where its rows stand in their grammars."""
 
 
 class Roster:
@@ -120,3 +137,7 @@ class Roster:
             tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
         )
         return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
+
+    def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
+        """``Context.compile`` for strategies that draft for the model of `engine`."""
+        return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
