@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..engine.model.blocks import causal_block
 from ..engine.model.buckets import view_bucket
 from ..engine.model.cache import CacheBuffers
-from ..engine.model.compiled.tiers import ForwardPass
+from ..engine.model.compiled.forward_pass import ForwardPass
 from ..engine.model.self_check import target_of
 from ..engine.model.target import Target
 from ..engine.model.weights.quantization import Precision
