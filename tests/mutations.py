@@ -143,7 +143,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-draft-in-shared-slots-does-not-see-the-end-of-the-prompt", "decoders/engine/decode/drafts/drafter.py",
-        "            call.read_rest()\n",
+        "            batch.read_rest()\n",
         "",
         ("strategies/test_early_exit.py",),
     ),

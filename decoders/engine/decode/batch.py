@@ -238,8 +238,11 @@ class Batch:
             return self.guide.rebatch(sources, grammars)
         if self.shared:
             return HostGuide.of(grammars, target.vocab_size, target.device)
-        compile = self.resources.settings.compiler(self.engine)
-        return guide_of(grammars, target.vocab_size, target.device, compile, target.static)
+        return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
+
+    def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
+        """``Context.compile`` for strategies that draft for the model of `engine`."""
+        return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
 
     def finish(self, cause: BaseException | None = None) -> None:
         """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
