@@ -118,7 +118,7 @@ class Roster:
 
     @property
     def prefill(self) -> Callable[..., None]:
-        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.tiers.ForwardPass.prefill`."""
+        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
         return partial(self.forward_pass.prefill, recordings=self.session.recordings)
 
     def read_chunk(
