@@ -6,7 +6,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -87,7 +87,7 @@ class Engine:
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self)
-        self.threads = Threads() if self.target.device.type == "cpu" else None
+        self.threads = Threads.now() if self.target.device.type == "cpu" else None
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
@@ -123,10 +123,22 @@ class Engine:
             return False
         return WeightState.of(model) == self.target.weights and not self.target.samples.changed
 
+    def active(self) -> AbstractContextManager:
+        """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
+        return devices.current(self.target.device)
+
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Within it, the model's device is the current one, as kernels, streams and graphs are made for that; steps choose threads."""
-        with devices.current(self.target.device), own_number_afterwards():
+    def decoding(self) -> Iterator[None]:
+        """Within it a call, or a step of a lane, has the model to itself; others wait for it."""
+        with (
+            self.lock,
+            self.active(),
+            own_number_afterwards(),
+            # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context a call is made.
+            torch.autocast(self.target.device.type, enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             if self.threads is not None:
                 self.threads.use()
             yield
@@ -233,10 +245,10 @@ class Engine:
 
     def core(self, plan: SamplingPlan, forward_pass: StepPass | None = None) -> Core:
         forward_pass = forward_pass or self.forward_pass
-        return Core(forward_pass.target, plan, forward_pass)
+        return Core(forward_pass, plan)
 
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.target, plan, vocabulary, children, self.forward_pass)
+        return DraftCore(self.forward_pass, plan, vocabulary, children)
 
     @property
     def functions_ready(self) -> int:

@@ -102,6 +102,14 @@ class Threads:
     def __init__(self) -> None:
         self._start_over(torchs_own())
 
+    @staticmethod
+    def now() -> Threads:
+        """Those of a model that has been packed just now: half as many at first where the machine is busy."""
+        threads = Threads()
+        if threads.most > 1 and waiting_share() > WAITING:
+            threads.count = threads.most // 2
+        return threads
+
     def _start_over(self, most: int) -> None:
         self.most = self.count = most
         self._present = _Steps()
@@ -179,7 +187,7 @@ class Threads:
         self._present, self._first, self._trial = _Steps(), True, None
 
 
-def waiting_share(seconds: float = 0.05) -> float:
+def waiting_share(seconds: float = 0.01) -> float:
     """What share of its time parallel code waits on this machine now: about 0 where nobody else wants the cores."""
     numbers = torch.zeros(1 << 17)  # enough for several threads
     steps, end = _Steps(), time.perf_counter() + seconds
