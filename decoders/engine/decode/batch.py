@@ -18,7 +18,7 @@ from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece, without_
 from ..model.buckets import row_bucket
 from ..model.cache import CacheBuffers
 from . import guard
-from .core import StepOutput
+from .core import Core, StepOutput
 from .criteria import Outcome
 from .drafts.drafter import ModelDrafter
 from .engine import Engine
@@ -210,7 +210,7 @@ class Batch:
             self.worth.rebatch(sources[: self.batch])
         self.guide = self._guide(sources)
         if not same:
-            core = self.engine.core(request.plan, self.forward_pass)
+            core = Core(self.target, request.plan, self.forward_pass)
             self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
         self.resources.costs = None
         self.fit_blocks()
