@@ -134,8 +134,8 @@ def test_what_the_curve_depends_on_is_in_its_subject(engine: Engine) -> None:
         subject.dtype == "float32" and subject.torch == torch.__version__ and subject.threads == torch.get_num_threads()
     )
     assert subject.package == decoders.__version__ and subject.device.endswith(torch_compat.instructions())
-    assert subject_of(Engine(tiny_model("gpt2"))).key != subject.key
-    assert subject_of(Engine(tiny_model("llama").to(torch.bfloat16))).dtype == "bfloat16"
+    assert subject_of(Engine(tiny_model("gpt2")).target).key != subject.key
+    assert subject_of(Engine(tiny_model("llama").to(torch.bfloat16)).target).dtype == "bfloat16"
 
 
 def test_measuring_leaves_no_text_behind(engine: Engine, tmp_path: Path) -> None:
