@@ -70,7 +70,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     """Patterns of the terms of outlines among the fields of a type, and of theirs."""
-    dsl = sys.modules.get("outlines.types.dsl")  # whoever has a term has imported it
+    dsl = sys.modules.get("outlines.types.dsl")  # there is no term before it is imported
     if dsl is None or id(value) in seen:
         return
     seen[id(value)] = value  # kept alive: ids of what is gone come back

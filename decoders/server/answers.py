@@ -200,7 +200,7 @@ async def settled(answer: Answer, receive: Receive) -> None:
         Refusal: the client is gone. What a request raises.
     """
     results: asyncio.Future[Any] = asyncio.gather(*(choice.generation for choice in answer.job.choices))
-    # When the client is gone nobody asks for the error, and asyncio would log that.
+    # Looks at the error even if the client is gone: asyncio logs errors that nothing has looked at.
     results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
     try:
@@ -270,14 +270,14 @@ class EventStream(Response):
 
     Args:
         answer: what is streamed.
-        told: called at its end with the error that ended it or None; returns what the client is told.
+        on_end: called with the error that ended it or None; returns what the client gets for it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, told: Callable[[BaseException | None], Refusal | None]) -> None:
+    def __init__(self, answer: Answer, on_end: Callable[[BaseException | None], Refusal | None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.answer, self.told = answer, told
+        self.answer, self.on_end = answer, on_end
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -286,7 +286,7 @@ class EventStream(Response):
         try:
             await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
-                self.told(client_gone())
+                self.on_end(client_gone())
         finally:
             watch.cancel()
             writing.cancel()
@@ -306,10 +306,10 @@ class EventStream(Response):
                 async for content in stream:
                     await body(content)
         except Exception as error:
-            refusal = self.told(error)
+            refusal = self.on_end(error)
             if refusal is not None and refusal.status == 499:
                 return
             await body(event(refusal.body if refusal is not None else {}))
         else:
-            self.told(None)
+            self.on_end(None)
         await body(b"", more=False)

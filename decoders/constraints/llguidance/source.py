@@ -156,7 +156,7 @@ def depth(lark: str) -> int:
     deepest: dict[str, int] = {}
     walk = [(name, False) for name in uses]
     begun: set[str] = set()
-    while walk:  # no recursion: the depth is what is asked for
+    while walk:  # not recursive: the depth is not bounded yet
         name, done = walk.pop()
         if done:
             deepest[name] = max((level + deepest.get(used, 0) for used, level in uses[name].items()), default=0)

@@ -97,7 +97,7 @@ ANYTHING = Repeat(CHARACTER, 0, None)
 
 
 def irregular(node: Pattern) -> TypeError:
-    """The error that `node`, which stands for no set of strings by itself, is in a tree that has to be regular."""
+    """The error of a `node` that is not regular in a tree that has to be."""
     return TypeError(f"a {type(node).__name__} in a tree that has to be regular")
 
 
@@ -177,7 +177,7 @@ def copies(pattern: Pattern) -> int:
             raise irregular(pattern)
 
 
-#: A slash or an end of a line, behind a backslash or not, and all other escapes, lest the end of one be taken for a beginning.
+#: A slash or an end of a line, behind a backslash or not, and all other escapes, so that the end of one is not taken for a beginning.
 _SLASHED = re.compile(r"\\?[/\n]|\\.")
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 _MARKS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
