@@ -174,7 +174,7 @@ def measure(
     ):
         session = opened.session
         forward_pass.fit(session.blocks, rows)
-        core = Core(target, SamplingPlan(), forward_pass)
+        core = Core(forward_pass, SamplingPlan())
         step = partial(
             forward_verify_commit, Parts(core.forward, core.choose, core.commit), Draft.nothing(rows, device)
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -120,6 +120,19 @@ class Engine:
     def active(self) -> AbstractContextManager:
         """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
         return devices.current(self.target.device)
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Within it a call, or a step of a lane, has the model to itself; others wait for it."""
+        with (
+            self.lock,
+            self.active(),
+            # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context a call is made.
+            torch.autocast(self.target.device.type, enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
 
     @property
     def compiled_passes(self) -> int:
