@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from ..costs import Looks, affordable, mean_seconds
+from ..costs import Looks, StepCosts, affordable, mean_seconds
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
 
@@ -20,13 +20,6 @@ PATIENCE = 4
 RUN_WEIGHT = 1 / 4
 #: Tokens that a drafter to which every token costs a pass drafts at first.
 FIRST_DEPTH = 2
-
-
-class PricesSteps(Protocol):
-    """What a step costs, as :class:`~decoders.costs.StepCosts` says."""
-
-    def step(self, nodes: int) -> float:
-        """Seconds."""
 
 
 @dataclass
@@ -175,7 +168,7 @@ def _mean(known: float, seconds: float, runs: int) -> float:
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
-def first_price(strategy: Strategy, context: Context, costs: PricesSteps) -> float:
+def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Seconds that the first run of a drafter is expected to take: a draft model reads the prompt, and drafts :data:`FIRST_DEPTH`
     tokens. Its passes are taken to take as long as the target's of so many layers. Drafters that are no model take next to nothing.
     """
