@@ -143,7 +143,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-draft-in-shared-slots-does-not-see-the-end-of-the-prompt", "decoders/engine/decode/drafts/drafter.py",
-        "            call.read_rest()\n",
+        "            batch.read_rest()\n",
         "",
         ("strategies/test_early_exit.py",),
     ),
@@ -220,7 +220,7 @@ MUTATIONS = (
         ("engine/test_replays.py",),
     ),
     Mutation(
-        "a-replay-reads-what-was-given-when-it-was-recorded", "decoders/engine/model/cuda_graphs/capture.py",
+        "a-replay-reads-what-was-given-when-it-was-recorded", "decoders/engine/model/recordings.py",
         "                recording.inputs.take(tensors, self.recorder.copy)\n",
         "                pass\n",
         ("engine/test_replays.py",),
@@ -400,7 +400,7 @@ MUTATIONS = (
         ("constraints/test_specs.py",),
     ),
     Mutation(
-        "alternatives-are-written-without-a-group", "decoders/constraints/patterns/writer.py",
+        "alternatives-are-written-without-a-group", "decoders/constraints/patterns/tree.py",
         "todo += _enclosed(part) if isinstance(part, Or) else [part]",
         "todo += [part]",
         ("patterns/test_dialects.py",),
@@ -430,7 +430,7 @@ MUTATIONS = (
         ("server/test_texts.py",),
     ),
     Mutation(
-        "a-client-that-leaves-keeps-its-row", "decoders/server/streaming.py",
+        "a-client-that-leaves-keeps-its-row", "decoders/server/answers.py",
         "await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)",
         "await asyncio.wait({writing})",
         ("server/test_running.py",),

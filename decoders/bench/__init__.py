@@ -8,16 +8,16 @@ bench.summarise(entries)
 
 from __future__ import annotations
 
-from .batches import Workload, workloads
 from .call import TimedCall, decode
-from .interleave import Interrupted, calls, measure, rotation, take_turns, warm_up
-from .measurements import Competitor, Measurement
-from .methods import Method, Sampling, strategy_methods, transformers_methods
-from .records import Record, Spread, summarise
+from .figures import Spread
+from .measurement import Competitor, Interrupted, Measurement, calls, measure, rotation, take_turns, warm_up
+from .methods import Engine, EngineOutput, Method, Sampling, strategy_methods, transformers_methods
+from .prompts import Workload, workloads
+from .records import Record, summarise
 from .shapes import random_workloads
 
 __all__ = [
-    "Competitor", "Interrupted", "Measurement", "Method", "Record", "Sampling", "Spread", "TimedCall", "Workload", "calls", "decode",
-    "measure", "random_workloads", "rotation", "strategy_methods", "summarise", "take_turns", "transformers_methods",
-    "warm_up", "workloads",
+    "Competitor", "Engine", "EngineOutput", "Interrupted", "Measurement", "Method", "Record", "Sampling", "Spread", "TimedCall",
+    "Workload", "calls", "decode", "measure", "random_workloads", "rotation", "strategy_methods", "summarise", "take_turns",
+    "transformers_methods", "warm_up", "workloads",
 ]  # fmt: skip

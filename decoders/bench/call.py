@@ -1,25 +1,31 @@
-"""One timed call of one method; the models' own configs stay as they are."""
+"""One timed call of one method, and what its stream tells: when tokens came, in how many steps, and what was written.
+
+The models' own configs stay as they are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..engine.model.compiled.compiler import compilations
+from ..engine.model.compiled.functions import compilations
+from .machine import synchronize
+from .methods import Method
+from .prompts import Workload
 
 if TYPE_CHECKING:
     from ..report import Report
-    from .batches import Workload
-    from .methods import Method
 
 _GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
 
@@ -53,10 +59,7 @@ class TimedCall:
 def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = None) -> TimedCall:
     """One call, timed as a whole with the device waited for at both ends. Greedy, unless the method samples."""
     if method.engine is not None:
-        from .beside import decode as decode_beside
-
-        sequences, seconds, steps = decode_beside(method, workload, new_tokens, streamer)
-        return TimedCall(sequences, seconds, 0.0, 0, None, steps)
+        return _decode_elsewhere(method, workload, new_tokens, streamer)
     model, sampling = method.model, method.sampling
     arguments: dict[str, Any] = {
         "input_ids": workload.input_ids.to(model.device),
@@ -86,6 +89,39 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
     report = output.report if method.ours else None
     compiling = report.timings.compile if report is not None else 0.0
     return TimedCall(output.sequences.cpu(), seconds, compiling, compilations() - graphs, report)
+
+
+def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:
+    """A call of `method`'s engine, its rows padded as ours are. What the streamer raises ends the call and is raised again."""
+    assert method.engine is not None
+    ids, mask = workload.input_ids, workload.attention_mask
+    prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    raised: list[BaseException] = []
+
+    def tell(tokens: list[int]) -> bool:
+        try:
+            streamer.put(torch.tensor(tokens))
+        except BaseException as error:  # it must not pass through an engine written in C++
+            raised.append(error)
+            return False
+        return True
+
+    started = time.perf_counter()
+    if streamer is not None:
+        streamer.put(ids)
+    written = method.engine.generate(
+        prompts, new_tokens, frozenset(stop_tokens(method.model)), None if streamer is None else tell
+    )
+    seconds = time.perf_counter() - started
+    if raised:
+        raise raised[0]
+    if streamer is not None:
+        streamer.end()
+    longest = max(map(len, written.tokens), default=0)
+    pad = pad_token(method.model)
+    new = torch.tensor([row + [pad] * (longest - len(row)) for row in written.tokens], dtype=ids.dtype)
+    sequences = torch.cat([ids.cpu(), new.reshape(ids.shape[0], -1)], 1)
+    return TimedCall(sequences, seconds, 0.0, 0, None, written.steps)
 
 
 @contextlib.contextmanager
@@ -135,14 +171,130 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Rows of the model's input embedding; of a padded model those of the small one."""
+    """Rows of the model's input embedding, or as many as its config says that a text may hold."""
     if own := getattr(model.config, "cost_scaled_vocabulary", None):
         return int(own)
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done its work; nothing to wait for on the CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+Decode = Callable[..., TimedCall]
+
+
+class PutCounter(BaseStreamer):
+    """Counts transformers' target forwards: one `put` each, however many tokens it brings.
+
+    Assisted generation drafts before its first forward, which reads the prompt too, and what it puts ends with the stop
+    token or at the last token asked for: tokens per `put` compare with our tokens per step.
+    """
+
+    def __init__(self) -> None:
+        self.puts = -1  # the prompt comes first
+
+    def put(self, value: Tensor) -> None:
+        self.puts += 1
+
+    def end(self) -> None:
+        """Nothing to close."""
+
+
+@contextlib.contextmanager
+def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
+    """Counts the forward passes of transformers' assistant in the one entry of the list; that of its prompt drafts too."""
+    count = [0]
+    if model is None:
+        yield count
+        return
+
+    def counted(*_: Any) -> None:
+        count[0] += 1
+
+    hook = model.register_forward_hook(counted)
+    try:
+        yield count
+    finally:
+        hook.remove()
+
+
+class _FirstToken(Exception):
+    """Ends a call once its first token is there."""
+
+
+class _UntilFirstToken(BaseStreamer):
+    def __init__(self) -> None:
+        self.prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self.prompt_seen:
+            raise _FirstToken
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """A call without a token ends here."""
+
+
+def first_token(method: Method, workload: Workload, new_tokens: int, decode: Decode = decode) -> float | None:
+    """Seconds from the start of a call to its first token; None if there is none. Where transformers hands
+    tokens over one step late (it does so on some devices), that is part of its figure.
+    """
+    device = method.model.device
+    synchronize(device)
+    started = time.perf_counter()
+    try:
+        decode(method, workload, new_tokens, _UntilFirstToken())
+    except _FirstToken:
+        return time.perf_counter() - started
+    finally:
+        synchronize(device)
+    return None
+
+
+def written(method: Method, workload: Workload, sequences: Tensor) -> list[list[int]]:
+    """New tokens per row, up to and with the stop token. Without one, padding cannot be told from text and counts."""
+    stops = set(stop_tokens(method.model))
+    rows = []
+    for row in sequences[:, workload.input_ids.shape[1] :].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
+        rows.append(row[:end])
+    return rows
+
+
+class Stamps(BaseStreamer):
+    """Notes the time of every `put` after the prompt's."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self.times.append(time.perf_counter())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing to close."""
+
+
+def stamped(
+    method: Method, workload: Workload, new_tokens: int, decode: Decode = decode
+) -> tuple[TimedCall, dict[str, float | None]]:
+    """A call, and seconds: `first_token` from its start, `pause`, the longest from one token to the next, and
+    `tokens_per_second` of what came after the first, all rows (compilation included).
+    """
+    synchronize(method.model.device)
+    stamps, started = Stamps(), time.perf_counter()
+    call = decode(method, workload, new_tokens, stamps)
+    if not stamps.times:
+        return call, {"first_token": None, "pause": None, "tokens_per_second": None}
+    times = stamps.times
+    span = times[-1] - times[0]
+    return call, {
+        "first_token": times[0] - started,
+        "pause": max((b - a for a, b in pairwise(times)), default=None),
+        "tokens_per_second": (len(times) - 1) * workload.rows / span if span > 0 else None,
+    }
+
+
+def compiled_share(report: Report | None) -> float | None:
+    """Share of a call's steps that ran compiled, None of transformers'."""
+    return report.compiled_steps / report.steps if report is not None and report.steps else None

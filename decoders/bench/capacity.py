@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from .batches import Workload
-from .call import decode as _decode
-from .call import vocabulary_size
-from .interleave import rotation
+from .call import Decode, decode, vocabulary_size
+from .figures import Spread
+from .measurement import rotation
 from .methods import Method
-from .records import Spread
-from .streams import Decode
+from .prompts import Workload
 
 #: Tokens of the prompts used, and cache capacities compared (slots per row).
 LENGTH, SLOTS = 128, (256, 8192)
@@ -46,7 +44,7 @@ def check_capacity(
     new_tokens: int = 16,
     repeats: int = 5,
     progress: Callable[[str], None] = lambda what: None,
-    decode: Decode = _decode,
+    decode: Decode = decode,
 ) -> list[CapacityCost]:
     """Times the core of `methods` (one per dtype, of ours) at every capacity, taking turns.
 

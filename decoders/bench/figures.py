@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from ..common.repetition import in_loops
 from ..report import Stage
-from .measurements import Check, Competitor, Measurement
-
-if TYPE_CHECKING:
-    from .records import Record
+from .measurement import Check, Competitor, Measurement
 
 #: What a step of ours is made of, in order.
 PARTS = ("propose", "mask", "core", "observe", "host")
@@ -76,19 +73,22 @@ class StageFigures:
     forward_share: float | None
 
 
-def count_tokens(record: Record, checks: Sequence[Check]) -> None:
-    """Tokens and draft passes per step: of the timed calls, which differ when sampling, or else of the untimed ones."""
-    lengths = [s.accepted_lengths for s in record.samples if s.accepted_lengths]
-    steps = sum(check.steps for check in checks)
-    if lengths:
+def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
+    """Tokens per row and step: of the timed calls, which differ when sampling, or else of the untimed ones."""
+    if lengths := [s.accepted_lengths for s in samples if s.accepted_lengths]:
         tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
-        record.accepted_length = tokens / sum(map(sum, lengths))
-    elif steps:
-        record.accepted_length = sum(check.accepted_length * check.steps for check in checks) / steps
-    passes = [s.draft_passes / s.steps for s in record.samples if s.draft_passes is not None and s.steps]
-    if not passes:
-        passes = [c.draft_passes / c.steps for c in checks if c.draft_passes is not None and c.steps]
-    record.draft_passes = median(passes) if passes else None
+        return tokens / sum(map(sum, lengths))
+    steps = sum(check.steps for check in checks)
+    return sum(check.accepted_length * check.steps for check in checks) / steps if steps else None
+
+
+def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
+    """Draft passes per step, likewise the median of the calls."""
+    for calls in (samples, checks):
+        passes = [call.draft_passes / call.steps for call in calls if call.draft_passes is not None and call.steps]
+        if passes:
+            return median(passes)
+    return None
 
 
 def looping(rows: Sequence[Sequence[int]]) -> float | None:

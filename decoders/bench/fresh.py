@@ -1,7 +1,7 @@
 """What a new process waits for, and what it needs: the first token, compilation, memory.
 
 ``python -m decoders.bench.fresh`` is that process: a :class:`Job` as JSON on standard input, lines of JSON on standard
-output, ``{"progress": …}`` and in the end ``{"result": …}``. :mod:`.processes` starts it. All prompts are random tokens, and no
+output, ``{"progress": …}`` and in the end ``{"result": …}``. :func:`in_new_process` starts it. All prompts are random tokens, and no
 text ends early.
 """
 
@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from .batches import Workload
-from .call import TimedCall, vocabulary_size
-from .interleave import rotation
-from .memory import resident
+from .call import TimedCall, compiled_share, stamped, vocabulary_size
+from .machine import resident
+from .measurement import rotation
 from .methods import BASELINE, Method, Sampling, strategy_methods, transformers_methods
+from .prompts import Workload
 from .shapes import SHAPES, build
-from .stamps import stamped
-from .tiers import compiled_share, compiles
 
+MODULE = "decoders.bench.fresh"
+#: Last lines of a process's standard error that are shown if it ended without a result.
+LINES = 3
 #: How the sampled calls sample.
 SAMPLING = Sampling(temperature=0.7, top_k=50, top_p=0.9)
 #: New tokens of a call that is made for its prefill only.
@@ -165,7 +169,11 @@ class _Fresh:
         """transformers, ours uncompiled and ours, in turns, greedy and sampled."""
         assert self.ours is not None
         uncompiled = replace(self._method(self.job.strategy, compile=False), name=f"{self.ours.name}, uncompiled")
-        methods = [self.baseline, uncompiled, *([self.ours] if compiles(self.job.config) else [])]
+        methods = [
+            self.baseline,
+            uncompiled,
+            *([self.ours] if self.job.config.get("compile", True) is not False else []),
+        ]
         self.figures["decoding"] = []
         for name, sampling in (("greedy", None), ("sampled", SAMPLING)):
             calls_of: dict[str, list[tuple[float, dict[str, Any]]]] = {method.name: [] for method in methods}
@@ -274,6 +282,53 @@ def measure(job: Job, progress: Callable[[str], None] = lambda what: None) -> di
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return fresh.figures | {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+
+
+def in_new_process(
+    job: Job, compile_cache: Path | None = None, progress: Callable[[str], None] = lambda what: None
+) -> dict[str, Any]:
+    """The figures of `job` from a process of its own; ``error`` among them if it did not get through.
+
+    Args:
+        compile_cache: folder for what torch.compile keeps on disk; None leaves it where it is.
+    """
+    # The package that is running, wherever the process would find another one.
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    if compile_cache is not None:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8", env=environment,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        result: dict[str, Any] | None = None
+        try:
+            process.stdin.write(json.dumps(asdict(replace(job, spawned=time.time()))))
+            process.stdin.close()
+            for line in process.stdout:
+                message = json.loads(line)
+                result = message.get("result", result)
+                if "progress" in message:
+                    progress(message["progress"])
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        if result is None:
+            result = {"error": ending(process, errors)}
+    return result
+
+
+def ending(process: subprocess.Popen[str], errors: IO[str]) -> str:
+    """How a process ended that gave no result, with the last lines of its standard error."""
+    errors.seek(0)
+    last = [line.strip() for line in errors.read().splitlines() if line.strip()][-LINES:]
+    return f"the process ended with {process.returncode}: {' / '.join(last)}"
 
 
 def main() -> None:

@@ -1,17 +1,28 @@
-"""What a measurement ran on."""
+"""What a measurement runs on: processor and versions, the speed of its memory, and the memory of this process.
+
+psutil tells how much of this process is in memory, on Linux, macOS and Windows. It comes with ``pip install
+'hf-decoders[bench]'``; without it that figure is None. The peak is read here, because psutil only tells the highest of the whole
+life of a process and cannot reset it.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
+import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from ..common.devices import cpu_name
-from .memory import resident
+
+# Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -31,3 +42,87 @@ def facts(device: torch.device) -> dict[str, Any]:
         "decoders": __version__,
         "memory": resident() is not None,
     }
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done its work; nothing to wait for on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int = 5) -> float:
+    """Bytes read plus bytes written per second by copying `size` bytes, the best of `repeats`.
+
+    The default size (256 MiB, 1 GiB on an accelerator) is far larger than any cache.
+    """
+    size = size or (1 << 28 if device.type == "cpu" else 1 << 30)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    best = float("inf")
+    for _ in range(repeats + 1):  # the first pass also touches the pages
+        synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size / best
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that one forward reads: all parameters, without an embedding that is only looked up.
+
+    In a mixture of experts all experts count, though a step may read only a few.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    looked_up = None
+    if embedding is not None and (head is None or head.weight is not embedding.weight):
+        looked_up = embedding.weight
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p is not looked_up)
+
+
+class PeakMemory:
+    """Context manager that measures the peak of the work inside it.
+
+    Attributes:
+        bytes: the peak; None where the system does not tell.
+        kind: "device" (CUDA's allocator), "process" (resident set of the whole process, other models included) or
+            "unknown".
+    """
+
+    bytes: int | None
+    kind: str
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes, self.kind = device, None, "unknown"
+
+    def __enter__(self) -> PeakMemory:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.kind = "device"
+        else:
+            try:
+                _RESET.write_text("5")
+                self.kind = "process"
+            except OSError:
+                self.kind = "unknown"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.kind == "device":
+            self.bytes = torch.cuda.max_memory_allocated(self.device)
+        elif self.kind == "process":
+            line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
+            self.bytes = int(line.split()[1]) * 1024 if line else None
+
+
+def resident() -> int | None:
+    """Bytes of this process that are in memory now; None without psutil.
+
+    Pages that were freed and not given back to the system count: no other process can have them.
+    """
+    try:
+        import psutil
+    except ImportError:
+        return None
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)

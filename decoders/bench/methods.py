@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,11 +16,7 @@ from ..generate import enable
 from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..registry.kinds import canonical
 from ..settings import RuntimeSettings, load_settings
-from .grammar_subjects import subjects
 from .variants import Variant, assistant_tokens, parse
-
-if TYPE_CHECKING:
-    from .beside import Engine
 
 #: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
 BASELINE = "transformers"
@@ -57,6 +53,35 @@ class Sampling:
         """Of ``generate``, the seed apart."""
         # All three, though they may cut nothing off: what is left out is filled from the model's config.
         return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+@dataclass(frozen=True)
+class EngineOutput:
+    """What another engine wrote.
+
+    Attributes:
+        tokens: new tokens of each row, up to and with a stop token.
+        steps: passes of the target; None where the engine does not tell.
+    """
+
+    tokens: list[list[int]]
+    steps: int | None = None
+
+
+#: Told the new tokens of a step, of every row; says whether to go on.
+OnTokens = Callable[[list[int]], bool]
+
+
+class Engine(Protocol):
+    """Another engine. It decodes greedily, and every call reads its prompts anew."""
+
+    def generate(
+        self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
+    ) -> EngineOutput:
+        """At most `new_tokens` for each of `prompts`."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
 
 
 @dataclass(frozen=True)
@@ -246,13 +271,8 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def named_grammar(name: str) -> Spec | CompiledGrammar:
-    """The grammar that stands in the brackets: of the library, of a file, one that ``decoders bench grammar`` measures, or all
-    texts under the name of ``anything``.
-    """
-    if name == ANYTHING:
-        return regex(r"(?:.|\n)*")
-    measured = next((subject for subject in subjects() if subject.name == name), None)
-    return measured.spec() if measured is not None else grammar_or_file(name)
+    """The grammar that stands in the brackets: of the library, of a plugin, of a file, or all texts under the name of ``anything``."""
+    return regex(r"(?:.|\n)*") if name == ANYTHING else grammar_or_file(name)
 
 
 def _method(

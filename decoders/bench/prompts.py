@@ -1,4 +1,4 @@
-"""Prompts: what people ask of chat models, and made-up ones at the two ends of what drafting can meet.
+"""Prompts: what people ask of chat models, made-up ones at the two ends of what drafting can meet, files, and batches of them.
 
 Text whose continuation is obvious and random bytes ask how a strategy behaves where every draft token is right and where none
 is; instructions lie in between.
@@ -9,10 +9,16 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ..errors import SettingsError
 from ..server.prompts import prompt_text
 
 if TYPE_CHECKING:
@@ -104,3 +110,113 @@ def bare(content: Content) -> str:
     if isinstance(content, str):
         return content
     return "\n\n".join(message["content"] for message in content) + "\n\n"
+
+
+#: All kinds of instructions; one of them is ``instruct:edit``.
+INSTRUCT = "instruct"
+
+
+def read_prompts(chosen: str, limit: int | None) -> list[tuple[str, str, Content]]:
+    """(name, kind, text or messages) of the prompts that ``--prompts`` asks for, `limit` of each kind.
+
+    Args:
+        chosen: kinds, comma-separated: the demo's (``all`` is all of these), ``instruct`` and ``instruct:edit``,
+            ``predictable``, ``random``, ``agent``; or a file.
+
+    Raises:
+        SettingsError: no such kind or file, or no prompt in it.
+    """
+    from .. import demo
+
+    groups = {"all": demo.KINDS, INSTRUCT: tuple(f"{INSTRUCT}:{kind}" for kind in INSTRUCTIONS)}
+    known = (*demo.KINDS, *groups[INSTRUCT], *MADE_UP, *groups)
+    pieces = [piece.strip() for piece in chosen.split(",") if piece.strip()]
+    if not pieces or set(pieces) - {*known}:
+        return _from_file(chosen, limit, known)
+    kinds = [kind for piece in pieces for kind in groups.get(piece, (piece,))]
+    texts: list[tuple[str, str, Content]] = []
+    for kind in dict.fromkeys(kinds):
+        if kind in MADE_UP:
+            numbered = enumerate(MADE_UP[kind]()[:limit], 1)
+            texts += [(f"{kind}-{number:02}", kind, text) for number, text in numbered]
+        elif kind.startswith(INSTRUCT):
+            prompts = instructions(kind.partition(":")[2])[:limit]
+            texts += [(f"{INSTRUCT}:{name}", kind, messages) for name, _, messages in prompts]
+        else:
+            texts += [(p.id, p.kind, p.text) for p in demo.prompts(kind)[:limit]]
+    return texts
+
+
+def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> list[tuple[str, str, Content]]:
+    path = Path(chosen)
+    try:
+        content = path.read_text(encoding="utf-8")
+        if path.suffix.lower() == ".jsonl":
+            prompts = [_prompt(json.loads(line), path.stem) for line in content.splitlines() if line.strip()]
+        else:
+            prompts = [(path.stem, content)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        kinds = ", ".join(known)
+        raise SettingsError(f"--prompts {chosen!r} is neither one of {kinds} nor a readable file: {error}") from error
+    if not any(text for _, text in prompts):
+        raise SettingsError(f"--prompts {chosen}: there is no text in it")
+    texts: list[tuple[str, str, Content]] = []
+    for kind in dict.fromkeys(kind for kind, _ in prompts):
+        contents = [text for other, text in prompts if other == kind][:limit]
+        texts += [(f"{kind}-{number:02}", kind, text) for number, text in enumerate(contents, 1)]
+    return texts
+
+
+def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:
+    """Kind (by default the file's name) and content of a line: a text, or messages with role and content.
+
+    Raises:
+        KeyError: it has neither.
+        TypeError: it has neither.
+    """
+    if "messages" not in item:
+        return item.get("kind", kind), item["text"]
+    messages = [{"role": message["role"], "content": message["content"]} for message in item["messages"]]
+    return item.get("kind", kind), messages
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts that are decoded in one call.
+
+    Attributes:
+        name: of the prompt, or of the first and last.
+        kind: what it is counted under.
+        input_ids: ``[B, P]``, padded on the left.
+        attention_mask: ``[B, P]``.
+    """
+
+    name: str
+    kind: str
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+
+def workloads(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str, Content]], rows: int = 1
+) -> list[Workload]:
+    """Workloads of `rows` prompts each from ``(name, kind, text or messages)``; prompts of one kind stay together.
+
+    The last workload of a kind is filled up from the kind's first prompts, so that all have the same number of rows.
+    """
+    workloads_made = []
+    for kind in dict.fromkeys(kind for _, kind, _ in texts):
+        of_kind = [(name, text) for name, other, text in texts if other == kind]
+        for start in range(0, len(of_kind), rows):
+            chosen = [of_kind[i % len(of_kind)] for i in range(start, start + rows)]
+            encoded = [encode(tokenizer, text) for _, text in chosen]
+            longest = max(map(len, encoded))
+            ids = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in encoded])
+            mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in encoded])
+            name = chosen[0][0] if rows == 1 else f"{chosen[0][0]}…{chosen[-1][0]}"
+            workloads_made.append(Workload(name, kind, ids, mask))
+    return workloads_made

@@ -7,27 +7,24 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from .bandwidth import weight_bytes
 from .figures import (
-    PARTS,
     Spread,
     StageFigures,
     StepTimes,
+    accepted_length,
     agreement,
-    count_tokens,
     difference,
     first_tokens,
     looping,
+    passes_per_step,
     per_repeat,
     stage_figures,
     step_times,
 )
-from .measurements import Competitor, Measurement
+from .machine import weight_bytes
+from .measurement import Competitor, Measurement
 from .methods import BASELINE, PLAIN
-from .scaling import label
 from .variants import GRAMMAR
-
-__all__ = ["PARTS", "Record", "Spread", "StageFigures", "StepTimes", "summarise"]
 
 
 @dataclass
@@ -160,11 +157,10 @@ def summarise(
             token_baseline = _entry_of(entry, entries, PLAIN, method.grammar) or token_baseline
         for kind in dict.fromkeys(entry.kind_of.values()):
             record = _record(entry, kind, speed_baseline, token_baseline, bandwidth)
-            record.model, record.random_weights, record.scaled = model, random_weights, label(method.model)
-            record.engine, record.weights = (
-                str(method.settings.get("engine", "")) if method.weights else "",
-                method.weights,
-            )
+            record.model, record.random_weights = model, random_weights
+            record.scaled = getattr(method.model.config, "cost_scaled", "")
+            record.engine = str(method.settings.get("engine", "")) if method.weights else ""
+            record.weights = method.weights
             records.append(record)
     return records
 
@@ -209,8 +205,10 @@ def _record(
     record.prefill = Spread.of([s.prefill for s in record.samples if s.prefill is not None])
     steps = [(s.compiled_share, s.steps) for s in record.samples if s.compiled_share is not None and s.steps]
     record.compiled_share = sum(share * n for share, n in steps) / sum(n for _, n in steps) if steps else None
-    count_tokens(record, [entry.checks[name] for name in names])
-    record.looping = looping([row for name in names for row in entry.checks[name].tokens])
+    checks = [entry.checks[name] for name in names]
+    record.accepted_length = accepted_length(record.samples, checks)
+    record.draft_passes = passes_per_step(record.samples, checks)
+    record.looping = looping([row for check in checks for row in check.tokens])
     record.step_ms = step_times(record.samples, {name: entry.checks[name].steps for name in names})
     if record.step_ms is not None and record.step_ms.core is not None and record.step_ms.total:
         record.outside_core = 1 - record.step_ms.core / record.step_ms.total
@@ -222,11 +220,8 @@ def _record(
         record.first_call, record.second_call = warmup.first_call, warmup.second_call
         record.compile_seconds, record.compilations = warmup.compile_seconds, warmup.compilations
         record.recompilations = warmup.second_compilations + sum(s.compilations for s in entry.samples)
-        record.peak_memory, record.memory_kind, record.cache_bytes = (
-            warmup.peak_memory,
-            warmup.memory_kind,
-            warmup.cache_bytes,
-        )
+        record.peak_memory, record.memory_kind = warmup.peak_memory, warmup.memory_kind
+        record.cache_bytes = warmup.cache_bytes
         record.cold_first_token, record.memory_added = warmup.first_token, warmup.memory_added
         record.pack_seconds, record.background_seconds = warmup.pack_seconds, warmup.background_seconds
     record.weight_bytes = weight_bytes(method.model)

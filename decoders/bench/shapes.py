@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ..errors import UnknownNameError
-from .batches import Workload
+from .prompts import Workload
 
 #: Random numbers that weights are taken from, over and over. A prime: no two rows of a matrix are the same.
 BLOCK = 4_194_301

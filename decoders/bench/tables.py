@@ -1,15 +1,19 @@
-"""Records as tables for the terminal."""
+"""What was measured, as tables for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from .capacity import CapacityCost
-from .records import PARTS, Record, Spread
+from .figures import PARTS, Spread
+from .load import LoadResult
+from .records import Record
 from .shapes import RANDOM_WEIGHTS
 
 #: Repeats whose fastest is this many times as fast as their slowest are called noisy.
@@ -53,7 +57,7 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
     """Medians with the range over the repeats, whether the output is the baseline's, and why a row is absent."""
     drafted = any(r.draft_passes is not None for r in records)
     columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
-    table = _table(title, *columns)
+    table = plain_table(title, *columns)
     for r in records:
         if r.status != "ok":
             continue
@@ -74,7 +78,7 @@ def speed_table(records: Sequence[Record], title: str = "") -> Table:
 def step_table(records: Sequence[Record], title: str = "") -> Table:
     """Milliseconds of a step by part, and how close the core is to reading the weights at copy speed."""
     parts = ("total", *PARTS)
-    table = _table(title, *parts, "outside core", "overhead", "bandwidth")
+    table = plain_table(title, *parts, "outside core", "overhead", "bandwidth")
     for r in records:
         if r.step_ms is not None:
             times = (shown(getattr(r.step_ms, part), ".2f") for part in parts)
@@ -85,7 +89,7 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
 
 def stage_table(records: Sequence[Record], title: str = "") -> Table:
     """What the draft models did per target step; the drafter of a draft model stands below it, further in."""
-    table = _table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
+    table = plain_table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
     for r in records:
         for stage in r.stages:
             model = Text("  " * stage.depth + (stage.model.rstrip("/").rpartition("/")[2] or stage.model))
@@ -100,7 +104,7 @@ def start_table(records: Sequence[Record], title: str = "") -> Table:
     """First and second call, tokens that are first in them, tiers, memory. The first strategy is charged for what all share."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
-    table = _table(title, *columns)
+    table = plain_table(title, *columns)
     for r in records:
         if r.status == "ok":
             table.add_row(
@@ -114,7 +118,7 @@ def start_table(records: Sequence[Record], title: str = "") -> Table:
 
 def capacity_table(rows: Sequence[CapacityCost]) -> Table:
     """Time of the core against the room in the cache."""
-    table = _table("step time against cache capacity", "rows", "length", "slots", "core ms/step", "ratio")
+    table = plain_table("step time against cache capacity", "rows", "length", "slots", "core ms/step", "ratio")
     for c in rows:
         table.add_row(
             c.dtype, str(c.batch), str(c.length), str(c.slots),
@@ -123,7 +127,7 @@ def capacity_table(rows: Sequence[CapacityCost]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def plain_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold", min_width=20, max_width=NAME_WIDTH)
     for column in columns:
@@ -189,3 +193,125 @@ def milliseconds(spread: Spread | None) -> str:
 def size(count: int | None) -> str:
     """Bytes as MiB."""
     return "" if count is None else f"{count / 2**20:.0f} MiB" if count >= 10 << 20 else f"{count / 2**20:.1f} MiB"
+
+
+def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Of one subject: first calls, memory, and whatever else was measured. Each run holds its `method` and its figures."""
+    title = "{subject} · {dtype}".format(**runs[0])
+    complete_runs = [run for run in runs if run.get("decoding")]
+    tables = [
+        calls_table(runs, f"{title} · calls of a new process"),
+        memory_table(runs, f"{title} · process in memory"),
+    ]
+    for run in complete_runs:
+        tables.append(decoding_table(run, f"{title} · {run['method']} · decoding, in turns"))
+        tables.append(prefill_table(run, f"{title} · {run['method']} · first token by prompt length, in turns"))
+    errors = [Text(f"{run['method']}: {run['error']}", style="red") for run in runs if "error" in run]
+    lines = [
+        *errors,
+        *([Text(RANDOM_WEIGHTS)] if runs[0]["shape"] else []),
+        *(Text(line) for run in complete_runs for line in notes(run)),
+    ]
+    tables[-1].caption, tables[-1].caption_justify = Text("\n").join(lines), "left"
+    return tables
+
+
+def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """A row for every call of every process, in their order."""
+    columns = ("prompt", "first token", "tokens/s after it", "longest pause", "whole call", "packing", "compiling",
+               "in background", "steps compiled")  # fmt: skip
+    table = plain_table(title, *columns)
+    for run in runs:
+        started = f"import {shown(run.get('imported'), '.1f')} s, load {shown(run.get('loaded'), '.1f')} s"
+        table.add_row(Text(run["method"], style="bold"), Text(started, style="dim"))
+        for call in run.get("calls", ()):
+            table.add_row(
+                Text("  " + call["call"]), f"{call['prompt_tokens']}" + (f" × {call['rows']}" if call["rows"] > 1 else ""),
+                shown(call["first_token"], ".2f", " s"), shown(call["tokens_per_second"], ".1f"),
+                shown(call["pause"], ".2f", " s"), shown(call["seconds"], ".2f", " s"),
+                shown(call.get("pack_seconds"), ".2f", " s"), shown(call.get("compile_seconds"), ".1f", " s"),
+                shown(call.get("background_seconds"), ".1f", " s"), shown(call.get("compiled_share"), ".0%"),
+            )  # fmt: skip
+    return table
+
+
+def memory_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """The process after each call, and what was added since the model was loaded, the cache apart."""
+    table = plain_table(title, "in memory", "added", "of the weights", "weights", "cache")
+    for run in runs:
+        marks = [mark for mark in run.get("memory", ()) if mark["bytes"] is not None]
+        for mark in marks:
+            added = mark["bytes"] - marks[0]["bytes"]
+            first = mark is marks[0]
+            cache = 0 if first else run.get("cache_bytes") or 0
+            table.add_row(
+                Text(f"{run['method']}, after {mark['after']}", style="bold" if first else ""), size(mark["bytes"]),
+                "" if first else size(max(added, 0)), "" if first else f"{max(added - cache, 0) / run['weights']:.2f}×",
+                size(run["weights"]) if first else "", "" if first else size(cache),
+            )  # fmt: skip
+    return table
+
+
+def decoding_table(run: Mapping[str, Any], title: str) -> Table:
+    """Tokens per second after the first one, beside transformers."""
+    table = plain_table(title, "tokens/s", "range", "ratio", "steps compiled")
+    for row in run["decoding"]:
+        low, high = row["range"]
+        table.add_row(
+            Text(f"{row['sampling']}: {row['method']}"), shown(row["tokens_per_second"], ".1f"), f"{low:.1f}–{high:.1f}",
+            shown(row["ratio"], ".2f"), shown(row["compiled_share"], ".0%"),
+        )  # fmt: skip
+    return table
+
+
+def prefill_table(run: Mapping[str, Any], title: str) -> Table:
+    """Milliseconds to the first token of a warm call at every prompt length."""
+    table = plain_table(title, "transformers", "first token", "ratio")
+    for row in run.get("prefill", ()):
+        table.add_row(
+            f"{row['prompt_tokens']} tokens", shown(row["transformers"] * 1e3, ".0f", " ms"),
+            shown(row["first_token"] * 1e3, ".0f", " ms"), shown(row["ratio"], ".2f"),
+        )  # fmt: skip
+    return table
+
+
+def notes(run: Mapping[str, Any]) -> list[str]:
+    """Lines about compilation and about the chat's second turn."""
+    lines = []
+    for name, end in run.get("settled", {}).items():
+        if end["compiled_share"] == 1:
+            lines.append(
+                f"{run['method']}, {name}: all steps compiled {end['seconds']:.0f} s after the first call began"
+            )
+        else:
+            share = shown(end["compiled_share"], ".0%")
+            lines.append(
+                f"{run['method']}, {name}: {share} of the steps compiled {end['seconds']:.0f} s after the first call began"
+            )
+    if chat := run.get("chat"):
+        reused = sum(chat["reused"])
+        lines.append(
+            f"{run['method']}, second turn of a chat, {chat['question']} new tokens after {chat['history']}: first token after "
+            f"{chat['second_first_token'] * 1e3:.0f} ms, in the first turn after {chat['first_token'] * 1e3:.0f} ms, "
+            f"ratio {shown(chat['ratio'], '.2f')}, {reused} tokens not read again"
+        )
+    return lines
+
+
+def load_table(results: Sequence[LoadResult], within: float, title: str = "") -> Table:
+    """A row for each method. within: seconds of a request that count for goodput."""
+    table = plain_table(
+        title, "tokens/s", "first token s, 50/90/99 %", "ms per token, 50/90 %", "latency s, 50/90/99 %",
+        f"done in {within:g} s, per s",
+    )  # fmt: skip
+    for result in results:
+        table.add_row(
+            Text(result.method, style="bold"), f"{result.tokens_per_second:.1f}",
+            _percentiles(result.first_token, 50, 90, 99), _percentiles([1e3 * x for x in result.per_token], 50, 90),
+            _percentiles(result.latency, 50, 90, 99), f"{result.goodput(within):.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _percentiles(values: Sequence[float], *shares: int) -> str:
+    return " / ".join(f"{numpy.percentile(values, share):.2f}" for share in shares) if values else ""

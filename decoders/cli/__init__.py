@@ -1,4 +1,4 @@
-"""The command line ``decoders``: one file per command. Nothing here imports torch before a command needs it."""
+"""The command line ``decoders``: its commands by what they are about. Nothing here imports torch before a command needs it."""
 
 from __future__ import annotations
 
@@ -95,50 +95,24 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import (
-        bench,
-        bench_device,
-        bench_fresh,
-        bench_grammar,
-        bench_load,
-        bench_precision,
-        bench_sampling,
-        bench_serve,
-        calibrate,
-        demo,
-        doctor,
-        generate,
-        grammars,
-        listing,
-        serve,
-        train,
-        train_draft,
-        train_eagle3,
-        train_medusa,
-        warmup,
-    )
+    from . import bench, bench_fresh, bench_load, demo, doctor, generate, listing, prepare, serve, train, train_drafters
 
     app.command()(demo.demo)
     app.command()(generate.generate)
-    app.command()(warmup.warmup)
-    app.command()(calibrate.calibrate)
+    app.command()(prepare.warmup)
+    app.command()(prepare.calibrate)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
-    app.command()(grammars.grammars)
+    app.command()(listing.grammars)
     app.command()(serve.serve)
     app.command()(doctor.doctor)
-    train.app.command()(train_medusa.medusa)
-    train.app.command()(train_eagle3.eagle3)
-    train.app.command()(train_draft.draft)
-    bench.app.command()(bench_device.device)
+    train.app.command()(train_drafters.medusa)
+    train.app.command()(train_drafters.eagle3)
+    train.app.command()(train_drafters.draft)
     bench.app.command()(bench_fresh.fresh)
-    bench.app.command()(bench_grammar.grammar)
     bench.app.command()(bench_load.load)
-    bench.app.command()(bench_precision.precision)
-    bench.app.command()(bench_sampling.sampling)
-    bench.app.command()(bench_serve.serve)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import SettingsError
-from .bench_options import by_strategy, numbers, pieces
-from .bench_output import consoles, footnote, importing, write_json
+from .benches import by_strategy, consoles, footnote, importing, numbers, pieces, with_options_of, write_json
 from .extensions import ExtensibleGroup
 
 app = typer.Typer(invoke_without_command=True, cls=ExtensibleGroup)
 
 
-@app.callback()
-def bench(
-    context: typer.Context,
+def measure(
+    *,
     model: Annotated[
         str | None,
         typer.Option(help='Folder, hub name or GGUF file of a causal language model, or "demo", the default.'),
@@ -33,21 +31,6 @@ def bench(
     draft: Annotated[str | None, typer.Option(help="Draft model, or shape; the demo model has its own.")] = None,
     assistant_tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer of a draft model that has another vocabulary: folder or hub name.")
-    ] = None,
-    scale: Annotated[
-        str | None,
-        typer.Option(
-            help="Pad the model and its draft to the size of a larger one, 110m, 0.5b, 1b or 3b, without changing what they "
-            "write: a Llama with tied embeddings, such as the demo."
-        ),
-    ] = None,
-    beside: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--beside",
-            help="Other engines with the same weights, comma-separated or repeated: llama.cpp, openvino; everything "
-            "that they do, or one number format and mode, as in llama.cpp\\[q8_0], openvino\\[int4,lookup].",
-        ),
     ] = None,
     strategies: Annotated[
         list[str] | None,
@@ -111,14 +94,13 @@ def bench(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the speeds (PNG, SVG or PDF).")
     ] = None,
+    subjects: Any = None,
 ) -> None:
-    """Measure strategies and transformers' own methods side by side.
+    """Measures strategies and transformers' own methods side by side, and prints the tables.
 
-    All dtypes of the model are in memory at once, so that they take turns too.
+    Args:
+        subjects: how models are loaded and what else is measured on them; None: as :class:`~decoders.cli.bench_run.Subjects` says.
     """
-    if context.invoked_subcommand is not None:
-        return
-
     batches = numbers(batch)
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")
     progress_console, console = consoles(json_file)
@@ -130,29 +112,26 @@ def bench(
         raise SettingsError("give --model or --shape, not both")
     if prompts is not None and (prompt_length is not None or shapes is not None):
         raise SettingsError("--prompts are texts: with --shape or --prompt-length prompts are random tokens")
-    if shapes is not None and (scale is not None or beside is not None):
-        raise SettingsError("--scale and --beside take a model, not --shape")
 
     with importing(progress_console):
         import torch
 
         from ..bench import Sampling
+        from ..bench.plot import plot
         from ..bench.tables import noise
         from ..settings import parse_assignments
-        from . import bench_run, generate
+        from . import bench_run, models
 
     if threads is not None:
         torch.set_num_threads(threads)
     loop_settings, strategy_settings = by_strategy(parse_assignments(settings or []))
-    options = generate.sampling(temperature, top_k, top_p, None, None)
+    options = models.sampling(temperature, top_k, top_p, None, None)
     chosen = {name: options[name] for name in ("temperature", "top_k", "top_p") if name in options}
     sampling = Sampling(**chosen, seed=seed) if options["do_sample"] else None
     of_shapes, named = shapes is not None, pieces(baselines)
-    subjects = bench_run.checked_subjects(model, shapes, scale)
-    has_draft = draft is not None or subjects == ["demo"]
     plan = bench_run.Plan(
-        subjects=subjects, of_shapes=of_shapes, draft=draft, assistant_tokenizer=assistant_tokenizer, scale=scale, device=device,
-        engines=bench_run.checked_engines(beside, has_draft, sampling),
+        subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
+        assistant_tokenizer=assistant_tokenizer, device=device,
         strategies=bench_run.checked_strategies(strategies, of_shapes, tiers, check_capacity),
         baselines=(named or []) if of_shapes else named, strategy_settings=strategy_settings, loop_settings=loop_settings,
         compile=compile, capacity=capacity, sampling=sampling, prompts=prompts,
@@ -160,7 +139,7 @@ def bench(
         dtypes=[name.strip() for name in dtype.split(",") if name.strip()], new_tokens=new_tokens, repeats=repeats,
         capacity_only=check_capacity,
     )  # fmt: skip
-    run = bench_run.Run(plan, progress_console)
+    run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())
     run.measure()
     for table in run.tables():
         console.print(table)
@@ -172,6 +151,15 @@ def bench(
     if json_file is not None:
         write_json(run.as_dict(), json_file)
     if plot_file is not None and not check_capacity:
-        from ..bench.plot import plot
-
         plot(run.records, plot_file)
+
+
+@app.callback()
+@with_options_of(measure, without=["subjects"])
+def bench(context: typer.Context, **options: Any) -> None:
+    """Measure strategies and transformers' own methods side by side.
+
+    All dtypes of the model are in memory at once, so that they take turns too.
+    """
+    if context.invoked_subcommand is None:
+        measure(**options)

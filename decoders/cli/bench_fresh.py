@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SettingsError, UnknownNameError
-from .bench_options import numbers, pieces
-from .bench_output import conclude, consoles
+from .benches import conclude, consoles, numbers, pieces
 from .console import waiting
 
 
@@ -70,10 +69,9 @@ def fresh(
         if name not in DTYPES[1:]:
             raise UnknownNameError("dtype", name, DTYPES[1:])
 
-    from ..bench.fresh import Job
-    from ..bench.fresh_tables import fresh_tables
-    from ..bench.processes import in_new_process
+    from ..bench.fresh import Job, in_new_process
     from ..bench.shapes import SHAPES
+    from ..bench.tables import fresh_tables
     from ..registry.resolve import resolve_strategy
     from ..settings import RuntimeSettings, parse_assignments
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SettingsError, UnknownNameError
-from .bench_options import pieces
-from .bench_output import conclude, consoles, progress_bar
-from .collector import set_aside
+from ..errors import UnknownNameError
+from .benches import conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
+from .models import set_aside
 
 if TYPE_CHECKING:
-    from ..bench.load import Arrival
+    from ..bench.load import Arrival, LoadResult
+
+    #: Opens a method for a load, given the model's dtype as well: what decodes that load, as often as it is asked.
+    Opens = Callable[[Sequence[Arrival], str], AbstractContextManager[Callable[[Sequence[Arrival]], LoadResult]]]
 
 CONTINUOUS = "transformers-continuous"
-VLLM = "vllm"
-METHODS = ("scheduler", "batches", "transformers", CONTINUOUS, VLLM)
+METHODS = ("scheduler", "batches", "transformers", CONTINUOUS)
 
 
-def load(
+def measure_load(
+    *,
     model: Annotated[str, typer.Argument(help="Model: a folder, a name on the hub, or demo.")] = "demo",
     strategies: Annotated[
         list[str] | None, typer.Option("--strategy", "-s", help="Strategies; repeatable. Default: autoregressive.")
@@ -47,19 +49,6 @@ def load(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method, in turns; the median one counts.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt.")] = 64,
     within: Annotated[float, typer.Option(min=0, help="Seconds in which a request counts as served in time.")] = 10.0,
-    vllm: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PYTHON", help="Interpreter of an environment that has vLLM, for its method. The model is a folder."
-        ),
-    ] = None,
-    scale: Annotated[
-        str | None,
-        typer.Option(
-            help="Pad the model to the size of a larger one, 110m, 0.5b, 1b or 3b, without changing what it writes; --dtype has to be "
-            "given. A Llama with tied embeddings, such as the demo."
-        ),
-    ] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
@@ -67,46 +56,37 @@ def load(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
     ] = None,
+    load_model: Any = None,
+    others: Mapping[str, Any] = {},
+    facts: Mapping[str, Any] = {},
 ) -> None:
-    """Measure throughput and waiting times under a load of requests: a scheduler, fixed batches, transformers' own, vLLM.
+    """Decodes a load with every method, and prints a table.
 
-    Only tokens that were asked for are counted. The instructions of the bench serve as prompts; nothing stops before its length.
+    Args:
+        load_model: gives model and tokenizer for a name and a dtype; None: as the other commands.
+        others: further methods by name, each of the type `Opens`.
+        facts: what the JSON file says of the run besides its options.
     """
     progress_console, console = consoles(json_file)
     chosen, named = pieces(methods) or list(METHODS[:3]), pieces(strategies) or ["autoregressive"]
     for method in chosen:
-        if method not in METHODS:
-            raise UnknownNameError("method", method, METHODS)
-
-    if VLLM in chosen and (vllm is None or not vllm.is_file() or not Path(model).is_dir()):
-        raise SettingsError(
-            "method vllm runs in an environment of its own, on a model's folder: --vllm PYTHON, a file, and a folder"
-        )
-    if VLLM in chosen and scale is not None:
-        raise SettingsError(
-            "method vllm reads the model's folder, and --scale pads a model in memory: leave one of them out"
-        )
+        if method not in (*METHODS, *others):
+            raise UnknownNameError("method", method, (*METHODS, *others))
 
     import torch
 
     import decoders
 
-    from ..bench.beside_vllm import Vllm
-    from ..bench.load import LoadResult, arrivals, continuous, in_batches, scheduled
-    from ..bench.load_tables import load_table
+    from ..bench.load import arrivals, continuous, in_batches, scheduled
     from ..bench.prompts import INSTRUCTIONS, encode, instructions
-    from ..bench.scaled_shapes import shape_named
+    from ..bench.tables import load_table
     from ..report import Report
-    from . import bench_models, models
+    from . import models
 
     if threads is not None:
         torch.set_num_threads(threads)
-    if scale is not None:
-        shape_named(scale)
     with waiting(progress_console, f"loading {model}"):
-        loaded, tokenizer = models.load(model, dtype if scale is None else "float32")
-        if scale is not None:
-            loaded, _ = bench_models.in_scale(loaded, None, scale, dtype)
+        loaded, tokenizer = (load_model or models.load)(model, dtype)
     decoders.enable(loaded, tokenizer=tokenizer)
     # A load has the lengths that it has.
     loaded.generation_config.eos_token_id = None
@@ -122,8 +102,8 @@ def load(
         if method == "scheduler":
             assert strategy is not None
             return scheduled(loaded, strategy, load, rows, options)
-        if method == VLLM:
-            return engine().run(load)
+        if method in others:
+            return opened(method)(load)
         return continuous(loaded, load) if method == CONTINUOUS else in_batches(loaded, strategy, load, rows, options)
 
     if compile and rows > 1 and loaded.device.type == "cpu":
@@ -133,11 +113,8 @@ def load(
         stack.callback(gc.unfreeze)
 
         @cache
-        def engine() -> Vllm:
-            assert vllm is not None
-            slots = max(len(request.prompt) + request.new_tokens for request in waves)
-            precision = str(loaded.dtype).removeprefix("torch.")
-            return stack.enter_context(Vllm(vllm, model, precision, rows, slots, threads))
+        def opened(method: str) -> Callable[[Sequence[Arrival]], LoadResult]:
+            return stack.enter_context(others[method](waves, str(loaded.dtype).removeprefix("torch.")))
 
         for repeat in range(repeats):
             for (method, strategy), done in zip(runs, all_runs, strict=True):
@@ -148,10 +125,20 @@ def load(
                 advance(done[-1].method)
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]
     come = "at once" if rate is None else f"{rate:g} per second"
-    subject = model if scale is None else f"{model}, cost-scaled to {scale}"
+    subject = ", ".join(filter(None, (model, getattr(loaded.config, "cost_scaled", ""))))
     console.print(load_table(results, within, f"{subject}, {requests} requests, {come}, {rows} rows"))
     run = {
-        "model": model, "scale": scale, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
+        "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
         "longest": longest, "spread": spread, "repeats": repeats, "seed": seed, "compile": compile,
+        **facts,
     }  # fmt: skip
     conclude(console, json_file, run, results=[asdict(result) for result in results])
+
+
+@with_options_of(measure_load, without=["load_model", "others", "facts"])
+def load(**options: Any) -> None:
+    """Measure throughput and waiting times under a load of requests: a scheduler, fixed batches, transformers' own.
+
+    Only tokens that were asked for are counted. The instructions of the bench serve as prompts; nothing stops before its length.
+    """
+    measure_load(**options)

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import faulthandler
-import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import bench
-from ..bench import Method, Record, Sampling, bandwidth, machine
-from ..bench.beside import Request, check_installed, requests
+from ..bench import Method, Record, Sampling, machine
 from ..bench.call import vocabulary_size
 from ..bench.capacity import SLOTS, CapacityCost, check_capacity
-from ..bench.prompts import Content
-from ..bench.scaled_shapes import shape_named
+from ..bench.prompts import Content, read_prompts
 from ..bench.shapes import SHAPES
 from ..bench.tables import capacity_table, tables
 from ..errors import SettingsError, UnknownNameError
-from .bench_models import load, other_engines, tokenizers_of
-from .bench_options import in_both_tiers, pieces
-from .bench_output import dtypes_order, interrupted_by_sigterm, progress_bar
+from . import models
+from .benches import in_both_tiers, interrupted_by_sigterm, pieces, progress_bar
 from .console import waiting
-from .prompts import read_prompts
 
 #: Prompts as they are read: name, kind, text or messages.
 Texts = list[tuple[str, str, Content]]
@@ -41,8 +34,7 @@ class Plan:
     Attributes:
         subjects: models, or shapes.
         of_shapes: whether they are shapes.
-        draft, assistant_tokenizer, scale, device: of every subject; see the options.
-        engines: others with the same weights.
+        draft, assistant_tokenizer, device: of every subject; see the options.
         strategies, baselines: names; None for all.
         strategy_settings: by strategy.
         loop_settings: what was set of the loop.
@@ -59,9 +51,7 @@ class Plan:
     of_shapes: bool
     draft: str | None
     assistant_tokenizer: str | None
-    scale: str | None
     device: str | None
-    engines: list[Request]
     strategies: list[str] | None
     baselines: list[str] | None
     strategy_settings: dict[str, dict[str, Any]]
@@ -88,42 +78,23 @@ class Plan:
         """What the JSON file says of it."""
         return {
             "model": None if self.of_shapes else self.subjects[0], "shapes": self.subjects if self.of_shapes else [],
-            "draft": self.draft, "scale": self.scale, "beside": [request.name for request in self.engines],
-            "new_tokens": self.new_tokens, "repeats": self.repeats, "compile": self.config["compile"],
+            "draft": self.draft, "new_tokens": self.new_tokens, "repeats": self.repeats, "compile": self.config["compile"],
             "slots": self.capacity, "prompts": self.prompts, "prompt_lengths": self.prompt_lengths,
             "loop": self.loop_settings, "sampling": self.sampling and asdict(self.sampling),
         }  # fmt: skip
 
 
-def checked_subjects(model: str | None, shapes: Sequence[str] | None, scale: str | None) -> list[str]:
+def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[str]:
     """The models or shapes to measure: a misspelt name shows before the minutes of loading.
 
     Raises:
-        UnknownNameError: no such shape or size.
+        UnknownNameError: no such shape.
     """
     names = pieces(shapes) or [model or "demo"]
     for name in names if shapes is not None else ():
         if name not in SHAPES:
             raise UnknownNameError("shape", name, SHAPES)
-    if scale is not None:
-        shape_named(scale)
     return names
-
-
-def checked_engines(beside: Sequence[str] | None, has_draft: bool, sampling: Sampling | None) -> list[Request]:
-    """The other engines that are asked for.
-
-    Raises:
-        SettingsError: they would draw other tokens. DecodersError: one is unknown or not installed.
-    """
-    engines = [request for text in pieces(beside) or () for request in requests(text, has_draft)]
-    for request in engines:
-        check_installed(request.engine)
-    if engines and sampling is not None:
-        raise SettingsError("--beside compares greedy decoding: other engines draw other tokens")
-    if engines and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # an engine that crashes takes the run along: then it is said where
-    return engines
 
 
 def checked_strategies(
@@ -138,6 +109,67 @@ def checked_strategies(
     return in_both_tiers(names) if tiers else names
 
 
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None, PreTrainedModel | None]
+
+
+class Subjects:
+    """How models are loaded, and what else is measured on them. Another package may measure other ones in a subclass.
+
+    Attributes:
+        loaded_as: said behind a model's name while it is loaded.
+        facts: what the JSON file says of the run besides its options.
+    """
+
+    loaded_as: str = ""
+    facts: Mapping[str, Any] = {}
+
+    def load(self, model: str, draft: str | None, dtype: str, device: str | None) -> Loaded:
+        """Target, tokenizer and draft (the demo's own beside the demo model, else only if named) in `dtype` on `device`.
+
+        Shapes are models too, without a tokenizer.
+        """
+        tokenizer: PreTrainedTokenizerBase | None = None
+        if model in SHAPES:
+            target = models.load_shape(model, dtype)
+        else:
+            target, tokenizer = models.load(model, dtype)
+        if draft in SHAPES:
+            assistant: PreTrainedModel | None = models.load_shape(draft, dtype)
+        else:
+            assistant = models.load_assistant(draft, model, dtype, needed=True)
+        torch.manual_seed(0)
+        return on_device(target, device), tokenizer, None if assistant is None else on_device(assistant, device)
+
+    def methods(self, plan: Plan, name: str, measured: Sequence[Method], console: Console) -> list[Method]:
+        """Methods beside those `measured` of the subject `name`; none."""
+        return []
+
+
+def on_device(model: PreTrainedModel, device: str | None) -> PreTrainedModel:
+    """The model on `device`; None leaves it where it is.
+
+    Raises:
+        SettingsError: there is no such device.
+    """
+    try:
+        return model if device is None else model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -> dict[str, PreTrainedTokenizerBase]:
+    """The arguments of ``generate`` for a draft with the tokenizer called `name`; none without a name.
+
+    Raises:
+        ModelLoadError: no such tokenizer. SettingsError: the target has none.
+    """
+    if name is None:
+        return {}
+    if tokenizer is None:
+        raise SettingsError("--assistant-tokenizer goes with a model that has a tokenizer, not with --shape")
+    return {"tokenizer": tokenizer, "assistant_tokenizer": models.load_other_tokenizer(name)}
+
+
 @dataclass
 class Run:
     """A plan on its way.
@@ -145,6 +177,7 @@ class Run:
     Attributes:
         plan: what is measured.
         console: for progress.
+        subjects: what loads them.
         facts: of the machine.
         records: what was measured.
         capacity_costs: likewise, where only capacities are compared.
@@ -153,6 +186,7 @@ class Run:
 
     plan: Plan
     console: Console
+    subjects: Subjects = field(default_factory=Subjects)
     facts: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     capacity_costs: list[CapacityCost] = field(default_factory=list)
@@ -162,11 +196,10 @@ class Run:
         """Measures one subject after the other: nothing of the one before is left in memory."""
         plan = self.plan
         texts = [] if plan.capacity_only or plan.prompts is None else read_prompts(plan.prompts, plan.limit)
-        with tempfile.TemporaryDirectory(prefix="decoders-") as folder:
-            for name in plan.subjects:
-                self._measure_subject(name, texts, Path(folder))
-                if self.interrupted:
-                    break
+        for name in plan.subjects:
+            self._measure_subject(name, texts)
+            if self.interrupted:
+                break
 
     def tables(self) -> list[Table]:
         """What was measured, for people."""
@@ -174,14 +207,13 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, for programs."""
-        result: dict[str, Any] = {"machine": self.facts, "run": self.plan.as_dict()}
+        result: dict[str, Any] = {"machine": self.facts, "run": self.plan.as_dict() | dict(self.subjects.facts)}
         if self.plan.capacity_only:
             return result | {"capacity": [cost.as_dict() for cost in self.capacity_costs]}
         return result | {"records": [record.as_dict() for record in self.records]}
 
-    def _measure_subject(self, name: str, texts: Texts, folder: Path) -> None:
-        """folder: where models are written for other engines."""
-        methods, tokenizer = self._methods(name, folder)
+    def _measure_subject(self, name: str, texts: Texts) -> None:
+        methods, tokenizer = self._methods(name)
         self._look_at_machine(methods)
         if self.plan.capacity_only:
             self._compare_capacities(methods)
@@ -191,14 +223,13 @@ class Run:
             if method.engine is not None:
                 method.engine.close()
 
-    def _methods(self, name: str, folder: Path) -> tuple[list[Method], PreTrainedTokenizerBase | None]:
+    def _methods(self, name: str) -> tuple[list[Method], PreTrainedTokenizerBase | None]:
         """What decodes with the subject `name`, in every dtype: they take turns, so all are in memory."""
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:
-            size = f" at the size of {plan.scale}" if plan.scale else ""
-            with waiting(self.console, f"loading {name}{size} in {dtype}"):
-                target, tokenizer, assistant = load(name, plan.draft, dtype, plan.device, plan.scale)
+            with waiting(self.console, f"loading {name}{self.subjects.loaded_as} in {dtype}"):
+                target, tokenizer, assistant = self.subjects.load(name, plan.draft, dtype, plan.device)
                 tokenizers = tokenizers_of(tokenizer, plan.assistant_tokenizer)
             label = str(target.dtype).removeprefix("torch.")
             if not plan.capacity_only:
@@ -209,13 +240,8 @@ class Run:
                 target, plan.strategies, assistant, plan.strategy_settings, plan.config, tokenizer, label, plan.sampling,
                 tokenizers.get("assistant_tokenizer"),
             )  # fmt: skip
-        if plan.engines and not plan.capacity_only:
-            with waiting(self.console, "writing models for other engines") as status:
-                exact = load(
-                    name, plan.draft, "float32", "cpu", plan.scale
-                )  # every engine rounds the same numbers itself
-                order = dtypes_order(methods)
-                methods += other_engines(plan.engines, methods[0].model, folder, exact, order, status.update)
+        if not plan.capacity_only:
+            methods += self.subjects.methods(plan, name, methods, self.console)
         return methods, tokenizer
 
     def _look_at_machine(self, methods: Sequence[Method]) -> None:
@@ -223,7 +249,7 @@ class Run:
             return
         device = methods[0].model.device
         with waiting(self.console, "measuring the memory's bandwidth"):
-            speed = bandwidth.copy_bandwidth(device)
+            speed = machine.copy_bandwidth(device)
         self.facts = machine.facts(device) | {"copy_bandwidth": speed}
 
     def _compare_capacities(self, methods: list[Method]) -> None:
@@ -263,5 +289,5 @@ class Run:
                 records += bench.summarise(entries, speed, "" if name == "demo" else name, name in SHAPES)
                 if self.interrupted:
                     break
-        order = dtypes_order(methods)
+        order = list(dict.fromkeys(method.dtype for method in methods))
         self.records += sorted(records, key=lambda r: (order.index(r.dtype), r.batch))

@@ -83,21 +83,19 @@ def demo(
         from ..bench import machine
         from ..bench.methods import ASSISTED
         from ..bench.prompts import bare
-        from ..bench.tiers import AT_ONCE
-        from .bench_models import load
-        from .bench_output import progress_bar
+        from .bench_run import Subjects
+        from .benches import progress_bar
+        from .live import show
 
-        target, tokenizer, assistant = load(model, draft, dtype, device)
+        target, tokenizer, assistant = Subjects().load(model, draft, dtype, device)
         assert tokenizer is not None
         names = strategies or [n for n in STRATEGIES if assistant is not None or n != "speculative"]
         baselines = [ASSISTED] if assistant is not None and not strategies else []
         workloads = b.workloads(tokenizer, texts)
         facts = machine.facts(target.device)
     if live and not as_json:
-        from ..bench.live import show
-
         # The last strategy that needs no draft model, in the tier that is there at once.
-        config = AT_ONCE if compile else {"compile": False}
+        config = {"compile": "auto" if compile else False}
         methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
         runnable = [method for method in methods_at_once if not method.impossible]
         without_draft = [method for method in runnable if "assistant_model" not in method.arguments]

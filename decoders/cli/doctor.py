@@ -172,7 +172,7 @@ def demo_models() -> Iterator[Finding]:
 def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     """Whether all strategies write the same tokens with a model, in its dtype, on this device."""
     from ..engine.model.invariance import check
-    from ..engine.model.target import target_of
+    from ..engine.model.self_check import target_of
     from ..engine.model.weights.quantization import Precision
     from .models import load
 

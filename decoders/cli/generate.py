@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,9 +87,9 @@ def generate(
 
     # Mistakes are reported before minutes go into loading a model.
     many = check_files(input, output, prompt, prompt_file)
-    prompt_text = "" if many else read_prompt(prompt, prompt_file)
+    prompt_text = "" if many else models.read_prompt(prompt, prompt_file)
     given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    arguments: dict[str, Any] = sampling(**given)
+    arguments: dict[str, Any] = models.sampling(**given)
     arguments["strategy_config"] = parse_assignments(settings or [])
     if grammar is not None:
         from ..plugins import grammar_or_file
@@ -130,7 +129,7 @@ def generate(
         return
     loaded, tokenizer = load()
     if stream and not as_json:
-        from .printed import PrintedPieces
+        from .live import PrintedPieces
 
         arguments["streamer"] = PrintedPieces(tokenizer)
     if chat and not tokenizer.chat_template:
@@ -168,43 +167,6 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
     chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
     # The template writes the special tokens itself.
     return tokenizer(chat_text, add_special_tokens=False, return_tensors="pt")
-
-
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from argument, file or standard input.
-
-    Raises:
-        SettingsError: two were given, or it cannot be read, is empty or no text.
-    """
-    if prompt is not None and prompt_file is not None:
-        raise SettingsError("give the prompt or --prompt-file, not both")
-    try:
-        text = prompt_file.read_text(encoding="utf-8") if prompt_file else prompt
-        text = sys.stdin.read() if text is None or text == "-" else text
-        text.encode()  # bytes that are no UTF-8 come as half surrogates from arguments
-    except UnicodeError as error:
-        raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise SettingsError(f"{prompt_file} cannot be read: {error.strerror}") from error
-    if not text:
-        raise SettingsError("the prompt is empty")
-    return text
-
-
-def sampling(
-    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
-) -> dict[str, Any]:
-    """Arguments of ``generate``: greedy unless a sampling option was given, and only those that were given."""
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    options = {name: value for name, value in options.items() if value is not None}
-    if temperature == 0 or not options:
-        if len(options) > 1:
-            raise SettingsError("temperature 0 is greedy: leave out top-k, top-p and min-p")
-        # Models often ship sampling defaults; greedy means none of them.
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
-    # transformers' own default of top_k=50 would silently cut what the user asked for.
-    options.setdefault("top_k", 0)
-    return {"do_sample": True, **options, **({"seed": seed} if seed is not None else {})}
 
 
 def show_report(report: Report, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""``decoders strategies``, ``verifiers``, ``grammar-backends`` and ``plugins``: what there is and where it comes from."""
+"""``decoders strategies``, ``verifiers``, ``grammar-backends``, ``grammars`` and ``plugins``: what there is and where it comes from."""
 
 from __future__ import annotations
 
@@ -111,6 +111,41 @@ def grammar_backends(as_json: Json = False) -> None:
     for entry in entries:
         provider = f"{entry.provider} {entry.version}".strip()
         table.add_row(Text(entry.name, style="bold"), Text(entry.cls.summary), provider)
+    plain_console().print(table)
+
+
+def grammars(
+    name: Annotated[str | None, typer.Argument(help="Print the text of this one instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
+    from ..constraints import library
+    from ..plugins import registry, resolve_grammar
+    from ..registry.kinds import canonical
+
+    others = {n: entry for n, entry in registry().grammars().items() if n not in library.plain_names()}
+    if name is not None:
+        if canonical(name) in others:
+            grammar = resolve_grammar(name)
+            typer.echo(json.dumps({"name": canonical(name), "text": str(grammar)}) if as_json else str(grammar))
+            return
+        ready = library.find(name)
+        typer.echo(json.dumps(asdict(ready), indent=2, ensure_ascii=False) if as_json else ready.text)
+        return
+    library_grammars = [library.find(file) for file in library.names()]
+    if as_json:
+        listed = [{key: value for key, value in asdict(ready).items() if key != "text"} for ready in library_grammars]
+        listed += [{"name": n, "provider": entry.provider, "version": entry.version} for n, entry in others.items()]
+        typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("grammar", "kind", "what it accepts", pad_edge=False)
+    for ready in library_grammars:
+        table.add_row(Text(ready.name, style="bold"), ready.kind, Text(ready.description))
+    for plugin_grammar, entry in others.items():
+        table.add_row(Text(plugin_grammar, style="bold"), "", f"of {entry.provider} {entry.version}".strip())
     plain_console().print(table)
 
 

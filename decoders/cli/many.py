@@ -213,7 +213,7 @@ def _prompt(
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for a prompt with sampling values beside it: they take the place of the command's, and ask for sampling as those do."""
-    from .generate import sampling
+    from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}
     if not own:

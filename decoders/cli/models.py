@@ -1,14 +1,17 @@
-"""What the commands share: models named on the command line, and whether a draft model has to be among them."""
+"""What the commands share: models named on the command line, prompts and sampling options as values."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.checkpoints import is_gguf, load_model, load_tokenizer
-from ..errors import DecodersError, UnknownNameError
+from ..errors import DecodersError, SettingsError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -122,3 +125,50 @@ def _placed(model: PreTrainedModel) -> PreTrainedModel:
     import torch
 
     return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
+
+
+def set_aside() -> None:
+    """Takes what is in memory out of collections, until ``gc.unfreeze()`` or the end of the process.
+
+    A full one would walk through it, for up to a second in which nobody is given a token.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # Triton, from 3.9 on, lists on stderr what is not freed at the end
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from argument, file or standard input.
+
+    Raises:
+        SettingsError: two were given, or it cannot be read, is empty or no text.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise SettingsError("give the prompt or --prompt-file, not both")
+    try:
+        text = prompt_file.read_text(encoding="utf-8") if prompt_file else prompt
+        text = sys.stdin.read() if text is None or text == "-" else text
+        text.encode()  # bytes that are no UTF-8 come as half surrogates from arguments
+    except UnicodeError as error:
+        raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"{prompt_file} cannot be read: {error.strerror}") from error
+    if not text:
+        raise SettingsError("the prompt is empty")
+    return text
+
+
+def sampling(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
+) -> dict[str, Any]:
+    """Arguments of ``generate``: greedy unless a sampling option was given, and only those that were given."""
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {name: value for name, value in options.items() if value is not None}
+    if temperature == 0 or not options:
+        if len(options) > 1:
+            raise SettingsError("temperature 0 is greedy: leave out top-k, top-p and min-p")
+        # Models often ship sampling defaults; greedy means none of them.
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+    # transformers' own default of top_k=50 would silently cut what the user asked for.
+    options.setdefault("top_k", 0)
+    return {"do_sample": True, **options, **({"seed": seed} if seed is not None else {})}

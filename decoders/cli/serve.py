@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DecodersError, SettingsError
-from .collector import set_aside
 from .console import plain_console, waiting
+from .models import set_aside
 
 if TYPE_CHECKING:
     from ..server.limits import Limits

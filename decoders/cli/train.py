@@ -91,7 +91,6 @@ def ngram(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from . import models
-    from .generate import read_prompt
 
     # Mistakes are reported before minutes go into loading and sampling.
     if not out.absolute().parent.is_dir():
@@ -100,7 +99,7 @@ def ngram(
         regular(out)
     except OSError as error:
         raise SettingsError(f"{out} cannot be written: {error.strerror}") from error
-    texts = [read_prompt(None, path) for path in prompts or ()]
+    texts = [models.read_prompt(None, path) for path in prompts or ()]
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, f"loading {model}"):
         import decoders

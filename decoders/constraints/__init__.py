@@ -10,11 +10,10 @@ from .calls import Called, CallSpec, written_calls
 from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
 from .compiling import compiled
 from .constructors import choice, grammar, json_schema, regex
-from .lazy_masks import LazyMasks
 from .llguidance import LLGuidance
+from .lookups import LazyMasks, TokenTable
 from .specs import LEFT_OUT, JsonSchema, Lark, Regex, Spec
 from .table import Table, TableGrammar
-from .token_table import TokenTable
 from .vocabulary import BYTE_TOKEN, Policy, Vocabulary
 
 #: In the order they are listed.

@@ -74,7 +74,7 @@ def least_states(regex: str) -> int:
         return 0
     try:
         return _states(read(regex, RUST))
-    except (GrammarError, RecursionError):  # whoever compiles it says why
+    except (GrammarError, RecursionError):  # compiling it reports the error
         return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import GrammarError
 from .base import Language
 from .patterns.limits import deadline, left
-from .patterns.writer import quoted, slashed
+from .patterns.tree import quoted, slashed
 from .schemas.document import document
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser

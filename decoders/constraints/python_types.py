@@ -70,7 +70,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     """Patterns of the terms of outlines among the fields of a type, and of theirs."""
-    dsl = sys.modules.get("outlines.types.dsl")  # whoever has a term has imported it
+    dsl = sys.modules.get("outlines.types.dsl")  # there is no term before it is imported
     if dsl is None or id(value) in seen:
         return
     seen[id(value)] = value  # kept alive: ids of what is gone come back
@@ -89,16 +89,9 @@ def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
 
 def _anchored(schema: Any, patterns: set[str]) -> Any:
     """`schema` with `patterns` as patterns of the whole text: outlines writes them such that a part may match."""
-    if not patterns:
-        return schema
-    if isinstance(schema, list):
-        return [_anchored(each, patterns) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    anchored = {key: _anchored(each, patterns) for key, each in schema.items()}
-    if anchored.get("type") == "string" and anchored.get("pattern") in patterns:
-        anchored["pattern"] = f"^(?:{anchored['pattern']})$"
-    return anchored
+    return (
+        _replaced(schema, {pattern: f"^(?:{pattern})$" for pattern in patterns}, of_keys=False) if patterns else schema
+    )
 
 
 _NO_SCHEMAS = ("metadata", "serialization", "default", "function")
@@ -131,16 +124,16 @@ def _patterns(core_schema: Any) -> set[str]:
     return patterns
 
 
-def _replaced(schema: Any, patterns: dict[str, str]) -> Any:
-    """`schema` with other `patterns`: of strings, and of the keys of objects."""
+def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
+    """`schema` with other `patterns` for strings, and `of_keys`: for the keys of objects."""
     if isinstance(schema, list):
-        return [_replaced(part, patterns) for part in schema]
+        return [_replaced(part, patterns, of_keys) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    new = {key: _replaced(part, patterns) for key, part in schema.items()}
+    new = {key: _replaced(part, patterns, of_keys) for key, part in schema.items()}
     if new.get("type") == "string" and new.get("pattern") in patterns:
         new["pattern"] = patterns[new["pattern"]]
-    if isinstance(keys := new.get("patternProperties"), dict) and not patterns.keys().isdisjoint(keys):
+    if of_keys and isinstance(keys := new.get("patternProperties"), dict) and not patterns.keys().isdisjoint(keys):
         new["patternProperties"] = {patterns.get(key, key): part for key, part in keys.items()}
         new.setdefault("additionalProperties", False)  # Pydantic takes no other keys, and leaves that out
     return new

@@ -16,12 +16,12 @@ from ..errors import GrammarError, UnknownNameError, shortened, suggest
 from .base import Language, Policy
 from .patterns.limits import deadline, left
 from .patterns.python import whole_text
-from .patterns.writer import quoted
+from .patterns.tree import quoted
 from .python_types import schema_of
 from .schemas import limits, notation
 from .schemas.document import document, members
 from .schemas.judge import Validation
-from .schemas.no_effect import ignored
+from .schemas.keywords import ignored
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
 from .schemas.notation import Expr

@@ -200,7 +200,7 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
     if '"ByteLevel"' in json.dumps(parts.get("decoder")):
         alphabet = _byte_level_alphabet()
 
-        def spell_bytes(name: str) -> bytes:  # an added token whose name has other characters stands for itself
+        def spell_bytes(name: str) -> bytes:  # an added token with other characters is its own name
             known = all(character in alphabet for character in name)
             return bytes(alphabet[character] for character in name) if known else name.encode()
 

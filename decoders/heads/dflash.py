@@ -17,9 +17,18 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from ..common.file_configs import Count, FileConfig, LlamaLayerConfig, Whole
+from ..common.network_files import (
+    Count,
+    FileConfig,
+    LlamaLayerConfig,
+    Stamp,
+    Whole,
+    filled,
+    read_json,
+    read_tensors,
+    stamp_of,
+)
 from ..common.transformers_compat import attention_of
-from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
 from ..errors import SettingsError, UnsupportedError
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..common.file_configs import Count, FileConfig, LlamaLayerConfig, Whole
 from ..common.files import write_whole
-from ..common.weights import Stamp, filled, read_json, read_tensors, stamp_of
+from ..common.network_files import (
+    Count,
+    FileConfig,
+    LlamaLayerConfig,
+    Stamp,
+    Whole,
+    filled,
+    read_json,
+    read_tensors,
+    stamp_of,
+)
 from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
 from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead

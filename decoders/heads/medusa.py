@@ -18,9 +18,8 @@ from pydantic import ValidationError, field_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..common.file_configs import Count, FileConfig, Whole
 from ..common.files import write_whole
-from ..common.weights import Stamp, read_json, read_tensors, stamp_of
+from ..common.network_files import Count, FileConfig, Stamp, Whole, read_json, read_tensors, stamp_of
 from ..errors import SettingsError, UnsupportedError
 
 Projection = Literal["tied", "low_rank", "full"]

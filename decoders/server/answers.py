@@ -1,15 +1,25 @@
-"""What the answers of both routes share: the frame, texts, log probabilities and usage."""
+"""The answers of both routes: texts, log probabilities and usage, whole or as server-sent events.
+
+A client that goes away ends its requests.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
 
 from ..constraints import LEFT_OUT
 from ..engine.decode.request_output import TokenLogprobs
 from .bodies import Body
+from .limits import Receive, Scope, Send
+from .refusals import Refusal, client_gone
 from .service import Service
 from .texts import Choice, ChoiceText, Job, Span, Spelling
 
@@ -170,3 +180,136 @@ class Answer(ABC):
 def joined(spans: Sequence[Span]) -> str:
     """The text of spans."""
     return "".join(span.text for span in spans)
+
+
+#: Seconds without an event after which a comment is sent, so that no proxy takes the connection for dead.
+KEEP_ALIVE = 15.0
+_DONE = b"data: [DONE]\n\n"
+
+
+async def gone(receive: Receive) -> None:
+    """Returns once the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def settled(answer: Answer, receive: Receive) -> None:
+    """Waits until all of an answer is written. A client that goes away ends it.
+
+    Raises:
+        Refusal: the client is gone. What a request raises.
+    """
+    results: asyncio.Future[Any] = asyncio.gather(*(choice.generation for choice in answer.job.choices))
+    # Looks at the error even if the client is gone: asyncio logs errors that nothing has looked at.
+    results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait({results, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not results.done():
+            raise client_gone()
+        await results
+    finally:
+        watch.cancel()
+        results.cancel()
+        answer.job.cancel()
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def events(answer: Answer) -> AsyncGenerator[bytes]:
+    """An answer in events, as it is written.
+
+    Raises:
+        what a request raises.
+    """
+    news, choices = asyncio.Event(), answer.job.choices
+    growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
+    running, clock = list(choices), asyncio.get_running_loop().time
+    sent = clock()
+    try:
+        with ExitStack() as stack:
+            for choice in choices:
+                stack.enter_context(choice.generation.telling(news.set))
+            for choice in choices:
+                for part in answer.opening(choice):
+                    yield event(answer.chunk([part]))
+            while True:
+                news.clear()
+                content = b""
+                for choice in list(running):
+                    ended = choice.generation.done()  # before the tokens are looked at: then these are all
+                    if ended:
+                        running.remove(choice)
+                        if (error := choice.generation.exception()) is not None:
+                            raise error
+                    parts = answer.pieces(growing[choice.index], ended)
+                    content += b"".join(event(answer.chunk([part])) for part in parts)
+                if content:
+                    sent = clock()
+                    yield content
+                if not running:
+                    break
+                try:
+                    async with asyncio.timeout_at(sent + KEEP_ALIVE):
+                        await news.wait()
+                except TimeoutError:  # nothing has been sent for so long, whatever came in
+                    sent = clock()
+                    yield b": waiting\n\n"
+        if answer.body.includes_usage:
+            yield event(answer.last_chunk())
+        yield _DONE
+    finally:
+        answer.job.cancel()
+
+
+class EventStream(Response):
+    """A stream of events that ends its requests when the client goes away.
+
+    Args:
+        answer: what is streamed.
+        on_end: called with the error that ended it or None; returns what the client gets for it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, on_end: Callable[[BaseException | None], Refusal | None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.answer, self.on_end = answer, on_end
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        watch = asyncio.ensure_future(gone(receive))
+        try:
+            await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                self.on_end(client_gone())
+        finally:
+            watch.cancel()
+            writing.cancel()
+            self.answer.job.cancel()
+            await asyncio.gather(writing, watch, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        async def body(content: bytes, more: bool = True) -> None:
+            try:
+                await send({"type": "http.response.body", "body": content, "more_body": more})
+            except OSError as error:  # the connection broke
+                raise client_gone() from error
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(events(self.answer)) as stream:
+                async for content in stream:
+                    await body(content)
+        except Exception as error:
+            refusal = self.on_end(error)
+            if refusal is not None and refusal.status == 499:
+                return
+            await body(event(refusal.body if refusal is not None else {}))
+        else:
+            self.on_end(None)
+        await body(b"", more=False)

@@ -21,12 +21,11 @@ from starlette.requests import ClientDisconnect
 from ..errors import suggest
 from ..registry.registry import registry
 from . import chat, completions
-from .answers import Answer
+from .answers import Answer, EventStream, gone, settled
 from .bodies import Body, ChatBody, CompletionBody
 from .limits import CLIENT, App, Arrival, Gate, Receive, Scope
-from .refusals import Refusal, parsed
+from .refusals import Refusal, client_gone, parsed
 from .service import Service
-from .streaming import EventStream, gone, settled
 
 B = TypeVar("B", bound=Body)
 _READ = ["GET", "HEAD"]
@@ -94,8 +93,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
         if error.status_code == 404:
             message = f"there is nothing at {path}. {suggest(path, _ROUTES)}"
             return _refused(Refusal(404, message, code="unknown_route"))
-        told = Refusal(error.status_code, f"{request.method} {path}: {error.detail}", headers=error.headers)
-        return _refused(told)
+        return _refused(Refusal(error.status_code, f"{request.method} {path}: {error.detail}", headers=error.headers))
 
     def refused(scope: Scope, error: Refusal) -> None:
         service.refused(_endpoint(scope["path"]), error)
@@ -120,7 +118,7 @@ async def _answered(
         service.check(body)
         return body if body.constrained else submit(body)
 
-    def told(error: BaseException | None) -> Refusal | None:
+    def counted(error: BaseException | None) -> Refusal | None:
         if error is not None:
             return service.refused(endpoint, error)
         service.metrics.requests.labels(endpoint, "completed").inc()
@@ -138,14 +136,14 @@ async def _answered(
                 begun = await prepared(service.compiling, service.seconds(begun), work)
         answer: Answer = begun
         if answer.body.stream:
-            return EventStream(answer, told)
+            return EventStream(answer, counted)
         await settled(answer, request.receive)
         response = JSONResponse(await _in_thread(service, service.threads, answer.whole))
     except ClientDisconnect:  # before the body was there
-        return _refused(service.refused(endpoint, Refusal(499, "the client closed the connection", code="client_gone")))
+        return _refused(service.refused(endpoint, client_gone()))
     except Exception as error:
         return _refused(service.refused(endpoint, error))
-    told(None)
+    counted(None)
     return response
 
 
@@ -177,7 +175,7 @@ async def _prepared(
         if working.done():
             return working.result()
         if watch.done():
-            raise Refusal(499, "the client closed the connection", code="client_gone")
+            raise client_gone()
         raise service.shutting_down() if ending.done() else arrival.late(seconds)
     finally:
         watch.cancel()

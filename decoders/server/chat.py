@@ -28,7 +28,7 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     if calling is not None and calling.required and calling.style.special:
         text += calling.style.prefix
     grammar = calling.spec if calling is not None else spec_of(body.response_format)
-    job = service.start("chatcmpl", body, [conversations.ids(text)], arrival, grammar, body.listed)
+    job = service.start("chatcmpl", body, [conversations.ids(text)], arrival, grammar)
     return Chat(service, body, job, calling)
 
 

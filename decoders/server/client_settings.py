@@ -54,22 +54,19 @@ class ClientSettings:
                     self._check(cls, name, value, f"{place}.{name}")
 
     def _check(self, cls: type[Strategy], name: str, value: Any, place: str) -> None:
-        settings = cls.settings_class
-        if (cls.name, name) not in self.named:
-            if self.bounded and _is_bounded(settings.model_fields[name]):
-                return
-            able = [other for other in settings.model_fields if self._allows(cls, other)]
+        if not self._allows(cls, name):
+            able = [other for other in cls.settings_class.model_fields if self._allows(cls, other)]
             listed = f"may set {', '.join(able)}" if able else "may set nothing"
             message = f"{place} is the operator's: of {cls.name!r} clients {listed} (--client-settings says so)"
             raise Refusal(400, message, param=place, code="operators_setting")
-        limits = self.named[cls.name, name]
+        limits = self.named.get((cls.name, name))
         if limits is not None and not (isinstance(value, int | float) and limits[0] <= value <= limits[1]):
             message = f"{place} must be a number from {limits[0]:g} to {limits[1]:g} here, which the operator says"
             raise Refusal(400, message, param=place, code="operators_setting")
 
     def _allows(self, cls: type[Strategy], name: str) -> bool:
         field = cls.settings_class.model_fields[name]
-        return (cls.name, name) in self.named or (self.bounded and _is_bounded(field))
+        return (cls.name, name) in self.named or (self.bounded and _has_bounds(field.annotation, field.metadata))
 
 
 def refuse_files(config: Any, place: str = "strategy_config") -> None:
@@ -129,11 +126,8 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
         ) from None
 
 
-def _is_bounded(field: FieldInfo) -> bool:
-    return _has_bounds(field.annotation, field.metadata)
-
-
 def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:
+    """Whether a setting is a switch, a choice of words, or a number with a least and a most."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         more = [

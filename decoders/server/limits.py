@@ -112,11 +112,11 @@ class Gate:
 
     Args:
         app: who answers the others.
-        keys: of which clients have to give one as ``Authorization: Bearer …``, or the only one; none: whoever comes is served.
+        keys: of which clients have to give one as ``Authorization: Bearer …``, or the only one; none: every client is served.
         hosts: names that a client may call the server by; None: any. On a loopback address this keeps web pages out whose
             name was made to point here.
         body: most bytes.
-        refused: told of every refusal.
+        refused: called with every refusal.
     """
 
     def __init__(

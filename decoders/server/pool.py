@@ -44,7 +44,7 @@ class SchedulerPool:
     Args:
         model, tokenizer: of all of them.
         strategy, config: of requests that name none; the settings also hold for requests that name this strategy.
-        most: schedulers at a time beside that of the default strategy, whose place nobody takes.
+        most: schedulers at a time beside that of the default strategy, which is never closed for another.
         assistant: draft model for strategies that take one.
         options: of every :class:`~decoders.Scheduler`.
         client: what requests may say of settings.
@@ -65,13 +65,13 @@ class SchedulerPool:
         self._count = 0
 
     def submit(
-        self, strategy: str | None, config: Mapping[str, Any] | None, prompt: list[int], told: Callable[[Generation], None],
+        self, strategy: str | None, config: Mapping[str, Any] | None, prompt: list[int], on_done: Callable[[Generation], None],
         **arguments: Any,
     ) -> Generation:  # fmt: skip
         """Puts a request in the queue of its strategy's scheduler.
 
         Args:
-            told: called once it is done, in the thread that decodes.
+            on_done: called once it is done, in the thread that decodes.
             arguments: of :meth:`decoders.Scheduler.submit`.
 
         Raises:
@@ -90,7 +90,7 @@ class SchedulerPool:
         def ended(generation: Generation) -> None:
             with self._lock:
                 entry.outstanding.discard(generation)
-            told(generation)
+            on_done(generation)
 
         generation.add_done_callback(ended)
         return generation
@@ -172,7 +172,7 @@ class SchedulerPool:
 
     @property
     def outstanding(self) -> int:
-        """Requests that have not come to their end."""
+        """Requests that have not ended."""
         with self._lock:
             return sum(len(entry.outstanding) for entry in self._entries.values())
 

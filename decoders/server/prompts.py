@@ -89,7 +89,7 @@ class Conversations:
             plain = _introduced(plain, listed, self.style)
             listed = []
         if "system" in self.messages.unread:
-            plain = _told_by_users(plain)
+            plain = _without_system(plain)
         plain = [message | {"content": self.messages.content(message["role"], message["content"])} for message in plain]
         forbidden = {"messages", "tools", "tokenize", "add_generation_prompt", "chat_template"} & variables.keys()
         if forbidden:
@@ -150,18 +150,18 @@ def _introduced(
     return [{"role": "system", "content": text}, *messages]
 
 
-def _told_by_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with each system message put in front of the next user message."""
-    told, waiting = list[dict[str, Any]](), list[str]()
+    conversation, waiting = list[dict[str, Any]](), list[str]()
     for message in messages:
         if message["role"] == "system":
             waiting.append(message["content"])
         elif message["role"] == "user":
-            told.append(message | {"content": "\n\n".join([*waiting, message["content"]])})
+            conversation.append(message | {"content": "\n\n".join([*waiting, message["content"]])})
             waiting = []
         else:
-            told.append(message)
-    return [*told, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else told
+            conversation.append(message)
+    return [*conversation, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else conversation
 
 
 def _text_of(content: str | list[dict[str, Any]] | None, place: int) -> str:
@@ -249,7 +249,7 @@ class MessageStyle:
 
 
 def message_style(render: Render) -> MessageStyle:
-    """What becomes of a text in a message of each role, as a string and as a part."""
+    """Whether a text in a message of each role is shown, as a string and as a part."""
     style = MessageStyle()
     for role in ("user", "assistant", "system", "tool"):
         strings, parts = style, MessageStyle(style.parts | {role}, style.unread)

@@ -66,6 +66,11 @@ class Refusal(Exception):
         return named.get(self.status, "failed" if self.status >= 500 else "refused")
 
 
+def client_gone() -> Refusal:
+    """The end of a request whose client has gone: nobody reads it, but it is counted."""
+    return Refusal(499, "the client closed the connection", code="client_gone")
+
+
 def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
     """The refusal for `error`. Of an unexpected one the client learns only that it happened; the log has the rest.
 

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..constraints import Regex
-from ..engine.model.compiled.openmp import release_threads
 from ..engine.model.layout import context_length
+from ..engine.model.locks import release_threads
 from ..errors import QueueFull
 from ..generate import OwnDefaults, enable
 from ..plugins import resolve_strategy
@@ -111,7 +111,7 @@ class Service:
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
 
     def check(self, body: Body) -> None:
-        """Checks what can be told without a look at the rest of the body.
+        """Checks what needs no look at the rest of the body.
 
         Raises:
             Refusal: another model; the server is being shut down.
@@ -168,7 +168,7 @@ class Service:
 
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, grammar: Any = None,
-        top_logprobs: int | None = None, default_tokens: int | None = None,
+        default_tokens: int | None = None,
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
 
@@ -195,7 +195,7 @@ class Service:
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
                     body.strategy, body.strategy_config, prompt, self._ended, deadline=arrival.left(seconds), cache_salt=salt,
-                    top_logprobs=top_logprobs, max_new_tokens=most, seed=own, grammar=grammar, **shared,
+                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
                 job.choices.append(Choice(index, own, generation, prompt))
@@ -239,9 +239,9 @@ class Service:
 
     def refused(self, endpoint: str, error: BaseException) -> Refusal:
         """The refusal for `error`, counted in the metrics."""
-        told = refusal(error, self.retry_after)
-        self.metrics.requests.labels(endpoint, told.outcome).inc()
-        return told
+        answer = refusal(error, self.retry_after)
+        self.metrics.requests.labels(endpoint, answer.outcome).inc()
+        return answer
 
     @property
     def retry_after(self) -> int:

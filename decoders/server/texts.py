@@ -52,17 +52,12 @@ class Job:
         created: seconds since 1970.
         choices: its texts.
         stops: stop strings.
-        strategy: the name of what decodes it.
     """
 
     id: str
     choices: list[Choice]
     stops: tuple[str, ...]
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def strategy(self) -> str:
-        return self.choices[0].generation.call.request.strategy.name
 
     def cancel(self) -> None:
         """Ends what has not ended."""
@@ -85,7 +80,7 @@ class Job:
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": min(sum(sum(report.reused) for report in reports), prompt)},
             "decoders": {
-                "strategy": self.strategy,
+                "strategy": self.choices[0].generation.call.request.strategy.name,
                 "steps": steps,
                 "drafted": sum(report.drafted for report in reports),
                 "accepted": sum(report.accepted for report in reports),
@@ -116,7 +111,7 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self._tokens = tokenizer, tuple[bytes | None, ...]()
-        with suppress(UnsupportedError):  # its tokens are characters, or nobody knows
+        with suppress(UnsupportedError):  # its tokens are no bytes
             self._tokens = Vocabulary.of(tokenizer, len(tokenizer), ()).tokens
 
     def of(self, token: int) -> bytes:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..engine.model.compiled.openmp import release_threads
+from ..engine.model.locks import release_threads
 from ..engine.model.ranks import Ranks
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
 from ..generate import PreparedCall, check_arguments, enabled

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..engine.decode.guard import tensors_of
-from ..engine.model.cuda_graphs.capture import WARM_UP_STEPS
+from ..engine.model.recordings import WARM_UP_STEPS
 from ..errors import DraftError
 from ..strategies.merged import Merged
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy

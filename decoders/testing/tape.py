@@ -74,7 +74,7 @@ def _flat(value: Any) -> list:
 
 
 class TapeRecorder:
-    """A :class:`~decoders.engine.model.cuda_graphs.capture.Recorder` that counts, for tests of everything around a recording.
+    """A :class:`~decoders.engine.model.recordings.Recorder` that counts, for tests of everything around a recording.
 
     Args:
         late: let nothing happen until somebody waits for it, as if the device were slow.

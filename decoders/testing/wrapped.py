@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..engine.model.cuda_graphs.capture import WARM_UP_STEPS
-from ..engine.model.cuda_graphs.static_inputs import find_tensors
+from ..engine.model.recordings import WARM_UP_STEPS
+from ..engine.model.static_inputs import find_tensors
 from ..settings import Configured
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology

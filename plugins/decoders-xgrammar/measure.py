@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from decoders_lab.vocabularies import vocabulary
 from decoders_xgrammar import XGrammar
 from tokenizers import Tokenizer, models
 from tokenizers import decoders as token_decoders
@@ -28,7 +29,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import decoders
 import decoders.plugins
 from decoders import Context, Draft, Sequences, Settings, Strategy
-from decoders.bench.vocabularies import vocabulary
 from decoders.constraints import Backend, Table, TableGrammar, Vocabulary, unpack
 from decoders.tree import Topology
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoders import bench, demo
-from decoders.bench import bandwidth
+from decoders.bench import machine
 from decoders.demo import Prompt
 from decoders.testing import tiny_model
 
@@ -25,7 +25,7 @@ def _plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("DECODERS_CONFIG", raising=False)
-    monkeypatch.setattr(bandwidth.copy_bandwidth, "__defaults__", (1 << 22, 1))  # every command asks the machine for it
+    monkeypatch.setattr(machine.copy_bandwidth, "__defaults__", (1 << 22, 1))  # every command asks the machine for it
 
 
 @pytest.fixture

@@ -15,12 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from decoders import bench
-from decoders.bench.live import ACCEPTED, ColouredStream, show
 from decoders.bench.plot import PlotError, plot
-from decoders.bench.prompts import INSTRUCTIONS, MADE_UP, encode, instructions
+from decoders.bench.prompts import INSTRUCTIONS, MADE_UP, encode, instructions, read_prompts
 from decoders.bench.shapes import SHAPES, RandomShape
-from decoders.cli import app
-from decoders.cli.prompts import read_prompts
+from decoders.cli import app, live
+from decoders.cli.live import ACCEPTED, ColouredStream, show
 from decoders.errors import SettingsError
 from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
@@ -264,8 +263,6 @@ def test_demo_shows_text_and_one_table() -> None:
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_writes_its_first_text_before_anything_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from decoders.bench import live
-
     asked: list[Any] = []
     real = live.show
     monkeypatch.setattr(live, "show", lambda console, c, *a: (asked.append(c.arguments), real(console, c, *a)))
@@ -383,10 +380,10 @@ def test_settings_of_the_loop_reach_every_call(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_exits_with_1_if_an_exact_strategy_writes_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from decoders.bench import interleave
+    from decoders.bench import measurement
 
-    real = interleave.written
-    monkeypatch.setattr(interleave, "written", lambda c, w, s: [[t + c.ours for t in row] for row in real(c, w, s)])
+    real = measurement.written
+    monkeypatch.setattr(measurement, "written", lambda c, w, s: [[t + c.ours for t in row] for row in real(c, w, s)])
     done = run(*DEMO, "--json")
     assert done.exit_code == 1
     assert json.loads(done.stdout)["identical"] is False

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from decoders.bench import fresh, processes
+from decoders.bench import fresh
+from decoders.bench.call import compiled_share
 from decoders.bench.fresh import Job, measure
-from decoders.bench.fresh_tables import fresh_tables
 from decoders.bench.shapes import SHAPES, RandomShape, build, random_workloads
-from decoders.bench.tiers import compiled_share
+from decoders.bench.tables import fresh_tables
 from decoders.cli import app
 from decoders.errors import UnknownNameError
 from decoders.report import Report
@@ -118,8 +118,8 @@ def test_tables_name_subject_dtype_way_and_length(small: str) -> None:
 
 
 def test_a_process_that_dies_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "MODULE", "no_such_module")
-    assert "no_such_module" in processes.in_new_process(job())["error"]
+    monkeypatch.setattr(fresh, "MODULE", "no_such_module")
+    assert "no_such_module" in fresh.in_new_process(job())["error"]
 
 
 def test_a_process_reads_a_job_and_writes_figures_and_nothing_else(
@@ -152,10 +152,10 @@ def test_what_a_process_says_is_read_line_by_line(monkeypatch: pytest.MonkeyPatc
         print(json.dumps(message))
 """
     )
-    monkeypatch.setattr(processes, "MODULE", "says")
+    monkeypatch.setattr(fresh, "MODULE", "says")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     said: list[str] = []
-    found = processes.in_new_process(job(), tmp_path / "cache", said.append)
+    found = fresh.in_new_process(job(), tmp_path / "cache", said.append)
     assert found == {"job": "small", "cache": str(tmp_path / "cache")} and said == ["load"]
 
 
@@ -169,7 +169,7 @@ def test_the_command_measures_in_processes_of_its_own(
 
     if not anew:  # a new one imports torch and transformers for ten seconds
         patched = lambda job, cache, progress: measure(job, progress) | {"imported": 1.0}  # noqa: E731
-        monkeypatch.setattr(processes, "in_new_process", patched)
+        monkeypatch.setattr(fresh, "in_new_process", patched)
     tiny_model("llama").save_pretrained(tmp_path / "tiny")
     done = CliRunner().invoke(
         app,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from decoders import bench
+from decoders.bench.call import first_token, written
 from decoders.bench.capacity import check_capacity
-from decoders.bench.measurements import Check, Competitor
-from decoders.bench.streams import first_token, written
+from decoders.bench.measurement import Check, Competitor
 from decoders.bench.tables import noise, tables
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.report import Report, Timings

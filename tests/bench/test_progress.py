@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from decoders import bench
-from decoders.bench import bandwidth
-from decoders.cli import app, bench_output, bench_run
-from decoders.cli.bench_output import progress_bar
+from decoders.bench import machine
+from decoders.cli import app, bench_run, benches
+from decoders.cli.benches import progress_bar
 from decoders.cli.console import plain_console, waiting
 from decoders.errors import SettingsError
 from decoders.testing import tiny_model
@@ -41,8 +41,8 @@ def test_every_stage_before_the_first_table_is_announced_as_it_begins(
         last_line("warm up")
         raise SettingsError("enough")
 
-    monkeypatch.setattr(bench_run, "load", load)
-    monkeypatch.setattr(bandwidth, "copy_bandwidth", copy_bandwidth)
+    monkeypatch.setattr(bench_run.Subjects, "load", load)
+    monkeypatch.setattr(machine, "copy_bandwidth", copy_bandwidth)
     monkeypatch.setattr(bench, "measure", warm_up)
     arguments = ("-s", "autoregressive", "--baseline", "transformers", "--prompt-length", "8", "--repeats", "1")
     done = CliRunner().invoke(app, ["bench", *arguments, "--dtype", "bfloat16"])
@@ -53,17 +53,9 @@ def test_every_stage_before_the_first_table_is_announced_as_it_begins(
     }  # fmt: skip
 
 
-def test_a_scaled_model_is_loaded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any) -> Any:
-        raise SettingsError("enough")
-
-    monkeypatch.setattr(bench_run, "load", load)
-    assert "loading demo at the size of 1b in float32" in CliRunner().invoke(app, ["bench", "--scale", "1b"]).stderr
-
-
 def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 4.9, 5.0, 5.1])
-    monkeypatch.setattr(bench_output.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(benches.time, "monotonic", lambda: next(moments))
     with progress_bar(plain_console(stderr=True), 5) as advance:
         for name in "abcde":
             advance(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -15,9 +15,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from decoders.bench import gguf_files
 from decoders.cli import app, models
 from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
+
+
+def written_by_the_lab(name: str) -> ModuleType:
+    """A module of the distribution that writes such files, from the checkout."""
+    file = Path(__file__).parents[2] / f"plugins/decoders-lab/src/decoders_lab/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gguf_files = written_by_the_lab("gguf_files")
 
 
 def model(seed: int = 1) -> PreTrainedModel:

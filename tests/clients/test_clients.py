@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 import decoders
 from decoders.engine.model import torch_compat
-from decoders.engine.model.target import Target
+from decoders.engine.model.self_check import target_of
 from decoders.errors import UnsupportedError
 from decoders.hf.call import PreparedCall
 from decoders.testing import decode, prompts
@@ -117,7 +117,7 @@ def test_every_strategy_writes_the_same_with_a_torchao_model(
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(dtype).eval()
     torchao.quantize_(model, config)
     kernel = kernel and (dtype == torch.bfloat16 or (name == "int8" and torch_compat.multiplies_int8()))
-    assert bool(Target(model).quantized.layers) is kernel
+    assert bool(target_of(model).quantized.layers) is kernel
     decoders.enable(model)
     # Rounded to bfloat16 or int8 on the way, near-ties may turn out otherwise than with transformers' attention.
     same_as_plain = dtype == torch.float32 and name != "int8 activations"

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.constraints.lazy_masks import LazyMasks
+from decoders.constraints.lookups import LazyMasks
 
 
 def table(most: int, made: list[int] | None = None) -> LazyMasks:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import decoders
 from decoders.constraints.coerce import as_spec
 from decoders.constraints.patterns.python import whole_text
-from decoders.constraints.patterns.writer import quoted
+from decoders.constraints.patterns.tree import quoted
 from decoders.constraints.specs import CHOICES_LIMIT, Choice
 from decoders.errors import GrammarError, UnknownNameError
 

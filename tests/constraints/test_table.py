@@ -15,9 +15,8 @@ from decoders.constraints.base import Language, mask_words, unpack
 from decoders.constraints.table import Table, TableGrammar
 from decoders.constraints.table.determinise import ByteAutomaton, columns, determinise, minimise
 from decoders.constraints.table.grammar import STATES
-from decoders.constraints.table.lexicon import Lexicon, room, split
+from decoders.constraints.table.lexicon import Lexicon, Trie, room, split
 from decoders.constraints.table.masks import MaskRows, Row, masks
-from decoders.constraints.table.trie import Trie
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.testing.grammars import check_grammar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -12,7 +13,6 @@ import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,12 @@ from decoders.training.recipes import HeadTraining, default_layers
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     p.relative_to(ROOT).as_posix()
-    for p in [ROOT / "README.md", ROOT / "grammars" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for p in [
+        ROOT / "README.md",
+        ROOT / "grammars" / "README.md",
+        ROOT / "plugins" / "decoders-lab" / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
 )
 
 
@@ -200,25 +205,34 @@ def commands() -> list[Any]:
     return found
 
 
-@cache
-def command_line() -> Any:
+@pytest.fixture(scope="module")
+def command_line() -> Iterator[Any]:
+    """The parser, with the commands of the distribution that the figures are made with, from the checkout."""
     from typer.main import get_command
 
     from decoders.cli import app
 
-    return get_command(app)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "plugins" / "decoders-lab" / "src"))
+        lab = importlib.import_module("decoders_lab")
+    reset_registry()
+    registry().register(lab, "lab")
+    yield get_command(app)
+    reset_registry()
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands_are_understood(line: str, reader: Path) -> None:
+def test_commands_are_understood(line: str, command_line: Any) -> None:
     """Parsed by the command line's own parser, not run."""
-    command = command_line()
+    command = command_line
     words = shlex.split(line, comments=True)[1:]
     while hasattr(command, "commands"):
         if command.invoke_without_command and (not words or words[0].startswith("-")):
             break
-        assert words and words[0] in command.commands, f"there is no such command: {line}"
-        command = command.commands[words.pop(0)]
+        inner = command.get_command(None, words[0]) if words else None
+        assert inner is not None, f"there is no such command: {line}"
+        command = inner
+        words.pop(0)
     command.make_context(line, words)
 
 

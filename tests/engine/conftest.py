@@ -13,7 +13,7 @@ from decoders.common import devices
 from decoders.engine.decode import engine
 from decoders.engine.decode.batch import Batch
 from decoders.engine.model.blocks import NodeBlock
-from decoders.engine.model.compiled import tiered_function, tiers
+from decoders.engine.model.compiled import functions, tiers
 from decoders.testing.tape import TapeRecorder
 
 
@@ -41,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     monkeypatch.setattr(devices, "static_shapes", lambda device: True)
     monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
     monkeypatch.setattr(torch, "compile", NotingCompiler())
-    for module in (tiers, tiered_function):  # by the clock: a busy machine would compile, and record anew
+    for module in (tiers, functions):  # by the clock: a busy machine would compile, and record anew
         monkeypatch.setattr(module, "worth_compiling", lambda spent, expected: False)
     return recorder
 

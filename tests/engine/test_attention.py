@@ -19,7 +19,7 @@ from decoders.engine.model.attention import (
     tree_attention,
 )
 from decoders.engine.model.attention import tell_shape as tell_shape
-from decoders.engine.model.text_blocks import LeadingText
+from decoders.engine.model.blocks import LeadingText
 from decoders.errors import UnsupportedError
 from decoders.testing import tiny_model
 from decoders.tree import Topology

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from decoders.engine.decode.core import StepOutput
-from decoders.engine.model.cuda_graphs import capture
-from decoders.engine.model.cuda_graphs import recorder as recorders
-from decoders.engine.model.cuda_graphs.capture import RecordedCapacity, Recording, Recordings
-from decoders.engine.model.cuda_graphs.recorder import CudaRecorder
-from decoders.engine.model.cuda_graphs.static_inputs import StaticInputs, find_tensors
+from decoders.engine.model import recordings as recorders
+from decoders.engine.model.recordings import CudaRecorder, RecordedCapacity, Recording, Recordings
+from decoders.engine.model.static_inputs import StaticInputs, find_tensors
 from decoders.testing.syncs import HostReadError, RecordingError
 from decoders.testing.tape import Tape, TapeRecorder
 
@@ -160,10 +158,10 @@ def test_recordings_go_where_their_results_take_too_much_memory(monkeypatch: pyt
     for key in "abc":
         recordings.record(key, None, x, lambda: x * 2)
     assert len(recordings) == 3 and recordings.nbytes == 3 * 2 * x.nbytes
-    monkeypatch.setattr(capture, "MOST_BYTES", 5 * x.nbytes)
+    monkeypatch.setattr(recorders, "MOST_BYTES", 5 * x.nbytes)
     recordings.record("d", None, x, lambda: x * 2)
     assert len(recordings) == 2
-    monkeypatch.setattr(capture, "MOST_BYTES", 0)
+    monkeypatch.setattr(recorders, "MOST_BYTES", 0)
     assert recordings.record("e", None, x, lambda: x * 2) is not None and len(recordings) == 1
 
 

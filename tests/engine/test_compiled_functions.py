@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decoders.engine.decode.engine import KEPT_FUNCTIONS, Engine
-from decoders.engine.model.compiled.compiler import CompiledFunction
+from decoders.engine.model.compiled.functions import CompiledFunction
 from decoders.report import Report
 from decoders.testing import tiny_model
 

@@ -10,8 +10,8 @@ import torch
 import decoders
 from decoders.engine.model import target as target_module
 from decoders.engine.model.cache import SlotCache
-from decoders.engine.model.counted_tokens import CountedTokens
-from decoders.engine.model.target import Target
+from decoders.engine.model.layout import CountedTokens
+from decoders.engine.model.self_check import target_of
 from decoders.errors import ContextLengthError, UnsupportedError
 from decoders.testing import Replay, decode, prompts, tiny_model
 
@@ -24,12 +24,12 @@ def sharpening(**options: Any) -> Any:
 
 
 def test_where_the_number_begins_to_matter_is_found() -> None:
-    counted = Target(sharpening()).counted
+    counted = target_of(sharpening()).counted
     assert counted == CountedTokens(harmless=15, by_node=True)
-    later = Target(tiny_model("llama4", floor_scale=300, attn_scale=0.5)).counted
+    later = target_of(tiny_model("llama4", floor_scale=300, attn_scale=0.5)).counted
     assert later == CountedTokens(harmless=299, by_node=True)
-    assert Target(tiny_model("llama4")).counted is None  # it begins behind the last position
-    assert Target(tiny_model("opt")).counted is None  # it asks and does not mind
+    assert target_of(tiny_model("llama4")).counted is None  # it begins behind the last position
+    assert target_of(tiny_model("opt")).counted is None  # it asks and does not mind
 
 
 @pytest.mark.parametrize("branches", [1, 3])
@@ -61,7 +61,7 @@ def test_a_scheduler_refuses_texts_that_would_not_be_exact() -> None:
 def test_a_length_scale_that_is_ignored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotCache, "get_seq_length", lambda cache, layer=0: 0)
     with pytest.raises(UnsupportedError, match="differ"):
-        Target(sharpening())
+        target_of(sharpening())
 
 
 def test_a_window_that_a_design_does_not_keep_bounds_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
-from decoders.engine.model.target import Target
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights import fused, packing, quantized
 from decoders.engine.model.weights.freed import free_originals, restore_originals
 from decoders.engine.model.weights.packing import pack
@@ -61,14 +61,14 @@ GROUP = [("up", "gate")]
     ],
 )
 def test_layers_that_read_the_same_are_found(name: str, groups: list[str]) -> None:
-    target = Target(tiny_model(name))
+    target = target_of(tiny_model(name))
     first = [group for group in target.groups if ".0." in group[0]]
     assert [" ".join(path.rsplit(".", 1)[1] for path in group) for group in first] == groups
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "cohere", "deepseek_v3"])
 def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model(name))
+    target = target_of(tiny_model(name))
     products: Counter[int] = Counter()
     multiply = torch_compat.multiply_packed
 
@@ -85,7 +85,7 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_neighbours_of_a_kind_are_multiplied_as_one() -> None:
-    target = Target(tiny_model("gptj"))  # q, k and v have no bias, the MLP that reads the same has
+    target = target_of(tiny_model("gptj"))  # q, k and v have no bias, the MLP that reads the same has
     weights = {path.rsplit(".", 1)[1]: layer.weight for path, layer in target.packing.layers.items() if ".h.0." in path}
     assert weights["q_proj"] is weights["k_proj"] is weights["v_proj"]
     assert weights["fc_in"] is not weights["q_proj"]
@@ -231,6 +231,6 @@ def test_a_model_that_cannot_run_on_zeros_is_left_as_it_is() -> None:
             raise ValueError("nothing but zeros")
 
     model.model.layers[0].mlp.up_proj.register_forward_hook(refuse)
-    target = Target(model)
+    target = target_of(model)
     assert target.groups == []
     assert len(target.packing.weights) == len(target.packing.layers)

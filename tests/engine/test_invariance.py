@@ -18,8 +18,10 @@ from decoders.engine.decode.core import Core
 from decoders.engine.model import invariance, target
 from decoders.engine.model.blocks import Blocks, NodeBlock
 from decoders.engine.model.buckets import row_multiple, slots_for, view_bucket
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.packing import pack
+from decoders.engine.model.weights.same_bits import align_activations
 from decoders.strategy import Draft
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model
@@ -37,12 +39,12 @@ def tiny_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_chain_has_the_same_bits_in_every_block(design: str) -> None:
-    found = invariance.check(Target(tiny_model(design).bfloat16()))
+    found = invariance.check(target_of(tiny_model(design).bfloat16()))
     assert found.holds, str(found)
 
 
 def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = Target(tiny_model("llama").bfloat16())
+    odd = target_of(tiny_model("llama").bfloat16())
     forward = odd.forward
 
     def rounded_by_view(*args: Any) -> Any:
@@ -61,7 +63,7 @@ def test_bits_are_compared_where_sizes_are_buckets(
     dtype: torch.dtype, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "static_shapes", lambda device: True)
-    found = Target(tiny_model("llama").to(dtype)).invariance
+    found = target_of(tiny_model("llama").to(dtype)).invariance
     assert (found and found.holds) is expected
 
 
@@ -114,7 +116,7 @@ def test_text_is_read_in_multiples_of_four_tokens(length: int, chunk: int, monke
 def test_an_activation_gives_an_element_the_same_bits_wherever_it_lies(activation: str, strided: bool) -> None:
     model = torch.nn.Sequential(ACT2FN[activation])
     plain = type(model[0])
-    invariance.align_activations(model)
+    align_activations(model)
     x = torch.randn(300, 48, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
     x = x[:, ::2] if strided else x[:, :24].contiguous()
     whole = model(x)
@@ -127,7 +129,7 @@ def test_an_activation_gives_an_element_the_same_bits_wherever_it_lies(activatio
 def test_activations_that_are_no_function_of_single_elements_stay() -> None:
     model = torch.nn.Sequential(torch.nn.Softmax(-1), torch.nn.PReLU())
     kinds = [type(module) for module in model]
-    invariance.align_activations(model)
+    align_activations(model)
     assert [type(module) for module in model] == kinds
 
 
@@ -181,7 +183,7 @@ def test_a_real_model_writes_the_same_tokens_in_bfloat16(name: str) -> None:
     folder = Path(os.environ["DECODERS_REAL_MODELS"]) / name
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    found = invariance.check(Target(model))
+    found = invariance.check(target_of(model))
     assert found.holds, str(found)
     model = decoders.enable(model, tokenizer=tokenizer)
     texts = ["def add(a, b):\n    return a + b\n\ndef", "The capital of France is"]

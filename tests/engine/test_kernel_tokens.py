@@ -10,7 +10,7 @@ import torch
 import decoders
 from decoders.engine.model import self_check
 from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels.launch import interpreted
+from decoders.engine.model.kernels import interpreted
 from decoders.testing.models import tiny_model
 from decoders.testing.tape import TapeRecorder
 

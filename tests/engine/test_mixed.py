@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from decoders.engine.model import mixed, self_check
+from decoders.engine.model.blocks import LeadingText, PromptPiece, after_text
 from decoders.engine.model.cache import CacheBuffers
-from decoders.engine.model.compiled import forward_graphs
-from decoders.engine.model.compiled.compiler import compilations
+from decoders.engine.model.compiled import regions
+from decoders.engine.model.compiled.functions import compilations
 from decoders.engine.model.compiled.tiers import ForwardPass
-from decoders.engine.model.mixed import PromptPiece
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
-from decoders.engine.model.text_blocks import LeadingText, after_text
 from decoders.report import Report
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
@@ -92,8 +92,8 @@ def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compile
         ours = mixed.forward(rows.target, nodes, base, tree, view, text, rows.piece(count))
     else:
         kept = mixed.with_logits(*nodes.shape, text, CPU)
-        piece = forward_graphs.laid_out_piece(rows.piece(count))
-        given = ForwardResult(*compiled(nodes, base, forward_graphs.laid_out(tree), view, piece, kept))
+        piece = regions.laid_out_piece(rows.piece(count))
+        given = ForwardResult(*compiled(nodes, base, regions.laid_out(tree), view, piece, kept))
         ours = mixed.by_row(given, *nodes.shape).behind(text)
     theirs = other.apart(text, topology, count)
     return [ours.logits, ours.hidden, *rows.buffers.tensors], [theirs.logits, theirs.hidden, *other.buffers.tensors]
@@ -101,12 +101,13 @@ def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compile
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_rows_and_piece_get_what_passes_of_their_own_give(name: str) -> None:
-    target = Target(tiny_model(name))
+    target = target_of(tiny_model(name))
     # Not those with attention of their own in the place of transformers' function by name (in 5.17 more had it), nor one whose last
     # layers get slices of the mask.
     by_name = hasattr(sys.modules[type(target.model).__module__], "ALL_ATTENTION_FUNCTIONS")
-    assert target.mixes == (by_name and name != "gemma4")
-    if not target.mixes:
+    mixes = self_check.can_mix(target)
+    assert mixes == (by_name and name != "gemma4")
+    if not mixes:
         return
     for text, topology in BLOCKS.values():
         for lengths, count in (([5, 40, 23], 9), ([31, 2, 60, 17, 48], 30), ([4, 9, 0], 1)):
@@ -117,7 +118,7 @@ def test_rows_and_piece_get_what_passes_of_their_own_give(name: str) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_rows_have_the_same_bits_in_low_precision(block: str) -> None:
-    target = Target(tiny_model("llama").bfloat16())
+    target = target_of(tiny_model("llama").bfloat16())
     for lengths, count in (([5, 40, 23], 9), ([31, 2, 60, 17, 48], 30)):
         ours, theirs = same_as_apart(Rows(target, lengths), *BLOCKS[block], count)
         assert all(torch.equal(one, another) for one, another in zip(ours, theirs, strict=True))
@@ -125,14 +126,14 @@ def test_the_rows_have_the_same_bits_in_low_precision(block: str) -> None:
 
 def test_a_design_that_mixes_otherwise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-check compares both: a line whose rows are told apart wrongly is not used."""
-    assert self_check.can_mix(Target(tiny_model("llama")))
+    assert self_check.can_mix(target_of(tiny_model("llama")))
     plain = mixed.MixedCache.__init__
 
     def shifted(self, buffers, row, slots, view) -> None:
         plain(self, buffers, row.roll(1), slots, view)
 
     monkeypatch.setattr(mixed.MixedCache, "__init__", shifted)
-    assert not self_check.can_mix(Target(tiny_model("llama")))
+    assert not self_check.can_mix(target_of(tiny_model("llama")))
 
 
 @pytest.mark.slow
@@ -141,10 +142,10 @@ def test_a_design_that_mixes_otherwise_is_found_out(monkeypatch: pytest.MonkeyPa
     [("gemma3", torch.float32), ("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.float32)],
 )
 def test_one_graph_reads_any_number_of_tokens_beside_any_number_of_rows(name: str, dtype: torch.dtype) -> None:
-    target = Target(tiny_model(name).to(dtype))
-    compiled = forward_graphs.mixed(target)
+    target = target_of(tiny_model(name).to(dtype))
+    compiled = regions.regional_mixed(target)
     for count in (1, 11):
-        compiled.compile(*forward_graphs.mixed_examples(target, count))
+        compiled.compile(*regions.mixed_examples(target, count))
     before, tolerance = compilations(), 1e-4 if dtype == torch.float32 else 0.03
     for lengths, count in (([5, 40, 23], 9), ([31, 2, 60, 17, 48], 30), ([31, 2, 60, 17, 48, 3, 8, 9, 12], 47)):
         for text, topology in (BLOCKS["single"], BLOCKS["chain"], BLOCKS["text"]):
@@ -155,26 +156,26 @@ def test_one_graph_reads_any_number_of_tokens_beside_any_number_of_rows(name: st
 
 
 def test_a_pass_is_mixed_where_its_tier_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama"))
+    target = target_of(tiny_model("llama"))
     forward = ForwardPass(target)
     report = Report(strategy="autoregressive")
     with forward.during(False, report):
         assert forward.mixes(2, single=True) and forward.mixes(2, single=False)
         assert not forward.mixes(1, single=True)  # nothing is shared that way
-    monkeypatch.setattr(forward, "ready", lambda kind: True)
+    monkeypatch.setattr(forward, "ready", lambda kind: not kind.mixed)
     with forward.during("auto", report):
         assert not forward.mixes(2, single=True)  # compiled passes mix by a graph of their own
 
 
 def test_a_long_piece_that_other_products_read_faster_has_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows(Target(tiny_model("llama")), [5, 40, 23])
-    assert rows.target.mixes
+    rows = Rows(target_of(tiny_model("llama")), [5, 40, 23])
+    forward = ForwardPass(rows.target)
+    assert forward.mixes(2, single=False)
     nodes, base, tree, view = rows.block(*BLOCKS["chain"])
     read: list[int] = []
     monkeypatch.setattr(Target, "dequantizes", lambda _, tokens: tokens >= 20)
     monkeypatch.setattr(Target, "prefill", lambda _, tokens, *rest: read.append(tokens.numel()))
     monkeypatch.setattr(mixed, "forward", lambda *given: given[-1])
-    forward = ForwardPass(rows.target)
     with forward.during(False, Report(strategy="autoregressive")):
         for count in (19, 20):
             own = rows.buffers.of_rows(0, 2)
@@ -183,7 +184,7 @@ def test_a_long_piece_that_other_products_read_faster_has_a_pass_of_its_own(monk
 
 
 def test_compiled_code_reads_no_text_that_other_products_read_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ForwardPass(Target(tiny_model("llama")))
-    monkeypatch.setattr(forward, "_compiled", lambda several: True)
+    forward = ForwardPass(target_of(tiny_model("llama")))
+    monkeypatch.setattr(forward, "runs_compiled", lambda several: True)
     monkeypatch.setattr(Target, "dequantizes", lambda _, tokens: tokens >= 20)
     assert [forward._reads_compiled(torch.zeros(1, count)) for count in (19, 20)] == [True, False]

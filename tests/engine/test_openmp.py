@@ -14,7 +14,6 @@ from transformers import StoppingCriteria
 
 import decoders
 from decoders.engine.model import locks
-from decoders.engine.model.compiled import openmp
 from decoders.engine.model.locks import CallLock
 from decoders.testing import prompts, tiny_model
 
@@ -24,7 +23,7 @@ def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    openmp.release_threads()
+    locks.release_threads()
     torch.set_num_threads(before)
 
 
@@ -43,19 +42,19 @@ def run_parallel() -> torch.Tensor:
     return torch.arange(1 << 20, dtype=torch.float32).exp_()
 
 
-@pytest.mark.skipif(openmp._pause() is None, reason="OpenMP is not libgomp here")
+@pytest.mark.skipif(locks._pause() is None, reason="OpenMP is not libgomp here")
 def test_a_thread_gives_its_team_back_and_gets_another_one(two_threads: None) -> None:
     expected, busy = run_parallel(), tasks()
-    openmp.release_threads()
+    locks.release_threads()
     assert becomes(lambda: tasks() == busy - 1)
     before = tasks()
     assert torch.equal(run_parallel(), expected)
     assert tasks() == before + 1
-    openmp.release_threads()
+    locks.release_threads()
     assert becomes(lambda: tasks() == before)
 
 
-@pytest.mark.skipif(openmp._pause() is None, reason="OpenMP is not libgomp here")
+@pytest.mark.skipif(locks._pause() is None, reason="OpenMP is not libgomp here")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_gives_its_team_back(two_threads: None, fails: bool) -> None:
     class Criterion(StoppingCriteria):
@@ -66,7 +65,7 @@ def test_a_call_gives_its_team_back(two_threads: None, fails: bool) -> None:
             return torch.zeros(1, dtype=torch.bool)
 
     model = decoders.enable(tiny_model("llama"))
-    openmp.release_threads()
+    locks.release_threads()
     before = tasks()
     with pytest.raises(ValueError, match="of the criterion") if fails else nullcontext():
         model.generate(
@@ -79,7 +78,7 @@ def test_a_call_gives_its_team_back(two_threads: None, fails: bool) -> None:
 def test_wheels_for_linux_have_the_openmp_that_is_expected() -> None:
     maps = Path("/proc/self/maps")
     loaded = maps.read_text() if maps.exists() else ""
-    assert (openmp._pause() is not None) == ("libgomp" in loaded and "libiomp" not in loaded)
+    assert (locks._pause() is not None) == ("libgomp" in loaded and "libiomp" not in loaded)
 
 
 def test_who_waits_for_a_model_and_who_leaves_it_to_others_give_their_teams_back(

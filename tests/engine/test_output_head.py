@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoders.engine.model.target import Target
+from decoders.engine.model.self_check import target_of
 from decoders.testing import RECURRENT, tiny_model
 from decoders.testing.models import ARCHITECTURES
 
@@ -27,4 +27,4 @@ def test_head_gives_the_logits_of_the_model(name: str) -> None:
         expected = model(torch.tensor([[3, 5, 7, 11]])).logits.float()
     handle.remove()
     with torch.no_grad():
-        torch.testing.assert_close(Target(model).output_head()(read[0]), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(target_of(model).output_head()(read[0]), expected, rtol=1e-4, atol=1e-4)

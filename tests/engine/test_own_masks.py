@@ -8,7 +8,7 @@ import torch
 import decoders
 from decoders.engine.model import own_masks
 from decoders.engine.model.attention import LayerKind
-from decoders.engine.model.target import Target
+from decoders.engine.model.self_check import target_of
 from decoders.errors import UnsupportedError
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import WINDOW
@@ -17,7 +17,7 @@ from decoders.testing.models import WINDOW
 def test_windows_of_masks_become_kinds_of_layers() -> None:
     model = tiny_model("gpt_neo")
     masks = [block.attn.attention.bias for block in model.transformer.h]
-    target = Target(model)
+    target = target_of(model)
     assert target.kinds == (LayerKind(), LayerKind(window=WINDOW))
     assert all(block.attn.attention.bias is mask for block, mask in zip(model.transformer.h, masks, strict=True))
     assert all(block.attn.attention.bias.all() for block in target.model.transformer.h)
@@ -34,7 +34,7 @@ def test_a_window_that_is_ignored_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     plain = own_masks.take_over
     monkeypatch.setattr(own_masks, "take_over", lambda model, kinds: plain(model, kinds)[:1] * 2)
     with pytest.raises(UnsupportedError, match="differ"):
-        Target(tiny_model("gpt_neo", window_size=256))
+        target_of(tiny_model("gpt_neo", window_size=256))
 
 
 @pytest.mark.parametrize(

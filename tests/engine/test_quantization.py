@@ -19,7 +19,8 @@ from decoders.engine.decode.prefill_plan import PrefillPlan
 from decoders.engine.model import cache, invariance, self_check, target, torch_compat
 from decoders.engine.model.cache import CacheBuffers, LayerSpec, SlotCache
 from decoders.engine.model.compiled import tiers
-from decoders.engine.model.target import Target
+from decoders.engine.model.compiled.tiers import PassKind
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights import quantized
 from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
 from decoders.errors import SettingsError, UnsupportedError
@@ -119,12 +120,12 @@ def test_strategies_that_read_prompts_are_shown_the_same_of_long_texts(
     dequantized: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", hidden_size=64, intermediate_size=128).bfloat16()
-    quantized_target = Target(model, precision=Precision("int4"))
+    quantized_target = target_of(model, precision=Precision("int4"))
     assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 116), (116, 4)]
     assert PrefillPlan.of([121], [0], 512, quantized_target, leave_last_chunk=True).chunks == [(0, 116)]
     assert PrefillPlan.of([90], [0], 512, quantized_target).chunks == [(0, 92)]
     assert PrefillPlan.of([2001], [0], None, quantized_target).chunks == [(0, 1996), (1996, 4)]
-    assert PrefillPlan.of([2001], [0], None, Target(model)).chunks[0] == (0, 512)
+    assert PrefillPlan.of([2001], [0], None, target_of(model)).chunks[0] == (0, 512)
     monkeypatch.setattr(quantized_target, "multiple", 1)  # as with recurrent layers, which run no text again
     assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 120)]
     keys = []
@@ -292,7 +293,7 @@ def test_what_does_not_fit_int4_and_the_head_are_int8() -> None:
 
 def test_two_engines_share_a_quantized_copy() -> None:
     model = tiny_model("llama")
-    first, second = (Target(model, precision=Precision("int8")) for _ in range(2))
+    first, second = (target_of(model, precision=Precision("int8")) for _ in range(2))
     weights: list[QuantizedWeight] = first.quantized.weights
     assert weights and [id(w) for w in weights] == [id(w) for w in second.quantized.weights]
 
@@ -321,7 +322,7 @@ def test_zero_keys_stay_zero() -> None:
 
 
 def test_a_quantized_model_has_the_same_bits_in_every_block() -> None:
-    found = invariance.check(Target(tiny_model("qwen2"), precision=Precision("int4", "int8")))
+    found = invariance.check(target_of(tiny_model("qwen2"), precision=Precision("int4", "int8")))
     assert found.holds, str(found)
 
 
@@ -392,12 +393,8 @@ def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
     settings = {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
-    job = (
-        vars(model)["generate"]
-        .engine(RuntimeSettings.model_validate({"weights": "int4"}))
-        .forward_pass._tiers[False, True]
-        .job
-    )
+    engine = vars(model)["generate"].engine(RuntimeSettings.model_validate({"weights": "int4"}))
+    job = engine.forward_pass._tiers[PassKind(False, single_node=True)].job
     assert padded.report.nodes >= 3 and job is not None and job.wait()
     block_sizes.clear()
     single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)

@@ -15,9 +15,9 @@ from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.compiled.background import BackgroundCompile
-from decoders.engine.model.compiled.compiler import compilations
+from decoders.engine.model.compiled.functions import compilations
 from decoders.engine.model.compiled.regions import RegionalForward, fixed, layers_as_regions
-from decoders.engine.model.target import Target
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights.packing import pack
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
@@ -36,7 +36,7 @@ class Pass:
     """A target, its packed weights, and its forward pass as a function of tensors."""
 
     def __init__(self, model) -> None:
-        self.target = Target(model)
+        self.target = target_of(model)
         self.packing = pack(self.target.model, smallest=0, groups=self.target.groups)
         packed = [tensor for weight in self.packing.weights for tensor in weight.tensors]
         self.compiled = RegionalForward(self.run, self.target.model, packed)

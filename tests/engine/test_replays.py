@@ -17,7 +17,7 @@ from decoders.engine.decode.calibration import REPEATS
 from decoders.engine.decode.sessions import KEPT_SESSIONS
 from decoders.engine.model.compiled import background, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
-from decoders.engine.model.cuda_graphs.capture import PLAIN_RUNS, WARM_UP_STEPS, Recordings
+from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
 from decoders.report import Report
 from decoders.strategies import PromptLookup, Speculative, Staged, Threshold

@@ -17,8 +17,9 @@ from decoders.engine.model import attention, self_check
 from decoders.engine.model.attention import LayerKind
 from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels.launch import interpreted
-from decoders.engine.model.target import Target, target_of
+from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.self_check import target_of
+from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
 from decoders.testing.models import tiny_model
@@ -72,10 +73,10 @@ def test_a_planted_fault_is_seen(
     model: str, owner: Any, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = tiny_model(model)
-    Target(tiny)
+    target_of(tiny)
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(UnsupportedError, match="logits verified through a token tree of"):
-        Target(tiny)
+        target_of(tiny)
 
 
 def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Target, "inputs", inputs)
     with pytest.raises(UnsupportedError, match="16 nodes"):
-        Target(tiny_model("llama"))
+        target_of(tiny_model("llama"))
 
 
 def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pyt
 
     monkeypatch.setattr(SlotCache, "update", update)
     with pytest.raises(UnsupportedError, match="differ"):
-        Target(tiny_model("gemma4"))
+        target_of(tiny_model("gemma4"))
 
 
 @pytest.mark.parametrize("fault", ["in the first pass", "in the check"])
@@ -120,7 +121,7 @@ def test_a_design_that_raises_is_refused_in_one_sentence(fault: str, monkeypatch
 
 def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
     model = tiny_model("gemma3", sliding_window=4096)
-    target = Target(model)
+    target = target_of(model)
     assert (
         LayerKind(window=4096) in target.kinds
         and attention.kind_of(target.model.model.layers[0].self_attn) in target.kinds
@@ -131,7 +132,7 @@ def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
 def test_the_check_shortens_windows_that_no_text_of_its_own_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerKind, "narrow", one_further)
     with pytest.raises(UnsupportedError, match="differ"):
-        Target(tiny_model("gemma3", sliding_window=4096))
+        target_of(tiny_model("gemma3", sliding_window=4096))
 
 
 def small() -> Any:
@@ -148,7 +149,7 @@ def kernel_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("context", [5, 9, 16])
 def test_a_model_of_few_positions_is_checked_within_them(context: int) -> None:
-    Target(tiny_model("gpt2", n_positions=context))
+    target_of(tiny_model("gpt2", n_positions=context))
 
 
 @with_kernels
@@ -181,7 +182,7 @@ def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_
     assert torch.equal(ours, model.generate(**given))
     model.generate(**given, strategy="prompt_lookup")  # the warning came once
     with pytest.raises((UnsupportedError, RuntimeError), match=reason):
-        Target(small(), "triton")
+        target_of(small(), "triton")
     monkeypatch.setattr("decoders.cli.models.load", lambda *_: (small(), None))
     with pytest.warns(UserWarning, match="kernel"):
         out = CliRunner().invoke(app, ["doctor", "any", "--json"])
@@ -190,7 +191,7 @@ def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_
 
 
 def test_what_the_kernel_cannot_do_is_named() -> None:
-    layout = Target(tiny_model("llama")).layout
+    layout = target_of(tiny_model("llama")).layout
     count, cpu = len(layout), torch.device("cpu")
     if interpreted():
         assert kernel.unfit(layout, count, cpu) is None

@@ -15,6 +15,7 @@ from decoders.engine.decode.rows import sampling_inputs
 from decoders.engine.decode.session import Session
 from decoders.engine.decode.sessions import KEPT_SESSIONS, Sessions
 from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.testing import tiny_model
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def target(request: pytest.FixtureRequest) -> Target:
-    return Target(tiny_model(request.param))
+    return target_of(tiny_model(request.param))
 
 
 def sampling(rows: int):
@@ -257,7 +258,7 @@ def assert_texts_are_kept(target: Target, calls: list) -> None:
 
 
 def test_matching_many_rows_does_not_compare_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, rows = Target(tiny_model("llama")), 64
+    target, rows = target_of(tiny_model("llama")), 64
     pool = Sessions(target)
     prompts = texts(*([row, row % 7, row % 3, 5] for row in range(rows)))
     read(pool, prompts)

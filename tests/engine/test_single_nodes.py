@@ -7,6 +7,7 @@ import torch
 
 import decoders
 from decoders.engine.model.compiled import tiers
+from decoders.engine.model.compiled.tiers import PassKind
 from decoders.testing import decode, prompts, tiny_model
 
 
@@ -20,9 +21,8 @@ def test_plain_steps_of_several_rows_get_a_graph_of_their_own(
     passes = vars(model)["generate"].engine().forward_pass
     compiled = dict(max_new_tokens=8, decoders_config={"compile": True})
     padded = decode(model, inputs, "autoregressive", **compiled)
-    assert (
-        padded.report.nodes >= 3 and passes._tiers[True, True].job is not None and passes._tiers[True, True].job.wait()
-    )
+    job = passes._tiers[PassKind(True, single_node=True)].job
+    assert padded.report.nodes >= 3 and job is not None and job.wait()
     block_sizes.clear()
     single = decode(model, inputs, "autoregressive", **compiled)
     # The first step has the prompt's last tokens in front of it, and a block for these.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCrite
 import decoders
 from decoders.common import devices
 from decoders.engine.decode import engine
-from decoders.engine.model.cuda_graphs import capture
+from decoders.engine.model.recordings import WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
 from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.mtp import use_mtp_layers
@@ -67,7 +67,7 @@ def model(seed: int = 0) -> PreTrainedModel:
     return decoders.enable(tiny_model("llama", seed))
 
 
-def recordings(model: PreTrainedModel) -> list[capture.Recordings]:
+def recordings(model: PreTrainedModel) -> list[Recordings]:
     return [s.recordings for s in model.generate.engine().sessions._free if s.recordings is not None]
 
 
@@ -164,7 +164,7 @@ def test_a_later_call_replays_what_an_earlier_one_has_recorded(device: TapeRecor
     first, second = reports
     assert first.rows == second.rows == 3 and len(second.new_tokens) == 3
     assert second.replayed_steps == second.steps == first.steps and second.accepted == first.accepted
-    assert first.replayed_steps == first.steps - capture.WARM_UP_STEPS and second.compiled_steps == 0
+    assert first.replayed_steps == first.steps - WARM_UP_STEPS and second.compiled_steps == 0
     assert [vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in first.stages] == [
         vars(s) | {"forward_seconds": 0, "drafter_seconds": 0} for s in second.stages
     ]

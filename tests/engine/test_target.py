@@ -7,15 +7,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from decoders.engine.model.blocks import LeadingText, causal_block
 from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
-from decoders.engine.model.text_blocks import LeadingText, causal_block
 from decoders.testing import tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inference_mode_changes_no_bit_and_does_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama").to(dtype)).watching((0, 1))
+    target = target_of(tiny_model("llama").to(dtype)).watching((0, 1))
     tokens = torch.arange(24).view(2, 12) % target.vocab_size
     start, block, view = torch.zeros(2, dtype=torch.int64), causal_block(2, 4, target.device), torch.arange(64)
 
@@ -44,7 +45,7 @@ def test_inference_mode_changes_no_bit_and_does_not_show(dtype: torch.dtype, mon
 
 
 def test_passes_run_in_inference_mode_where_no_one_records_or_compiles_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, seen = Target(tiny_model("llama")), []
+    target, seen = target_of(tiny_model("llama")), []
     target.model.get_output_embeddings().register_forward_hook(
         lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
     )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from decoders.engine.decode.core import settle
 from decoders.engine.decode.verify import draw
-from decoders.engine.model.compiled import forward_graphs
-from decoders.engine.model.target import Target
+from decoders.engine.model.compiled import regions
+from decoders.engine.model.self_check import target_of
 from decoders.heads.medusa import HeadsConfig, MedusaHeads
 from decoders.sampling import SamplingInputs, SamplingPlan, candidates, gumbel_noise
 from decoders.sampling.processors import process, row_keys
@@ -142,13 +142,13 @@ def test_what_verifiers_let_through_is_the_same(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 def test_forward_passes_are_the_same(name, tmp_path):
-    target = Target(tiny_model(name))
-    forward = forward_graphs.plain(target)
+    target = target_of(tiny_model(name))
+    forward = regions.regional_forward(target)
 
     def arguments() -> tuple[Any, ...]:
         torch.manual_seed(0)
-        nodes, base, tree, buffers, view, kept = forward_graphs.examples(target, 2, 5)
-        return nodes, base, forward_graphs.laid_out(tree), buffers, view, kept
+        nodes, base, tree, buffers, view, kept = regions.examples(target, 2, 5)
+        return nodes, base, tree, buffers, view, kept
 
     with torch.no_grad(), written_for_triton(tmp_path) as sources:
         forward.compile(*arguments())

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine.model.compiled.compiler import private
+from decoders.engine.model.compiled.functions import private
 
 #: Functions of CUDA's library that the interpreter does not have.
 LIBRARY = {

@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.models.llama import modeling_llama as llama_file
 
 import decoders
-from decoders.engine.model.weights.twin import WeightState, share_weights
+from decoders.engine.model.weights.state import WeightState
+from decoders.engine.model.weights.twin import share_weights
 from decoders.testing import prompts, tiny_model
 
 NEW = 12

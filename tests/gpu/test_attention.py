@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoders.engine.model.cache import CacheBuffers
-from decoders.engine.model.target import Target
+from decoders.engine.model.self_check import target_of
 from decoders.testing.models import Architecture
 from decoders.tree import Topology
 
@@ -64,7 +64,7 @@ def tree_logits(
     Args:
         first: number of the first row: a row's tokens depend on its number alone.
     """
-    target, device, rows = Target(model, attention), model.device, len(prompts)
+    target, device, rows = target_of(model, attention), model.device, len(prompts)
     longest, block = max(prompts), Topology.branches(*TREES[nodes]).tensors(rows, device)
     numbers = torch.arange(first, first + rows, device=device)[:, None]
     ids = ((numbers + 1) * torch.arange(1024, device=device) * 37 + 11) % 97 + 3  # [B, 1024]

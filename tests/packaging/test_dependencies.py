@@ -18,15 +18,13 @@ PACKAGE = ROOT / "decoders"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What each part of the package may import beyond the default dependencies, by the extra that brings it.
 EXTRAS = {
-    "bench": {"psutil", "matplotlib", "gguf", "llama_cpp", "openvino", "openvino_genai", "openvino_tokenizers"},
+    "bench": {"psutil", "matplotlib"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
     "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2"},
     "cli": {"fastapi", "uvicorn", "prometheus_client"},
     "engine": {"triton"},  # torch for CUDA brings it
 }
-#: Scripts that Pythons of other environments run, and what these have.
-ELSEWHERE = {("bench/vllm_process.py", "vllm")}
 #: Parts that nothing imports but who asks for their extra first: the command that they are for, layers on a device that runs kernels.
 ASKED_FOR = ("server", "engine/model/kernels")
 
@@ -75,7 +73,7 @@ def distributions(package: str) -> set[str]:
 def test_every_import_is_declared() -> None:
     missing = []
     for file, package, inside in third_party():
-        if distributions(package) & DEFAULT or (file.as_posix(), package) in ELSEWHERE:
+        if distributions(package) & DEFAULT:
             continue
         optional = package in EXTRAS.get(file.parts[0], ()) and distributions(package) & IN_EXTRAS
         # A package of an extra must not be needed to import ours.

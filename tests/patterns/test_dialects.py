@@ -27,8 +27,8 @@ from decoders.constraints.patterns.tree import (
     Repeat,
     copies,
     nullable,
+    write,
 )
-from decoders.constraints.patterns.writer import write
 from decoders.errors import GrammarError
 
 DIALECTS = {"ecma": ECMA, "python": PYTHON, "rust": RUST}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from interegular.fsm import FSM, Alphabet
 
 from decoders.constraints.patterns import automata, characters, ecma, limits
-from decoders.constraints.patterns.writer import slashed
+from decoders.constraints.patterns.tree import slashed
 from decoders.constraints.schemas import string_text
 from decoders.errors import GrammarError
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from decoders.server import streaming
+from decoders.server import answers
 
 
 class Slow:
@@ -35,7 +35,7 @@ class Slow:
 
 
 def test_a_stream_with_nothing_to_send_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "KEEP_ALIVE", 0.05)
+    monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
     generation = Slow()
     choice = SimpleNamespace(index=0, generation=generation)
     answer: Any = SimpleNamespace(
@@ -48,7 +48,7 @@ def test_a_stream_with_nothing_to_send_stays_alive(monkeypatch: pytest.MonkeyPat
     )
 
     async def read() -> list[bytes]:
-        events = streaming.events(answer)
+        events = answers.events(answer)
         seen = [await anext(events)]
 
         async def chatter() -> None:  # news that bring no text are no reason to be silent

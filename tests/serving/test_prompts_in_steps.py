@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decoders.engine.decode.lane import Lane
 from decoders.engine.model import mixed
-from decoders.engine.model.compiled.compiler import compilations
+from decoders.engine.model.compiled.functions import compilations
 from decoders.engine.model.compiled.tiers import ForwardPass
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
 
@@ -143,7 +143,7 @@ def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enou
     """Where steps are compiled, a prompt is read by passes of its own until the mixed graph is there."""
     begun: list[bool] = []
     monkeypatch.setattr(ForwardPass, "compiles", lambda self, several: True)
-    monkeypatch.setattr(ForwardPass, "_begin_mixed", lambda self, single: begun.append(single))
+    monkeypatch.setattr(ForwardPass, "_begin", lambda self, kind: begun.append(kind.mixed))
     monkeypatch.setattr("decoders.engine.model.compiled.tiers.FORWARD_SECONDS", 0.0)
     lane, _ = running
     lane.offer(in_pieces(30, 5).request)

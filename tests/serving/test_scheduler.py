@@ -207,14 +207,14 @@ def test_every_graph_of_a_batch_that_must_be_compiled_is_made_before_the_first_s
         made.append((several, report.steps))
         return False
 
-    def begin_mixed(self: ForwardPass, single: bool) -> str:
-        return f"mixed, {'one node' if single else 'several'}"
+    def begin(self: ForwardPass, kind: Any) -> str:
+        return f"mixed, {'one node' if kind.single_node else 'several'}"
 
     def wait(self: ForwardPass, tier: str, report: Any) -> bool:
         made.append((tier, report.steps))
         return False
 
-    for name, function in (("compile", compile), ("_begin_mixed", begin_mixed), ("_wait", wait)):
+    for name, function in (("compile", compile), ("_begin", begin), ("_wait", wait)):
         monkeypatch.setattr(ForwardPass, name, function)
     with scheduler_of(llama, decoders_config={"compile": True}) as scheduler:
         scheduler.submit(text_of(1, 5), max_new_tokens=3).result()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine.model.compiled.compiler import CompiledFunction, compilations
+from decoders.engine.model.compiled.functions import CompiledFunction, compilations
 from decoders.strategies.draft_model import best_nodes, depth_bound
 from decoders.strategies.staged import path_with_leaves
 

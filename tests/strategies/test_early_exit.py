@@ -9,7 +9,7 @@ import torch
 
 import decoders
 from decoders.engine.decode.drafts.shared_slots import SharedSlots
-from decoders.engine.model.first_layers import first_layers
+from decoders.engine.model.weights.twin import first_layers
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.generate import disable
 from decoders.strategies import EarlyExit, Staged

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.engine.model.compiled.compiler import CompiledFunction, compilations
+from decoders.engine.model.compiled.functions import CompiledFunction, compilations
 from decoders.errors import SettingsError
 from decoders.sampling.processors import gumbel_noise, row_keys
 from decoders.strategies import Lookahead, PromptLookup

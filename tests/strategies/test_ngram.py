@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import decoders
 from decoders import demo
-from decoders.engine.model.compiled.compiler import CompiledFunction
+from decoders.engine.model.compiled.functions import CompiledFunction
 from decoders.errors import SettingsError
 from decoders.strategies import Ngram
 from decoders.strategies.ngram import NgramState, mini_tree, spine

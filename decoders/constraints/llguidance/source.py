@@ -36,9 +36,10 @@ LIMITS: dict[str, Any] = {
 
 #: Without it masks shrink to one token wherever bytes are forced, and then differ from what is accepted.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-#: Strings, regular expressions and comments, in which nothing is looked for; then what is.
+#: Strings, comments and regular expressions of Lark, in which nothing is looked for.
+_QUOTED = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/'
 _LEXEMES = re.compile(
-    r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/|(?P<token><[^<>\s]+>)'
+    _QUOTED + r"|(?P<token><[^<>\s]+>)"
     r"|\b(?P<option>max_tokens|stop|stop_capture|temperature)\s*=",
     re.DOTALL,
 )
@@ -143,8 +144,7 @@ def _with_stack(size: int, call: Callable[[], None]) -> None:
 
 
 _TOKENS = re.compile(
-    r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/'  # nothing in these counts
-    r"|(?P<define>[?!]*_?[A-Za-z][\w\-]*)[ \t]*(?:\.\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:"
+    _QUOTED + r"|(?P<define>[?!]*_?[A-Za-z][\w\-]*)[ \t]*(?:\.\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:"
     r"|(?P<name>_?[A-Za-z][\w\-]*)|(?P<open>[(\[~])|(?P<close>[)\]])|(?P<next>[|&])",
     re.DOTALL,
 )
@@ -156,7 +156,7 @@ def depth(lark: str) -> int:
     deepest: dict[str, int] = {}
     walk = [(name, False) for name in uses]
     begun: set[str] = set()
-    while walk:  # no recursion: the depth is what is asked for
+    while walk:  # not recursive: the depth is not bounded yet
         name, done = walk.pop()
         if done:
             deepest[name] = max((level + deepest.get(used, 0) for used, level in uses[name].items()), default=0)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from . import characters, writer
+from . import characters
 from .characters import Ranges
 from .dialect import Dialect, Problem, Set
-from .tree import Anchor, Chars, Class
+from .tree import Anchor, Chars, Class, joined_class
 
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
@@ -89,7 +89,7 @@ class ClassReader:
         ranges = characters.ranges(pair for member in members if isinstance(member, Chars) for pair in member.ranges)
         named = [member.text for member in members if isinstance(member, Class)]
         if named:
-            return Class(writer.joined_class(ranges, named, negated), place=begin)
+            return Class(joined_class(ranges, named, negated), place=begin)
         return Chars(characters.complement(ranges) if negated else ranges, place=begin)
 
     def nested_class(self, begin: int) -> Class:

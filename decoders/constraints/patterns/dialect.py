@@ -59,10 +59,10 @@ class Dialect:
         most_digits: of the bound of a quantifier.
         lone_counts: whether braces with nothing to repeat stand for themselves.
         empty_classes: whether a bracket closes a class right behind its beginning; otherwise it stands for itself there.
-        no_range_before: what a hyphen in a class stands for itself before; "" is the end of the pattern.
+        no_range_before: what follows a hyphen in a class that stands for itself; "" is the end of the pattern.
         class_operations: operators between classes, which are refused.
         nested_classes: whether classes may stand in classes; they are kept verbatim then.
-        class_algebra: likewise, but their characters are told: of classes in classes, of POSIX and of operations between them.
+        class_algebra: likewise, but their characters are computed, those of POSIX classes and of operations between classes too.
         named_group: the beginning of a group with a name.
         comments: whether ``(?#…)`` is one.
         look_aheads: whether ``(?=`` and ``(?!`` are read.

@@ -1,20 +1,29 @@
-"""Patterns of JSON Schema (regular expressions of ECMA-262, found anywhere in the string) as trees for whole strings.
+"""Patterns of JSON Schema, which are regular expressions of ECMA-262 found anywhere in a string: as trees for whole strings.
 
 Anchors are understood where they mean "the string begins (ends) here"; look-ahead, only right at the beginning of the
 pattern, where it says something about the string as a whole. Everything else outside regular languages is refused.
+
+Whether a pattern is found in a text is answered by an automaton in linear time where the pattern is regular, else by ``re`` in a
+child process: Python's ``re`` may take exponential time and holds the interpreter meanwhile, and a child process can be ended.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
 from ...errors import GrammarError
-from . import characters, limits
+from . import automata, characters, limits
 from .dialect import Dialect, Problem, single
 from .limits import check
 from .reader import read
@@ -113,7 +122,7 @@ def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
     """
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
-    conditions = _Search(pattern).conditions(read(pattern, ECMA))
+    conditions = _Anchors(pattern).conditions(read(pattern, ECMA))
     _check_copies(pattern, max(copies(tree) for tree, _ in conditions))
     return conditions
 
@@ -143,7 +152,7 @@ _START: _Readings = (_Reading(False, EMPTY, False),)
 _AT_BEGINNING: _Readings = (_Reading(True, EMPTY, False),)
 
 
-class _Search:
+class _Anchors:
     """Resolves the anchors and the look-ahead of one pattern."""
 
     def __init__(self, pattern: str) -> None:
@@ -231,3 +240,81 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
         right = EMPTY
     tree = cat(left, right)
     return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)
+
+
+#: Answers lines of JSON, a pattern and a text, with 1 or 0, or with what is wrong with the pattern.
+_CHILD = """
+import json, re, sys
+for line in sys.stdin:
+    pattern, text = json.loads(line)
+    try:
+        answer = int(re.search(pattern, text) is not None)
+    except (re.error, OverflowError, RecursionError) as error:
+        answer = str(error)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Search:
+    """Looks for patterns in texts; as a context, since it may have started a process."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def found(self, pattern: Any, text: str) -> bool:
+        """Whether `pattern` is found in `text`: as ECMA-262 has it, or as ``re`` does where it is not regular.
+
+        Raises:
+            GrammarError: neither reads it, or time is up.
+        """
+        if not isinstance(pattern, str):
+            raise GrammarError(f"a pattern is a string, not {pattern!r}", "pattern")
+        try:
+            conditions = strings(pattern)
+        except GrammarError:
+            if (pattern, text) not in self._known:
+                self._known[pattern, text] = self._asked(pattern, text)
+            return self._known[pattern, text]
+        return all(automata.matches(tree, text) is good for tree, good in conditions)
+
+    def _asked(self, pattern: str, text: str) -> bool:
+        limits.check("matching a pattern", "pattern")
+        begin, left = time.perf_counter(), limits.left()
+        child = self._started()
+        killer = threading.Timer(min(left, threading.TIMEOUT_MAX), child.kill)
+        killer.start()
+        try:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write(json.dumps([pattern, text]) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            killer.cancel()
+            limits.spend(time.perf_counter() - begin if math.isfinite(left) else 0)
+        limits.check("matching a pattern", "pattern")
+        answer = json.loads(line) if line else "the process that matches it has ended"
+        if isinstance(answer, str):
+            raise GrammarError(f"pattern {pattern[:80]!r}: {answer}", "pattern")
+        return bool(answer)
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._child is None or self._child.poll() is not None:
+            self._end()
+            command = [sys.executable, "-I", "-S", "-c", _CHILD]
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self._child
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None

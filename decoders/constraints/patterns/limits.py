@@ -28,16 +28,17 @@ MOVE_NODES = 10_000_000
 COPIES = 2_000
 
 
-def exceeded(limit: str, most: int, what: str, keyword: str | None = None) -> NoReturn:
-    """Refuses: `what` is above `limit`.
+def exceeded(
+    limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
+) -> NoReturn:
+    """Refuses: `what` is above `limit` of `module`. path: ``$`` for what the schema as a whole is too large for.
 
     Raises:
         GrammarError: always.
     """
+    remedy = "" if path == "$" else ", or strict=False, which validates it afterwards"
     raise GrammarError(
-        f"{what} exceeds the limit {limit} = {most:,} of {__name__}: simplify the schema, or strict=False, which validates "
-        "it afterwards",
-        keyword,
+        f"{what} exceeds the limit {limit} = {most:,} of {module}: simplify the schema{remedy}", keyword, path
     )
 
 

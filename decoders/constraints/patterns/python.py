@@ -13,8 +13,7 @@ from ...errors import GrammarError
 from . import characters
 from .dialect import Dialect, Problem, property_in_rust, single
 from .reader import read
-from .tree import Anchor, Cat, Class, Or, Pattern
-from .writer import write
+from .tree import Anchor, Cat, Class, Or, Pattern, write
 
 #: Largest count of a repetition: of a single byte, automata of that many states are still built.
 REPETITIONS = 99_999

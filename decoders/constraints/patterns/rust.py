@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 
 from ...errors import GrammarError
-from . import characters, writer
+from . import characters
 from .dialect import Dialect, Problem, property_in_rust, single
 from .ecma import ECMA
 from .reader import read
-from .tree import Anchor
+from .tree import Anchor, write
 
 
 def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
@@ -100,7 +100,7 @@ def in_ecma(pattern: str) -> str:
         raise
     if as_rust == as_ecma:
         return pattern
-    written = writer.write(as_rust)
+    written = write(as_rust)
     return _ESCAPED.sub(lambda part: f"\\u{{{part[1].lstrip('0') or '0'}}}" if part[1] else part[0], written)
 
 

@@ -33,7 +33,7 @@ class Place:
         year: of its draft (2013, 2017, 2018, 2019, 2020).
         path: where it stands, for messages.
         dynamic: whether there are dynamic references, the target of which depends on the way to them.
-        subtracted: whether it stands for less than it says where keywords are left out, not for more: under ``not``, say.
+        subtracted: whether leaving out a keyword has to make it allow less, not more: under ``not``, say.
     """
 
     schema: dict[str, Any]

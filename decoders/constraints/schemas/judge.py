@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import GrammarError, shortened
+from ..patterns.ecma import Search
 from ..patterns.limits import check, deadline
-from ..patterns.search import Search
 from . import keywords
 from .document import Place, document, known, step
 from .numbers import canonical, fraction
@@ -131,7 +131,9 @@ class Judge:
         if "enum" in read and self._text(value) not in self._enumeration(read["enum"]):
             yield "enum"
         if isinstance(value, str):
-            yield from self._broken_by_text(read, value)
+            yield from _out_of_bounds(read, "minLength", "maxLength", len(value))
+            if "pattern" in read and not self.search.found(read["pattern"], value):
+                yield "pattern"
         elif isinstance(value, list):
             yield from _out_of_bounds(read, "minItems", "maxItems", len(value))
             if read.get("uniqueItems") is True and len({self._text(item) for item in value}) < len(value):
@@ -151,11 +153,6 @@ class Judge:
                     numbers = keywords.of_numbers({keyword: read[keyword], **strict})
                     if numbers is None or not numbers.contains(number):
                         yield keyword
-
-    def _broken_by_text(self, read: dict[str, Any], value: str) -> Iterator[str]:
-        yield from _out_of_bounds(read, "minLength", "maxLength", len(value))
-        if "pattern" in read and not self.search.found(read["pattern"], value):
-            yield "pattern"
 
     def _text(self, value: Any) -> str:
         if id(value) not in self._texts:

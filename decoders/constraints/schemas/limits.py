@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ...errors import GrammarError
+from ..patterns import limits
 
 #: Characters of a schema as JSON text.
 SCHEMA_CHARACTERS = 1_000_000
@@ -38,12 +38,5 @@ REGEX_COPIES = 25_000
 
 
 def exceeded(limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None) -> NoReturn:
-    """Refuses: `what` is above `limit`. path: ``$`` for what the schema as a whole is too large for.
-
-    Raises:
-        GrammarError: always.
-    """
-    remedy = "" if path == "$" else ", or strict=False, which validates it afterwards"
-    raise GrammarError(
-        f"{what} exceeds the limit {limit} = {most:,} of {__name__}: simplify the schema{remedy}", keyword, path
-    )
+    """As :func:`decoders.constraints.patterns.limits.exceeded`, for a limit of this module."""
+    limits.exceeded(limit, most, what, keyword, path, __name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from os.path import commonprefix
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import GrammarError
 from ..patterns.limits import check
-from . import keywords, limits, no_effect, shapes
+from . import keywords, limits, shapes
 from .applicators import APPLICATORS, SchemaAlgebra, one_of_as_any_of
 from .document import Place, known
 from .nodes import FALSE, TRUE, Node, Nodes
@@ -20,6 +20,27 @@ from .strings import Strings
 
 _LOOK_AHEAD = 3
 _WORK = "the work of multiplying out allOf, anyOf, oneOf, not, …"
+
+
+_OF_OBJECTS = ("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties")
+#: Keywords that evaluate items or properties, as ``unevaluatedItems`` and ``unevaluatedProperties`` understand it.
+_EVALUATING = frozenset((
+    "prefixItems", "items", "additionalItems", "contains", "properties", "patternProperties", "additionalProperties", "allOf",
+    "anyOf", "oneOf", "if", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
+))  # fmt: skip
+#: Keywords that cause a problem that is reported of another one, through ``not`` and the like; those come first that are least missed.
+_CAUSES = {
+    "minProperties": ("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    "contains": ("maxContains", "items", "additionalItems", "unevaluatedItems"),
+    "not": ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "oneOf", "if"),
+    "maxProperties": ("minProperties",),
+    "minimum": ("maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"),
+}
+#: What to leave out where the cause of a problem is not known; those come first that are least needed.
+_COARSE = (
+    "not", "if", "oneOf", "contains", "unevaluatedItems", "unevaluatedProperties", "dependentSchemas", "dependentRequired",
+    "dependencies", "anyOf", "allOf", "patternProperties", "propertyNames", "const", "enum",
+)  # fmt: skip
 
 
 class _CycleError(Exception):
@@ -106,7 +127,7 @@ class Normaliser(SchemaAlgebra):
             parts = {*self.within.get(queued, ()), *(term[1] if term[0] in ("all", "any") else [])}
             queue += sorted(parts - seen)
             seen |= parts
-        for keyword in (problem.keyword or "", *no_effect.CAUSES.get(problem.keyword or "", ()), *no_effect.COARSE):
+        for keyword in (problem.keyword or "", *_CAUSES.get(problem.keyword or "", ()), *_COARSE):
             for place in places:
                 if self.reads(place, keyword):
                     return GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path)
@@ -126,7 +147,7 @@ class Normaliser(SchemaAlgebra):
                 if path in paths:
                     return path, keyword
         places.sort(key=lambda place: len(commonprefix([place.path, path])), reverse=True)  # noqa: RUF071 -- no files
-        coarse = ((place.path, name) for place in places for name in no_effect.COARSE if self.reads(place, name))
+        coarse = ((place.path, name) for place in places for name in _COARSE if self.reads(place, name))
         return next(coarse, None)
 
     @property
@@ -199,14 +220,14 @@ class Normaliser(SchemaAlgebra):
         """`current` with regard to the keywords of `place` that are left out, which may have evaluated anything."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
-            return no_effect.without(current, dropped)
+            return _without(current, dropped)
         if "oneOf" in dropped:
             try:
                 return one_of_as_any_of(self, place, current)
             except GrammarError as problem:  # too many alternatives, even so
                 if problem.path is not None:
                     raise
-        evaluated = self.evaluation and not no_effect.EVALUATING.isdisjoint(dropped)
+        evaluated = self.evaluation and not _EVALUATING.isdisjoint(dropped)
         return shapes.all_evaluated(current) if evaluated else current
 
     @contextmanager
@@ -288,3 +309,19 @@ class Normaliser(SchemaAlgebra):
         current = Shapes(strings=(Strings(values=frozenset(texts)),) if texts else ())
         rest = (keywords.of_value(value, self.value) for value in values if not isinstance(value, str))
         return shapes.union(current, *rest)
+
+
+def _without(shapes: Shapes, left_out: Iterable[str]) -> Shapes:
+    """The values of `shapes` without the types that keywords of `left_out` are about."""
+    for keyword in left_out:
+        if keyword in keywords.NUMBERS:
+            shapes = replace(shapes, numbers=())
+        elif keyword in keywords.STRINGS:
+            shapes = replace(shapes, strings=())
+        elif keyword in keywords.ARRAYS or keyword == "unevaluatedItems":
+            shapes = replace(shapes, arrays=())
+        elif keyword in keywords.OBJECTS or keyword in _OF_OBJECTS:
+            shapes = replace(shapes, objects=())
+        else:
+            return NONE
+    return shapes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..patterns.limits import check
-from ..patterns.writer import slashed
+from ..patterns.tree import slashed
 from . import limits
 
 

@@ -13,11 +13,26 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...errors import GrammarError
-from ..patterns import characters, writer
+from ..patterns import characters
 from ..patterns.characters import Ranges
 from ..patterns.limits import check
-from ..patterns.tree import NOTHING, Cat, Chars, Or, Pattern, Repeat, cat, either, irregular, repeat
-from ..patterns.writer import slashed
+from ..patterns.tree import (
+    NOTHING,
+    Cat,
+    Chars,
+    Or,
+    Pattern,
+    Repeat,
+    cat,
+    code_point,
+    either,
+    irregular,
+    repeat,
+    slashed,
+    times,
+    unit,
+    write,
+)
 from . import limits
 from .notation import NOTHING as NO_TEXT
 from .notation import Expr, Terminal, Word
@@ -46,7 +61,7 @@ _JSON, _ASCII_JSON = json.JSONEncoder(ensure_ascii=False), json.JSONEncoder()
 
 def literal(text: str) -> str:
     """Expression for `text` itself."""
-    return _SPECIAL.sub(lambda character: writer.code_point(ord(character[0])), text)
+    return _SPECIAL.sub(lambda character: code_point(ord(character[0])), text)
 
 
 def quoted(value: str) -> str:
@@ -81,19 +96,19 @@ def _escaped_set(ranges: Ranges) -> Pattern:
 def inside(pattern: Pattern) -> str | None:
     """The inside of a string of `pattern`; None if nothing of it can be written."""
     tree = escaped(pattern)
-    return None if tree == NOTHING else writer.write(tree)
+    return None if tree == NOTHING else write(tree)
 
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
     """One character of `ranges` as it is written, a unit for repetition; None if none can be."""
     tree = _escaped_set(ranges)
-    return None if tree == NOTHING else writer.unit(tree)
+    return None if tree == NOTHING else unit(tree)
 
 
 def length(low: int, high: int | None) -> str:
     """The inside of a string of `low` to `high` characters under no other condition."""
-    return writer.times(chars(characters.ANY) or "", low, high)
+    return times(chars(characters.ANY) or "", low, high)
 
 
 def expression(machine: FSM) -> str | None:

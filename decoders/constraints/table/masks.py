@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..patterns.limits import check
 from .determinise import distinct
-from .lexicon import Lexicon
+from .lexicon import Ints, Lexicon
 from .strings import StringStates
-from .trie import Ints
 
 
 @dataclass(frozen=True)

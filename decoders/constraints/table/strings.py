@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ..patterns.limits import check
 from .determinise import distinct
-from .lexicon import Lexicon, room
-from .trie import Ints
+from .lexicon import Ints, Lexicon, room
 
 #: States whose rests are walked at a time.
 CHUNK = 512

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
-from ..model.weights.twin import WeightState
+from ..model.weights.state import WeightState
 from .batch import Batch
 from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText

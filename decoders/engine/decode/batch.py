@@ -14,11 +14,9 @@ from torch import Tensor
 from ...costs.worth import DraftWorth
 from ...strategy import Draft, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
-from ..model.blocks import Blocks, NodeBlock, without_empty_end
+from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.buckets import row_bucket
 from ..model.cache import CacheBuffers
-from ..model.mixed import PromptPiece
-from ..model.text_blocks import LeadingText
 from . import guard
 from .core import StepOutput
 from .criteria import Outcome
@@ -240,8 +238,11 @@ class Batch:
             return self.guide.rebatch(sources, grammars)
         if self.shared:
             return HostGuide.of(grammars, target.vocab_size, target.device)
-        compile = self.resources.settings.compiler(self.engine)
-        return guide_of(grammars, target.vocab_size, target.device, compile, target.static)
+        return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
+
+    def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
+        """``Context.compile`` for strategies that draft for the model of `engine`."""
+        return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
 
     def finish(self, cause: BaseException | None = None) -> None:
         """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""

@@ -23,7 +23,7 @@ from ..model import torch_compat
 from ..model.blocks import NodeBlock
 from ..model.buckets import row_bucket
 from ..model.compiled.tiers import Compile, PassKind
-from ..model.cuda_graphs.capture import PLAIN_RUNS
+from ..model.recordings import PLAIN_RUNS
 from .rows import sampling_inputs
 from .step import Parts, forward_verify_commit
 

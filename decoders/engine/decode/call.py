@@ -8,7 +8,8 @@ import torch
 
 from ...costs.worth import DraftWorth
 from ...report import Stopwatch
-from ..model.compiled.openmp import release_threads
+from ..model.locks import release_threads
+from .agreement import agreed
 from .batch import Batch
 from .engine import Engine
 from .recording import StepRecording, recordable
@@ -38,7 +39,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             torch.no_grad(),
             ExitStack() as stack,  # gives sessions back, whatever happens
         ):
-            request = engine.target.ranks.agreed(request)
+            request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:

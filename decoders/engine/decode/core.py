@@ -13,12 +13,10 @@ from ...sampling.choice import candidates
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ...strategy import Draft, Sequences, Step
 from ...tree import TreeTensors
-from ..model.blocks import NodeBlock
+from ..model.blocks import LeadingText, NodeBlock, PromptPiece, after_text
 from ..model.cache import CacheBuffers, move_slots
-from ..model.cuda_graphs.capture import Recordings
-from ..model.mixed import PromptPiece
+from ..model.recordings import Recordings
 from ..model.target import ForwardResult, Target
-from ..model.text_blocks import LeadingText, after_text
 from .rows import Rows
 from .verify import Acceptance, Verdict, follow_matches
 

@@ -19,23 +19,22 @@ from ...report import Report
 from ...sampling.processors import SamplingPlan
 from ...settings import Attention
 from ...strategy import Strategy
-from ..model.compiled import compiler
-from ..model.compiled.tiered_function import TieredFunction
-from ..model.compiled.tiers import Compile, ForwardPass
-from ..model.cuda_graphs.recorder import recorder_of
+from ..model.compiled.functions import CompiledFunction, TieredFunction
+from ..model.compiled.tiers import Compile
 from ..model.features import OutputHead, layer_indices
-from ..model.first_layers import first_layers
 from ..model.locks import CallLock
-from ..model.self_check import parameters_read
-from ..model.target import target_of
+from ..model.recordings import recorder_of
+from ..model.self_check import parameters_read, target_of
 from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from ..model.weights.packing import freed_error
 from ..model.weights.quantization import Precision
-from ..model.weights.twin import WeightState
+from ..model.weights.state import WeightState
+from ..model.weights.twin import first_layers
 from .calibration import Calibrator
 from .core import Core
 from .drafts.core import DraftCore
 from .drafts.modules import ModuleTwin
+from .passes import StepPass
 from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.
@@ -80,8 +79,8 @@ class Engine:
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
         self.sessions = Sessions(self.target, recorder)
-        self.forward_pass = ForwardPass(self.target)
-        self._watching: dict[tuple[int, ...], ForwardPass] = {}
+        self.forward_pass = StepPass(self.target)
+        self._watching: dict[tuple[int, ...], StepPass] = {}
         self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
@@ -185,7 +184,7 @@ class Engine:
         self._modules.clear()
         self._head = None
 
-    def forward_pass_for(self, strategy: Strategy) -> ForwardPass:
+    def forward_pass_for(self, strategy: Strategy) -> StepPass:
         """The forward pass that a call with `strategy` runs: that of all, or one that takes the hidden layers it asks for.
 
         Raises:
@@ -194,11 +193,11 @@ class Engine:
         if not strategy.reads_layers:
             return self.forward_pass
         with self.lock:
-            layers = layer_indices(self.target, strategy)
+            layers = layer_indices(self.target.model, strategy)
             if not layers:
                 return self.forward_pass
             if layers not in self._watching:
-                self._watching[layers] = ForwardPass(self.target.watching(layers))
+                self._watching[layers] = StepPass(self.target.watching(layers))
             return self._watching[layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -225,7 +224,7 @@ class Engine:
         """Whether `model` is what :meth:`first_layers` has made."""
         return any(part is model for part in self._cut.values())
 
-    def core(self, plan: SamplingPlan, forward_pass: ForwardPass | None = None) -> Core:
+    def core(self, plan: SamplingPlan, forward_pass: StepPass | None = None) -> Core:
         forward_pass = forward_pass or self.forward_pass
         return Core(forward_pass.target, plan, forward_pass)
 
@@ -272,7 +271,7 @@ class Engine:
         if tiered is None:
             # Recorded steps do not run it, and its time is not seen: where they are compiled, so is this.
             due = self.forward_pass.worth_compiling if self.target.static else lambda: False
-            tiered = TieredFunction(function, compiler.CompiledFunction(function), due)
+            tiered = TieredFunction(function, CompiledFunction(function), due)
         self._functions[function] = tiered
         # A function that is made anew in every call is never asked for again: the least recently used goes.
         if len(self._functions) > KEPT_FUNCTIONS:
@@ -281,7 +280,7 @@ class Engine:
         return tiered if compile == "auto" else tiered.compiled
 
 
-def _book(compiled: compiler.CompiledFunction, report: Report, *, waited_for: bool) -> None:
+def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
     """Books what `compiled` compiles from now on in `report`."""
 
     def book(seconds: float) -> None:

@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Hashable
 
-from ..model.cuda_graphs.capture import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
-from ..model.cuda_graphs.static_inputs import StaticInputs
+from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
+from ..model.static_inputs import StaticInputs
 from .batch import Batch
 from .criteria import Outcome
 from .step import step

@@ -6,24 +6,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
-from .call_settings import CallSettings
+from .batch_view import BatchView
 from .drafts.drafter import ModelDrafter
 from .drafts.modules import SlotPasses
 from .drafts.staged import context_draft
 
-if TYPE_CHECKING:
-    from .batch import Batch
-
 
 class CallResources:
-    """Opens what the strategy of a call asks for, and says what it has opened.
+    """What the strategy of a batch has opened.
 
     Attributes:
         drafters: draft models.
@@ -31,11 +28,11 @@ class CallResources:
         costs: of a step, once the strategy or :meth:`step_costs` was asked for them.
 
     Args:
-        stack: closes what is opened here.
+        stack: of the batch. What is opened here is closed with it at the latest.
     """
 
-    def __init__(self, call: Batch, stack: ExitStack) -> None:
-        self.call = call
+    def __init__(self, batch: BatchView, stack: ExitStack) -> None:
+        self.batch = batch
         self._stack = stack.enter_context(ExitStack())
         self.drafters: list[ModelDrafter] = []
         self.modules: list[SlotPasses] = []
@@ -48,48 +45,38 @@ class CallResources:
         self.drafters.clear()
         self.modules.clear()
 
-    @property
-    def settings(self) -> CallSettings:
-        """What holds for all models that take part."""
-        call, request, rows = self.call, self.call.request, self.call.rows
-        return CallSettings(
-            request=request, engine=call.engine, session=call.session, read_rest=call.read_rest, longest=call.longest,
-            plan=replace(request.plan, keep_scores=call.verifier is not None and request.plan.sample), sampling=rows.sampling,
-            block_size=call.blocks.size, report=call.report, stack=self._stack, capacity=call.capacity,
-            shared=call.shared,
-        )  # fmt: skip
-
     def context(self) -> Context:
         """What the strategy may prepare itself from: the only place where a call's :class:`Context` is made."""
-        call, request, target, settings = self.call, self.call.request, self.call.target, self.settings
+        batch, request, target = self.batch, self.batch.request, self.batch.target
         context = Context(
             model=request.model, tokenizer=request.tokenizer, assistant_model=request.assistant_model,
             strategy=request.resolve, vocabulary_of=request.draft_models.vocabulary_of, plan=request.plan,
-            new_tokens=None if call.shared else request.new_tokens,
+            new_tokens=None if batch.shared else request.new_tokens,
             memory=self._memory_of if request.runtime.memory else no_memory,
-            rows=call.width, slots=call.rows.slots, sequences=call.session.view(max(call.lengths))[1],
-            sampling=call.rows.sampling, guide=call.guide, coupled=call.verifier is None,
+            rows=batch.width, slots=batch.rows.slots, sequences=batch.session.view(max(batch.lengths))[1],
+            sampling=batch.rows.sampling, guide=batch.guide, coupled=batch.verifier is None,
             device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,
-            clock=target.ranks.clock, compile=settings.compiler(call.engine), head=call.engine.head,
-            first_layers=partial(call.engine.first_layers, request.model), module=self._module, costs=self._costs,
+            clock=target.ranks.clock, compile=batch.compiler(batch.engine), head=batch.engine.head,
+            first_layers=partial(batch.engine.first_layers, request.model), module=self._module, costs=self._costs,
         )  # fmt: skip
-        return replace(context, draft=context_draft(settings, context, call.guide, self.drafters))
+        return replace(context, draft=context_draft(batch, batch, self._stack, context, self.drafters))
 
     def _module(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> SlotPasses:
         """See :attr:`Context.module`."""
-        call = self.call
-        compile = partial(call.engine.function, compile=call.request.runtime.compile, report=call.report)
-        twin = call.engine.module(module, example)
-        self.modules.append(SlotPasses(twin, call.width, self._slots, ahead, compile))
-        self.modules[-1].on_device = on_device
-        return self.modules[-1]
+        batch = self.batch
+        passes = SlotPasses(
+            batch.engine.module(module, example), batch.width, self._slots, ahead, batch.compiler(batch.engine)
+        )
+        passes.on_device = on_device
+        self.modules.append(passes)
+        return passes
 
     @property
     def _slots(self) -> int:
-        """Room for a row of the call."""
-        return max(self.call.longest if self.call.target.static else max(self.call.lengths), self.call.rows.slots)
+        """Room for a row of the batch."""
+        return max(self.batch.longest if self.batch.target.static else max(self.batch.lengths), self.batch.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
         """Tells what is open which rows there are now, and gives the strategy's new context.
@@ -99,48 +86,48 @@ class CallResources:
         """
         context = self.context()
         for drafter in list(self.drafters):
-            drafter.rebatch(sources, self.settings, context, self.call.guide)
+            drafter.rebatch(sources, context)
         for module in self.modules:
             module.rebatch(sources, self._slots)
         return context
 
     def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
         """See :attr:`Context.memory`."""
-        request = self.call.request
-        return self.call.engine.memory(of or request.strategy, key, factory, request.memory_salt)
+        request = self.batch.request
+        return self.batch.engine.memory(of or request.strategy, key, factory, request.memory_salt)
 
     def _costs(self, measure: bool = False) -> StepCosts | None:
         """See :attr:`Context.costs`."""
         if self.costs is None or self.costs.curve is None or (measure and not self._measured):
-            call = self.call
-            calibration, folder = call.engine.calibration, call.request.cost_folder
-            context = max(call.lengths)
+            batch = self.batch
+            calibration, folder = batch.engine.calibration, batch.request.cost_folder
+            context = max(batch.lengths)
             known = calibration.known(folder)
             # Where rows join and leave, measuring every number of them would take too long: what lies between is in proportion.
-            if measure and not (call.shared and self._measured_rows):
-                rows = sorted({1, call.capacity}) if call.shared else [call.width]
-                known = calibration.measured(folder, rows, [context], call.request.runtime.compile)
+            if measure and not (batch.shared and self._measured_rows):
+                rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
+                known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)
                 self._measured_rows = True
             if known is not None:
                 # Budgets of equal calls are equal: only who watches the clock learns from other calls.
-                ratios = calibration.ratios(call.width) if measure else None
-                self.costs, self._measured = StepCosts(known, call.width, context, call.blocks.size, ratios), measure
+                ratios = calibration.ratios(batch.width) if measure else None
+                self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 
     def step_costs(self) -> StepCosts:
         """What steps of the batch cost: by the curve, or by the steps that were seen if nothing was measured."""
         costs = self.costs or self._costs()
         if costs is None:
-            call = self.call
-            line = call.engine.calibration.line
-            costs = self.costs = StepCosts(None, call.width, max(call.lengths), call.blocks.size, line=line)
+            batch = self.batch
+            line = batch.engine.calibration.line
+            costs = self.costs = StepCosts(None, batch.width, max(batch.lengths), batch.blocks.size, line=line)
         return costs
 
     @property
     def peak_memory(self) -> int:
         """Bytes that the call has taken at most; beside a CPU those of the caches, which only grow."""
-        device = self.call.target.device
+        device = self.batch.target.device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
-        own = self.call.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
+        own = self.batch.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
         return own + sum(drafter.nbytes for drafter in self.drafters)

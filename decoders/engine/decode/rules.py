@@ -16,7 +16,7 @@ from ...strategy import Draft
 from ...tree import Topology
 from ...verifiers.verifier import Block, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
-from ..model.cuda_graphs.capture import Recordings
+from ..model.recordings import Recordings
 from ..model.target import ForwardResult
 from .core import Core, StepOutput
 from .host_processors import NOT_REACHED, choose_along_path

@@ -13,10 +13,9 @@ from torch import Tensor
 from ...errors import CacheMemoryError
 from ...sampling.processors import SamplingInputs
 from ...strategy import Sequences
-from ..model.blocks import Blocks
+from ..model.blocks import Blocks, PromptPiece
 from ..model.buckets import slots_for, view_bucket
-from ..model.cuda_graphs.capture import Recordings
-from ..model.mixed import PromptPiece
+from ..model.recordings import Recordings
 from ..model.target import Target
 from .prefill_plan import PrefillPlan
 from .prefixes import NOTHING, KeptText, PrefixIndex

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...sampling.processors import SamplingInputs
 from ..model.buckets import row_bucket, slots_for
-from ..model.cuda_graphs.capture import Recordings
-from ..model.cuda_graphs.recorder import Recorder
+from ..model.recordings import Recorder, Recordings
 from ..model.target import Target
 from .session import Session
 

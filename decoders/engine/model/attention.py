@@ -1,4 +1,4 @@
-"""Fused attention over the slot cache, which transformers knows as ``"decoders"`` (:mod:`.attention_functions`).
+"""Fused attention over the slot cache, which transformers knows as ``"decoders"``.
 
 The mask is made once per pass for every *kind* of layer a model has (full, sliding, chunked …) and stacked along the
 mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and each layer picks its own.
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import sdpa_mask
 
 from ...errors import UnsupportedError
+from .blocks import LeadingText
 from .buckets import ROWS, view_bucket
-from .text_blocks import LeadingText
 
 NAME = "decoders"
 KIND_ATTRIBUTE, KINDS_ATTRIBUTE = "decoders_layer_kind", "decoders_layer_kinds"
@@ -97,6 +98,13 @@ def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Se
 def kind_of(module: nn.Module) -> LayerKind:
     """The kind of a layer that :func:`tell_kinds` has told."""
     return getattr(module, KINDS_ATTRIBUTE, (LayerKind(),))[getattr(module, KIND_ATTRIBUTE, 0)]
+
+
+def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Makes an attention function known to transformers under `name`."""
+    AttentionInterface.register(name, function)
+    # The loop passes ready 4-D masks, which transformers returns as they are; a name without a mask function would make it drop them.
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def refuse_position_bias(module: nn.Module, given: dict[str, Any]) -> None:
@@ -286,3 +294,6 @@ def _spare_queries(packed: Tensor, nodes: int) -> int:
     if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple by themselves; asking would be a guard
         return 0
     return -packed.shape[2] % ROWS
+
+
+register(NAME, tree_attention)

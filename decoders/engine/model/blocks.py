@@ -1,18 +1,76 @@
-"""What stands between a draft and the step that verifies it: a block of nodes of a size that kernels like."""
+"""What one pass of the model runs over: a block of nodes, text in front of it, a piece of another row's prompt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...sampling.processors import Masks
-from ...strategy import Draft, check_draft
 from ...tree import Topology, TreeTensors
+from ...tree.draft import Draft, check_draft
 from .buckets import node_bucket, pad_block
-from .mixed import PromptPiece
-from .text_blocks import LeadingText
+from .cache import CacheBuffers
+
+
+class LeadingText(NamedTuple):
+    """Text that a block begins with: nodes in front of its root that see nothing behind themselves.
+
+    Attributes:
+        length: nodes of every row.
+        latest_start: of the slots in which it begins, the largest of all rows, for the host.
+    """
+
+    length: int = 0
+    latest_start: int = 0
+
+
+def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
+    """An ordinary stretch of text as a block: a chain of `n` nodes, none of which is verified."""
+    index = torch.arange(n, device=device)
+    visible = (index[:, None] >= index[None]).expand(rows, n, n)
+    offsets = index.expand(rows, n)
+    return TreeTensors((offsets - 1).clamp(min=0), offsets, visible, visible)
+
+
+def after_text(count: int, tree: TreeTensors) -> TreeTensors:
+    """`tree` with `count` tokens of text in front of its root, for a forward pass: offsets and visibility only."""
+    text = causal_block(tree.offsets.shape[0], count, tree.offsets.device)
+    n = count + len(tree)
+    index = torch.arange(n, device=tree.offsets.device)
+    pad = torch.nn.functional.pad
+    # What is in front of the root is seen by everything from the root on.
+    in_front = (index[:, None] >= count) & (index[None] < count)
+    visible = pad(tree.visible, (count, 0, count, 0)) | pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
+    offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
+    return TreeTensors(offsets, offsets, visible, visible)
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """Tokens of a prompt that a step of other rows reads.
+
+    Attributes:
+        tokens: ``[1, C]`` int64.
+        start: ``[1]`` int64, slot of the first of them.
+        latest: the same for the host.
+        view: ``[view]``, whose length is the number of slots that their attention looks at.
+        buffers: of the rows of the step and of one more, whose prompt it is.
+    """
+
+    tokens: Tensor
+    start: Tensor
+    latest: int
+    view: Tensor
+    buffers: CacheBuffers
+
+    @property
+    def alone(self) -> tuple[Tensor, Tensor, CacheBuffers, Tensor, int]:
+        """It as a pass of its own, see :meth:`Target.prefill`."""
+        rows = len(self.buffers.keys[0])
+        return self.tokens, self.start, self.buffers.of_rows(rows - 1, rows), self.view, self.latest
 
 
 @dataclass(frozen=True)

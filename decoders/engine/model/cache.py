@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ...common.devices import host_reads
-
-if TYPE_CHECKING:
-    from .recurrent import StatePass
 
 
 @dataclass(frozen=True)
@@ -243,6 +240,18 @@ class RowStates:
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for states in self.layers for state in states)
+
+
+#: Runs a module on some of the tokens that it was called with, ``[M, n, …]`` each, with a cache of its own.
+RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
+
+
+class StatePass(Protocol):
+    """How recurrent layers run in one pass of the model (:mod:`.recurrent`)."""
+
+    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
+        """What `module` gives for all `tokens` of the pass, ``[B, N, H]``; its states are kept."""
+        ...
 
 
 class SlotCache(Cache):

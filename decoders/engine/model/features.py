@@ -18,19 +18,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ...strategy import Strategy
-    from .target import Target
 
 
-def layer_indices(target: Target, strategy: Strategy) -> tuple[int, ...]:
-    """The decoder layers that `strategy` asks for, counted from the first.
+def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]:
+    """The decoder layers of `model` that `strategy` asks for, counted from the first.
 
     Raises:
-        SettingsError: they are no layers of the target. UnsupportedError: its layers cannot be told.
+        SettingsError: the model has no such layers. UnsupportedError: its layers cannot be told.
     """
-    name, count = type(target.model).__name__, target.decoder_layers
+    name, count = type(model).__name__, len(decoder_layers(model))
     if not count:
         raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
-    named = strategy.layers_for(target.model.config, count)
+    named = strategy.layers_for(model.config, count)
     if not isinstance(named, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
         raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {named!r}")
     wrong = [i for i in named if not -count <= i < count]

@@ -19,56 +19,16 @@ Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :f
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import activations
+from torch import Tensor
 
 from ...tree import Topology
 from .buckets import low_precision, node_bucket, row_multiple, slot_bucket, view_bucket
 from .cache import CacheBuffers
-
-if TYPE_CHECKING:
-    from .target import Target
-
-#: ATen gives a thread at least so many elements, and whole multiples of two vectors are never computed one by one.
-GRAIN, TWO_VECTORS = 32768, 64
-#: Activations of torch that work by element and have both a vector form and another scalar one.
-ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
-
-
-def align_activations(model: nn.Module) -> None:
-    """Makes the activations of a private twin give an element the same bits wherever it lies in its tensor."""
-    for module in model.modules():
-        plain = type(module)
-        elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
-        if elementwise and "forward" not in vars(module) and not any(True for _ in module.parameters()):
-            module.__class__ = _aligned(cast(Hashable, plain))
-
-
-@functools.cache
-def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that stands in for `plain`: it pads what would leave a thread a part of a vector."""
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            return plain.forward(self, x)
-        count = x.numel()
-        threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
-        spare = -count % (TWO_VECTORS * threads)
-        # A strided input is computed row by row.
-        if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
-            return plain.forward(self, x)
-        return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)
-
-    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+from .target import Invariance, Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
@@ -78,26 +38,6 @@ def branch_length(path: Tensor, emitted: list[int]) -> int:
         moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
         longest = max(longest, count - moved)
     return longest
-
-
-@dataclass(frozen=True)
-class Invariance:
-    """What :func:`check` found.
-
-    Attributes:
-        holds: whether strategies that draft chains write the tokens of plain decoding, bit for bit.
-        differs: the comparisons in which some bits were not the same; one of other branches does not count for `holds`.
-        single: whether a block may have one node in one row; false where that was not compared.
-    """
-
-    holds: bool
-    differs: tuple[str, ...] = ()
-    single: bool = False
-
-    def __str__(self) -> str:
-        if not self.differs:
-            return "a token has the same bits in every block"
-        return f"bits depend on {', '.join(self.differs)}"
 
 
 #: The comparison of branches, whose nodes lie in other slots.

@@ -1,15 +1,47 @@
-"""The lock of one model's calls, which a forked child finds free."""
+"""The lock of one model's calls, and the threads that OpenMP keeps for a thread that has decoded."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
-from .compiled.openmp import release_threads
+import torch
+
+#: ``omp_pause_soft`` of OpenMP 5: threads go, settings stay.
+_SOFT = 1
+
+
+def release_threads() -> None:
+    """Ends the calling thread's team; its next parallel region makes a new one, in less than a millisecond.
+
+    Does nothing within a parallel region, and where OpenMP is not libgomp.
+    """
+    if (pause := _pause()) is not None:
+        pause(_SOFT)
+
+
+@functools.cache
+def _pause() -> Callable[[int], int] | None:
+    """``omp_pause_resource_all`` of the libgomp that PyTorch uses. Other libraries' ends every thread's team, or none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if sys.platform != "linux" or not library.exists():
+        return None
+    try:  # symbols are looked up in the libraries that it needs, too
+        symbols = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return None
+    if not hasattr(symbols, "GOMP_parallel") or hasattr(symbols, "__kmpc_fork_call"):
+        return None
+    return getattr(symbols, "omp_pause_resource_all", None)
 
 
 class CallLock:

@@ -9,43 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...tree import TreeTensors
 from .attention import MaskShape, build_mask, repeat_for_group, tell_shape
+from .blocks import PromptPiece, causal_block
 from .cache import CacheBuffers, SlotCache
-from .text_blocks import causal_block
-
-if TYPE_CHECKING:
-    from .target import ForwardResult, Target
-
-
-@dataclass(frozen=True)
-class PromptPiece:
-    """Tokens of a prompt that a step of other rows reads.
-
-    Attributes:
-        tokens: ``[1, C]`` int64.
-        start: ``[1]`` int64, slot of the first of them.
-        latest: the same for the host.
-        view: ``[view]``, whose length is the number of slots that their attention looks at.
-        buffers: of the rows of the step and of one more, whose prompt it is.
-    """
-
-    tokens: Tensor
-    start: Tensor
-    latest: int
-    view: Tensor
-    buffers: CacheBuffers
-
-    @property
-    def alone(self) -> tuple[Tensor, Tensor, CacheBuffers, Tensor, int]:
-        """It as a pass of its own, see :meth:`Target.prefill`."""
-        rows = len(self.buffers.keys[0])
-        return self.tokens, self.start, self.buffers.of_rows(rows - 1, rows), self.view, self.latest
+from .target import ForwardResult, Target
 
 
 def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:

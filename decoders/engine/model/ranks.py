@@ -17,8 +17,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,9 @@ from torch import Tensor, nn
 
 from ...common.transformers_compat import device_mesh_of
 from ...errors import RanksError, UnsupportedError
-from ...strategy import Draft
 from ...tree import Topology
+from ...tree.draft import Draft
 from . import torch_compat
-
-if TYPE_CHECKING:
-    from ..decode.request import Request
 
 Value = TypeVar("Value")
 
@@ -158,28 +155,6 @@ class Ranks:
             tree = draft.topology
             shape = tree.parents if isinstance(tree, Topology) else (tree.parents, tree.visible)
             self.check("what a step drafts", draft.tokens, shape, list(lengths))
-
-    def agreed(self, request: Request) -> Request:
-        """`request` as all of them decode it.
-
-        Raises:
-            RanksError: they were asked for different things. UnsupportedError: for compiled passes.
-        """
-        if not self.several:
-            return request
-        runtime = request.runtime
-        if runtime.compile is True:
-            raise UnsupportedError(
-                f"compile=True: {self.size} processes share this model, and what they share runs uncompiled. Leave compile='auto'"
-            )
-        self.check(
-            "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
-            request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
-            runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.keep_scores, request.criteria is None,
-            request.processors is None, [grammar is None for grammar in request.grammars],
-            [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
-        )  # fmt: skip
-        return replace(request, runtime=runtime.model_copy(update={"compile": False}))
 
     def _first(self, values: list, dtype: torch.dtype) -> list:
         held = torch.tensor(values, dtype=dtype, device=self.device)

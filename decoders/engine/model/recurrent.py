@@ -3,40 +3,28 @@
 Such a layer keeps a state per row instead of keys and values per token: it cannot look past a rejected draft token, and a state
 cannot be cut back. So the module that keeps the state runs level by level, all nodes of one depth at once, each from a copy of its
 parent's state; what stands behind every node is kept until the block is decided, and commit takes that of the last accepted node.
-Everything else of the model (attention, experts, the projections of the module itself,
-:mod:`~decoders.engine.model.compiled.hoisting`) runs on the whole block.
+Everything else of the model (attention, experts, the projections of the module itself) runs on the whole block.
 
 The modules are not known by name. They are those that update a state in transformers' cache (:mod:`.state_probe`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from .cache import RowStates, SlotCache, StateSpec
-from .compiled import hoisting
+from .cache import RowStates, RunPart, SlotCache, StateSpec
 
 LAYER_ATTRIBUTE = "decoders_recurrent_layer"
 CONTINUES_ATTRIBUTE = "decoders_continues_text"
-
-#: Runs a module on some of the tokens that it was called with, ``[M, n, …]`` each, with a cache of its own.
-RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
-
-
-class StatePass(Protocol):
-    """How recurrent layers run in one pass of the model."""
-
-    def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
-        """What `module` gives for all `tokens` of the pass, ``[B, N, H]``; its states are kept."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,12 +93,12 @@ class NodePass:
             if self.fresh is not None:
                 kept[self.fresh, n] = 0
             behind.append(kept)
-        flat, out, present = [kept.flatten(0, 1) for kept in behind], None, hoisting.Level()
-        with hoisting.hoisted(module, tokens, present) as result:
+        flat, out, running = [kept.flatten(0, 1) for kept in behind], None, Running()
+        with hoisted(module, tokens, running) as result:
             for level in self.levels:
-                present.nodes = level.nodes
+                running.nodes = level.nodes
                 cache, own = cache_of(specs, [kept[level.parents] for kept in flat])
-                given = call(lambda tokens: tokens.flatten(0, 1)[present.nodes][:, None], cache)
+                given = call(lambda tokens: tokens.flatten(0, 1)[running.nodes][:, None], cache)
                 if out is None:
                     out = given.new_zeros(rows * n, *given.shape[2:])
                 out[level.nodes] = given[:, 0]
@@ -239,5 +227,107 @@ def by_node(plain: type[nn.Module]) -> type[nn.Module]:
             return cast(Tensor, plain.forward(self, *others, **keywords))
 
         return caches[0].states.run(getattr(self, LAYER_ATTRIBUTE), tokens, self, call)
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+# Most of the weights of a recurrent module are in the linear layers that read its input and in the one that gives its output. These
+# run once for a whole block, though what is in between runs level by level. Which they are is seen in a trial call.
+
+_STAND_IN = "decoders_stand_in"
+_HOISTED = "decoders_hoisted"
+
+
+def projections(
+    module: nn.Module, call: Callable[[Tensor], Tensor], hidden: Tensor
+) -> tuple[tuple[str, ...], str | None]:
+    """Names of the linear layers that read `hidden` itself, and of the one whose result is what ``call(hidden)`` gives.
+
+    Each is called once.
+    """
+    seen: list[tuple[str, Tensor, Tensor]] = []
+    handles = [
+        child.register_forward_hook(lambda _, args, out, name=name: seen.append((name, args[0], out)))
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear)
+    ]
+    try:
+        given = call(hidden)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [name for name, _, _ in seen]
+    once = [entry for entry in seen if names.count(entry[0]) == 1]
+    first = tuple(name for name, read, _ in once if read is hidden)
+    last = next((name for name, _, out in once if out is given and name not in first), None)
+    return first, last
+
+
+def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
+    """Prepares `module`, of a private tree, for :func:`hoisted`."""
+    first, last = names
+    layers = [module.get_submodule(name) for name in (*first, *([last] if last else []))]
+    for layer in layers:
+        layer.__class__ = _replaceable(cast(Hashable, type(layer)))
+    # In tuples, a copy of the tree has its own ones.
+    setattr(module, _HOISTED, (tuple(layers[: len(first)]), tuple(layers[len(first) :])))
+
+
+class Running:
+    """Which tokens run at present.
+
+    Attributes:
+        nodes: places in ``[B·N]``.
+    """
+
+    nodes: Tensor
+
+
+@contextmanager
+def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within it `module` runs on one level after the other, its projections on all `tokens` ``[B, N, H]`` at once.
+
+    Gives a function that turns what the module gave for all levels, ``[B·N, …]``, into its result.
+    """
+    first, last = getattr(module, _HOISTED, ((), ()))
+    inputs: list[Tensor] = []
+
+    def reading(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        whole = layer(tokens).flatten(0, 1)
+        return lambda _: whole[running.nodes][:, None]
+
+    def writing(layer: Any) -> Callable[[Tensor], Tensor]:
+        def keep(given: Tensor) -> Tensor:
+            if not inputs:
+                inputs.append(given.new_zeros(tokens.shape[0] * tokens.shape[1], *given.shape[2:]))
+            inputs[0][running.nodes] = given[:, 0]
+            return given.new_empty(*given.shape[:-1], layer.out_features)
+
+        return keep
+
+    def result(given: Tensor) -> Tensor:
+        if not last:
+            return given
+        vars(last[0]).pop(_STAND_IN, None)
+        return cast(Tensor, last[0](inputs[0].unflatten(0, tokens.shape[:2]))).flatten(0, 1)
+
+    try:
+        for layer in first:
+            vars(layer)[_STAND_IN] = reading(layer)
+        for layer in last:
+            vars(layer)[_STAND_IN] = writing(layer)
+        yield result
+    finally:
+        for layer in (*first, *last):
+            vars(layer).pop(_STAND_IN, None)
+
+
+@cache
+def _replaceable(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class that stands in for `plain`: something else may run in its place."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        stand_in = vars(self).get(_STAND_IN)
+        return cast(Tensor, plain.forward(self, x) if stand_in is None else stand_in(x))
 
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})

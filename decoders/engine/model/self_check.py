@@ -1,33 +1,78 @@
-"""A target checked against its model before anything is decoded with it."""
+"""A target made for a model, with kernels that work here, and checked against it before anything is decoded with it."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...common import devices
 from ...common.transformers_compat import cache_keyword, cache_of
 from ...errors import UnsupportedError
+from ...settings import Attention
 from ...tree import Topology
 from . import mixed, own_masks
+from .blocks import PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
 from .fitness import refusing
-from .mixed import PromptPiece
+from .invariance import brief_check
+from .kernels import attention as kernel
+from .target import Target
 from .weights.freed import ReadParameters
-from .weights.quantization import quantize
+from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
 
-if TYPE_CHECKING:
-    from .target import Target
+
+def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
+    """The target with kernels of ours where they are wanted, fit and give right logits, and with PyTorch's where they do not.
+
+    What was left for PyTorch's is one warning, and noted in :attr:`Target.rejected`.
+
+    Raises:
+        UnsupportedError: see :class:`Target`; or its tree-verified logits differ from those of a plain forward.
+    """
+    with devices.current(model.device):
+        if attends == "triton" or not kernel.preferred(model.device):
+            return _checked(model, attends, precision)
+        inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
+        every: list[tuple[Attention, Precision]]
+        every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
+        *tries, last = dict.fromkeys(every)
+        rejected: str | None = None
+        for attention_of, products_of in tries:
+            try:
+                target = _checked(model, attention_of, products_of)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # Triton raises whatever it likes, without a C compiler for instance
+                rejected = rejected or f"{type(error).__name__}: {error}"
+        else:
+            target = _checked(model, *last)  # raises what is wrong with the model itself
+        if rejected is not None:
+            target.rejected = (
+                f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
+            )
+            warnings.warn(
+                f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
+            )
+        return target
+
+
+def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
+    target = Target(model, attends, precision)
+    target.longest = check_tree_logits(target, model)
+    target.invariance = brief_check(target)
+    return target
 
 
 #: Tokens of a branch behind the text, for which there are logits to compare.
@@ -62,12 +107,11 @@ ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
-def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[LayerSpec]) -> int | None:
+def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
     """Reads texts, verifies trees behind them, and compares with plain forwards: catches whatever no flag of the config tells.
 
     Args:
         target: made of `model`.
-        layout: of a cache in the model's own precision.
 
     Returns:
         how long texts may be for the verdict to hold; None: however long.
@@ -77,6 +121,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel, layout: list[Layer
     """
     reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
     quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
+    layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
     sizes = sizes.within(target.max_positions)
     if target.recurrent:  # rows of several lengths are read one by one there

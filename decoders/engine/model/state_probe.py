@@ -16,8 +16,17 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from ...common.transformers_compat import keeps_recurrent_state
 from ...errors import UnsupportedError
 from .cache import LayoutProbe, StateSpec
-from .compiled import hoisting
-from .recurrent import CONTINUES_ATTRIBUTE, LAYER_ATTRIBUTE, by_node, cache_of, on_others, states_in, tokens_of
+from .recurrent import (
+    CONTINUES_ATTRIBUTE,
+    LAYER_ATTRIBUTE,
+    by_node,
+    cache_of,
+    hoist,
+    on_others,
+    projections,
+    states_in,
+    tokens_of,
+)
 
 #: Layers of a cache that is looked through from its first to its last.
 MOST_LAYERS = 4096
@@ -62,9 +71,9 @@ class Recurrent:
         return tokens_of(self.args, self.keywords)
 
     def projections(self) -> tuple[tuple[str, ...], str | None]:
-        """See :func:`.hoisting.projections`."""
+        """See :func:`.recurrent.projections`."""
         hidden = self.tokens.expand(1, 2, -1).contiguous()
-        return hoisting.projections(self.module, lambda hidden: self(hidden, cache_of(self.states, None)[0]), hidden)
+        return projections(self.module, lambda hidden: self(hidden, cache_of(self.states, None)[0]), hidden)
 
     def check(self) -> bool:
         """Whether a text that it has begun can go on with several tokens at once.
@@ -228,6 +237,6 @@ def adopt(entries: Sequence[Recurrent]) -> bool:
         setattr(module, CONTINUES_ATTRIBUTE, tried[kind][0])
     for recurrent in entries:
         module = recurrent.module
-        hoisting.hoist(module, tried[type(module), recurrent.states][1])
+        hoist(module, tried[type(module), recurrent.states][1])
         module.__class__ = by_node(cast(Hashable, type(module)))
     return all(continues for continues, _ in tried.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -19,21 +18,22 @@ from ...common.transformers_compat import cache_keyword
 from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
-from . import attention, attention_functions, buckets, invariance, own_masks, recurrent
-from .cache import CacheBuffers, SlotCache
+from . import attention, buckets, own_masks, recurrent
+from .blocks import LeadingText, causal_block
+from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
 from .fitness import refuse_unfit
 from .kernels import attention as kernel
 from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs, vocabulary_of
 from .ranks import Ranks
-from .self_check import can_mix, check_tree_logits
 from .state_probe import adopt
-from .text_blocks import LeadingText, causal_block
 from .weights.fingerprints import Fingerprints
 from .weights.packing import pack
 from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.quantized import LONG_TEXT, dequantized_products
-from .weights.twin import WeightState, share_weights, tensors_of
+from .weights.same_bits import align_activations
+from .weights.state import WeightState, tensors_of
+from .weights.twin import share_weights
 
 #: Most prompt tokens per row and pass; and where each pass makes matrices anew, of which longer ones make fewer.
 PREFILL_CHUNK, DEQUANTIZED_CHUNK = 512, 2048
@@ -61,8 +61,30 @@ class ForwardResult:
         return ForwardResult(self.logits, self.hidden[:, count:], layers)
 
 
+@dataclass(frozen=True)
+class Invariance:
+    """Whether a node has the same bits in every block (:mod:`.invariance`).
+
+    Attributes:
+        holds: whether strategies that draft chains write the tokens of plain decoding, bit for bit.
+        differs: the comparisons in which some bits were not the same; one of other branches does not count for `holds`.
+        single: whether a block may have one node in one row; false where that was not compared.
+    """
+
+    holds: bool
+    differs: tuple[str, ...] = ()
+    single: bool = False
+
+    def __str__(self) -> str:
+        if not self.differs:
+            return "a token has the same bits in every block"
+        return f"bits depend on {', '.join(self.differs)}"
+
+
 class Target:
     """A causal language model whose weights are the user's and whose module tree is private.
+
+    :func:`~decoders.engine.model.self_check.target_of` makes one that is checked.
 
     The private tree shares every parameter with `model` but has its own config, so that choosing our attention
     function never shows in a plain ``model.generate`` that another thread may be running. Its matrices are packed for the
@@ -71,7 +93,9 @@ class Target:
     Attributes:
         static: whether steps are recorded, for one size each, so that sizes are rounded to buckets.
         attends: what computes attention: "triton", the kernel for CUDA, or "sdpa".
-        rejected: what was wrong with kernels of ours that were tried and left (:func:`target_of`), None elsewhere.
+        rejected: what was wrong with kernels of ours that were tried and left
+            (:func:`~decoders.engine.model.self_check.target_of`), None elsewhere.
+        longest: how long texts may be for its logits to be the model's; None: however long.
         precision: of the matrices and of the cache, where it is not the model's own.
         groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
         packing: the packed matrices.
@@ -88,11 +112,12 @@ class Target:
         ranks: the processes that share its weights.
 
     Raises:
-        UnsupportedError: the model's design does not fit the loop, or a self-check shows that its tree-verified logits
-            differ from those of a plain forward. Kernels that do not run raise what they like.
+        UnsupportedError: the model's design does not fit the loop. Kernels that do not run raise what they like.
     """
 
     rejected: str | None = None
+    longest: int | None = None
+    invariance: Invariance | None = None
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
         refuse_unfit(model)
@@ -103,7 +128,6 @@ class Target:
                 f"weights={precision.weights!r}: the weights of {type(model).__name__} are shared by {self.ranks.size} processes, and "
                 "parts of matrices are not quantized here. Leave weights='keep'; kv_cache='int8' works"
             )
-        attention_functions.register()
         self.static = devices.static_shapes(model.device)
         kinds, self._kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
@@ -136,11 +160,9 @@ class Target:
         # A token whose state is there cannot be run again, as the same bits in every block would want it.
         self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
-            invariance.align_activations(self.model)
+            align_activations(self.model)
         if self._takes_kernel(attends, len(layout.groups)):
             self._attend_by("triton")
-        self._checked = check_tree_logits(self, model, layout.layers)
-        self.invariance = invariance.brief_check(self)
 
     def _takes_kernel(self, wanted: Attention, own_layers: int) -> bool:
         """Whether attention is the kernel's. own_layers: how many layers call the attention that they are told to.
@@ -160,9 +182,9 @@ class Target:
     def check_lengths(self, longest: int, rows: int) -> None:
         """Raises ContextLengthError if texts of up to `longest` tokens cannot be decoded as the model would, in so many rows."""
         name = type(self.model).__name__
-        if self._checked is not None and longest > self._checked:
+        if self.longest is not None and longest > self.longest:
             raise ContextLengthError(
-                f"{name} sees other tokens than the window in its config says, so no more than the {self._checked} tokens of that "
+                f"{name} sees other tokens than the window in its config says, so no more than the {self.longest} tokens of that "
                 f"window can be decoded as it would, and {longest} are asked for: ask for fewer, or call generate without strategy=."
             )
         if self.counted is not None:
@@ -181,11 +203,6 @@ class Target:
     def decoder_layers(self) -> int:
         """How many decoder layers it has; 0 if they cannot be told."""
         return len(decoder_layers(self.model))
-
-    @functools.cached_property
-    def mixes(self) -> bool:
-        """Whether rows and a piece of another one's prompt may be run as one pass (:mod:`~decoders.engine.model.mixed`)."""
-        return can_mix(self)
 
     @property
     def prefill_chunk(self) -> int:
@@ -351,7 +368,7 @@ class Target:
         text: LeadingText | None = None, text_pass: recurrent.TextPass | None = None,
     ) -> dict:  # fmt: skip
         n = nodes.shape[1]
-        states: recurrent.StatePass | None = text_pass
+        states: StatePass | None = text_pass
         if text_pass is None and buffers.states is not None:
             specs = [spec.states for spec in self.layout]
             states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
@@ -382,42 +399,6 @@ class Target:
             "use_cache": True,
             self._cache_keyword: cache,
         }
-
-
-def target_of(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
-    """The target with kernels of ours where they are wanted, fit and give right logits, and with PyTorch's where they do not.
-
-    What was left for PyTorch's is one warning, and noted in :attr:`Target.rejected`.
-
-    Raises:
-        UnsupportedError: see :class:`Target`.
-    """
-    with devices.current(model.device):
-        if attends == "triton" or not kernel.preferred(model.device):
-            return Target(model, attends, precision)
-        inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
-        every: list[tuple[Attention, Precision]]
-        every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
-        *tries, last = dict.fromkeys(every)
-        rejected: str | None = None
-        for attention_of, products_of in tries:
-            try:
-                target = Target(model, attention_of, products_of)
-                break
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # Triton raises whatever it likes, without a C compiler for instance
-                rejected = rejected or f"{type(error).__name__}: {error}"
-        else:
-            target = Target(model, *last)  # raises what is wrong with the model itself
-        if rejected is not None:
-            target.rejected = (
-                f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
-            )
-            warnings.warn(
-                f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
-            )
-        return target
 
 
 def _ordinary(tensor: Tensor) -> Tensor:

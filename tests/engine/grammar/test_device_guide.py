@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoders.constraints import token_table
+from decoders.constraints import lookups
 from decoders.constraints.base import CompiledGrammar, Language, Policy, pack, unpack
+from decoders.constraints.lookups import TokenTable
 from decoders.constraints.table.grammar import Table
-from decoders.constraints.token_table import TokenTable
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.decode.grammar.device_guide import DeviceGuide, guide_of
 from decoders.engine.decode.grammar.host_guide import HostGuide
@@ -217,13 +217,13 @@ def test_what_has_no_table_or_too_large_a_one_stays_on_the_host(monkeypatch):
     assert DeviceGuide.of([toy, Matched(toy)], 40, CPU) is None
     assert isinstance(guide_of([toy], 40, CPU), HostGuide)
     assert DeviceGuide.of([None], 40, CPU) is not None
-    monkeypatch.setattr(token_table, "ENTRIES", 10)
+    monkeypatch.setattr(lookups, "ENTRIES", 10)
     assert DeviceGuide.of([TokenAutomaton.random(1, 40, [7])], 40, CPU) is None
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
 def test_tokens_that_do_the_same_share_a_column(monkeypatch, chunk):
-    monkeypatch.setattr(token_table, "CHUNK", chunk)
+    monkeypatch.setattr(lookups, "CHUNK", chunk)
     table = TokenTable.of(Table().compile(Language("x", regex="[abc]{3}0"), VOCABULARY), CPU)
     assert table is not None
     a, b, ab, twin = (VOCABULARY.tokens.index(text) for text in (b"a", b"b", b"ab", b"ba"))

@@ -12,14 +12,14 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from decoders.engine.model.kernels.launch import interpreted
-from decoders.engine.model.weights import few_rows
-from decoders.engine.model.weights.norms import Formula, norm_kind
+from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.weights import same_bits
+from decoders.engine.model.weights.same_bits import Formula, norm_kind
 
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
-from decoders.engine.model.kernels.norms import rms_norm
+from decoders.engine.model.kernels.products import rms_norm
 
 KINDS: dict[str, tuple[Callable[..., nn.Module], Formula]] = {
     "llama": (LlamaRMSNorm, Formula(1e-6, one_added=False, rounded_first=True)),
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[Callable[..., nn.Module], Formula]] = {
 
 @pytest.fixture(autouse=True)
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "has_kernel", lambda device: True)
+    monkeypatch.setattr(same_bits, "has_kernel", lambda device: True)
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

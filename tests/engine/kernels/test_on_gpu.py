@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from decoders.engine.model.kernels.launch import interpreted
-from decoders.engine.model.kernels.norms import rms_norm
-from decoders.engine.model.kernels.products import few_rows_linear
+from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.kernels.products import few_rows_linear, rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(interpreted(), reason="kernels are interpreted")]
 

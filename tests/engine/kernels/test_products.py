@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 import decoders
 from decoders.engine.model import torch_compat
-from decoders.engine.model.kernels.launch import interpreted
-from decoders.engine.model.weights import few_rows
+from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.weights import same_bits
 from decoders.engine.model.weights.freed import free_originals
 from decoders.engine.model.weights.packing import pack
 from decoders.engine.model.weights.twin import share_weights
@@ -37,7 +37,7 @@ AS_IT_IS = {"compile": False, "reuse": False}
 @pytest.fixture
 def on_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers on the CPU are taken for ones on CUDA, and none is packed."""
-    monkeypatch.setattr(few_rows, "has_kernel", lambda device: True)
+    monkeypatch.setattr(same_bits, "has_kernel", lambda device: True)
     monkeypatch.setattr(torch_compat, "packed_type", lambda dtype: None)
 
 
@@ -125,9 +125,11 @@ def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(nam
     packing = pack(twin)
     kinds = {type(module) for module in twin.modules()}
     assert len(packing) == 0 and packing.layers == {}
-    assert kinds & set(few_rows.KINDS.values()) and not kinds & {nn.Linear, Conv1D}
-    assert not {type(module) for module in model.modules()} & set(few_rows.KINDS.values())
-    layer, own = next((a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in few_rows.KINDS)
+    assert kinds & set(same_bits.KINDS.values()) and not kinds & {nn.Linear, Conv1D}
+    assert not {type(module) for module in model.modules()} & set(same_bits.KINDS.values())
+    layer, own = next(
+        (a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in same_bits.KINDS
+    )
     x = random(MOST_ROWS + 1, layer.matrix().shape[1], dtype=torch.bfloat16)
     assert torch.equal(layer(x), own(x))
     assert torch.equal(layer(x[None, :-1]), few_rows_linear(x[None, :-1], layer.matrix(), own.bias))
@@ -146,7 +148,7 @@ def test_other_layers_and_float32_are_left_alone() -> None:
     )
     layers["own"].forward = lambda x: x
     pack(layers)
-    assert [type(layer) for layer in layers.values()] == [nn.Linear, nn.Linear, few_rows.FewRowsLinear]
+    assert [type(layer) for layer in layers.values()] == [nn.Linear, nn.Linear, same_bits.FewRowsLinear]
     unchanged = nn.ModuleList([nn.Linear(8, 8).bfloat16()])
     pack(unchanged, exact_products=False)
     assert type(unchanged[0]) is nn.Linear
@@ -188,7 +190,7 @@ def test_a_setting_gives_exact_products_up() -> None:
         layers = [
             module for module in engine(exact_products=exact).target.model.modules() if isinstance(module, nn.Linear)
         ]
-        assert {isinstance(layer, few_rows.FewRowsLinear) for layer in layers} == {exact}
+        assert {isinstance(layer, same_bits.FewRowsLinear) for layer in layers} == {exact}
 
 
 LOWERED = """

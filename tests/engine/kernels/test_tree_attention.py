@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoders.engine.model.attention import LayerKind, build_mask
+from decoders.engine.model.blocks import causal_block
 from decoders.engine.model.kernels import attention as kernel
+from decoders.engine.model.kernels import interpreted
 from decoders.engine.model.kernels.attention import attend, pack_mask, split_count
-from decoders.engine.model.kernels.launch import interpreted
-from decoders.engine.model.text_blocks import causal_block
 from decoders.tree import Topology, TreeTensors
 
 CPU = torch.device("cpu")

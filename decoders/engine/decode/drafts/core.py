@@ -10,10 +10,9 @@ from ....drafting import Expansion
 from ....sampling.choice import Candidates, candidates
 from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
-from ...model.blocks import NodeBlock
+from ...model.blocks import NodeBlock, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.target import ForwardResult, Target
-from ...model.text_blocks import after_text, causal_block
 from ..core import Core, RunsForward, StepOutput
 from ..rows import Rows
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,8 @@ from ....strategy import Context, Sequences, Step
 from ....tree import TreeTensors
 from ...model.blocks import Blocks
 from ...model.buckets import row_bucket, slots_for
-from ...model.cuda_graphs.static_inputs import SameObject
-from ..call_settings import CallSettings
-from ..grammar.guide import Guide
+from ...model.static_inputs import SameObject
+from ..batch_view import BatchView, Verifies
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
@@ -36,9 +36,10 @@ class ModelDrafter(Drafter):
     """A draft model beside the target, with rows and a cache of its own in a session of its own engine.
 
     Args:
-        call: what holds for all models of the call.
+        batch: the target's.
+        above: the model that is drafted for.
+        stack: closes, when the strategy ends, what is opened here.
         context: of the strategy that drafts with it.
-        guide: where the rows of the model that is drafted for stand in their grammars.
         model: the draft model, or a path to load it from.
         ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` stops there by itself.
         children: see :class:`DraftCore`.
@@ -55,41 +56,43 @@ class ModelDrafter(Drafter):
     drafted_by: str | None = None
 
     def __init__(
-        self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
+        self, batch: BatchView, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
-        self.call, self.level, self.ahead = call, context.level + 1, ahead
-        self.engine = call.request.draft_models.engine_of(model)
+        self.batch, self.above, self.stack, self.level, self.ahead = batch, above, stack, context.level + 1, ahead
+        self.engine = batch.request.draft_models.engine_of(model)
         target = self.engine.target
         if target.recurrent:
             raise UnsupportedError(
                 f"{type(target.model).__name__} keeps recurrent states, which a draft model would have to take back whenever a "
                 "draft token is rejected: draft with a model that has attention only, or with a strategy without a draft model"
             )
-        self.core = self.engine.draft_core(call.plan, context.vocab_size, children)
+        # A verifier that is not coupled asks for the draft's distribution.
+        plan = replace(batch.request.plan, keep_scores=batch.verifier is not None and batch.request.plan.sample)
+        self.core = self.engine.draft_core(plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
-        self._tiers = self.engine.forward_pass.steady_tiers(call.request.runtime.compile)
+        self._tiers = self.engine.forward_pass.steady_tiers(batch.request.runtime.compile)
         # How far a row may be drafted is set anew in every round, as its length is.
-        slots = (call.longest if target.static else context.slots) + 2 * ahead
-        layouts = target.layout, call.engine.target.layout
-        shared = context.level == 0 and call.engine.is_part(model) and fits(*layouts)
-        opened = self._open(slots) if not call.shared and not shared else None
+        slots = (above.longest if target.static else context.slots) + 2 * ahead
+        layouts = target.layout, batch.engine.target.layout
+        shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
+        opened = self._open(slots) if not batch.shared and not shared else None
         self.session: Session
         if shared:
-            call.read_rest()
-            self.session = SharedSlots.of(target, call.session)
+            batch.read_rest()
+            self.session = SharedSlots.of(target, batch.session)
             if target.static:
-                self.session.reserve(call.longest + 2 * ahead)
+                self.session.reserve(above.longest + 2 * ahead)
         elif opened is not None:
             self.session = opened.session
         else:
             recordings = self.engine.sessions.recordings()
-            capacity = row_bucket(call.capacity, target.static)
+            capacity = row_bucket(batch.capacity, target.static)
             self.session = Session(target, capacity, slots_for(slots, target.static), recordings)
-            self._seat(context, [-1] * len(call.request.prompts))
-        self.guide = guide.ahead() if guide is not None else None
+            self._seat(context, [-1] * len(batch.request.prompts))
+        self.guide = above.guide.ahead() if above.guide is not None else None
         self._begun = self.rows.length.clone()
-        self.reach = max(map(len, call.request.prompts))
+        self.reach = max(map(len, batch.request.prompts))
         self.pending = PendingTokens(self.level, target.static, target.device, shared)
         self._drafting = False
         self._deepest = 0
@@ -103,34 +106,32 @@ class ModelDrafter(Drafter):
 
     def _open(self, slots: int) -> OpenSession:
         """A session of the engine's for the length of the call."""
-        request = self.call.request
-        sessions = self.engine.sessions
-        return self.call.stack.enter_context(
-            sessions.open(request.prompts, self.ahead, self.call.sampling, slots, request.runtime.reuse, shared=True)
+        request, sampling = self.batch.request, self.batch.rows.sampling
+        return self.stack.enter_context(
+            self.engine.sessions.open(request.prompts, self.ahead, sampling, slots, request.runtime.reuse, shared=True)
         )
 
     def _read_prompts(self) -> None:
         """Runs the prompts, unless that has been done."""
         if self._unread is None:
             return
-        opened, call, self._unread = self._unread, self.call, None
+        opened, request, self._unread = self._unread, self.batch.request, None
         with self._running():
-            self.session.prefill(opened.lengths, opened.reusable, call.request.runtime.prefill_chunk, self._prefill)
+            self.session.prefill(opened.lengths, opened.reusable, request.runtime.prefill_chunk, self._prefill)
         # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
-        call.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in call.request.prompts])
+        self.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in request.prompts])
 
-    def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
-        """Rows have come or gone; only those that are new are read.
+    def rebatch(self, rows: Sequence[int], context: Context) -> None:
+        """Rows have joined or left; only those that are new are read. The prompts of the batch's request are all that was committed.
 
         Args:
             rows: which row of the batch before each row is, -1 for one that is new.
-            call, context, guide: of the rows as they are now; the prompts are all that was committed.
+            context: the strategy's new one.
         """
-        self.call = call
         self._seat(context, rows)
-        self.guide = guide.ahead() if guide is not None else None
+        self.guide = self.above.guide.ahead() if self.above.guide is not None else None
         self._begun = self.rows.length.clone()
-        self.reach = max(map(len, call.request.prompts))
+        self.reach = max(map(len, self.batch.request.prompts))
         self._drafting = False
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
@@ -139,12 +140,12 @@ class ModelDrafter(Drafter):
         Args:
             rows: which row of the batch before each row is, -1 for one that is new.
         """
-        session, call, sequences = self.session, self.call, context.sequences
+        session, sequences = self.session, context.sequences
         if isinstance(session, SharedSlots):
             session.restart()
             return
         assert sequences is not None
-        request = call.request
+        request = self.batch.request
         finished = sequences.finished.tolist()
         session.reorder(rows, [len(text) for text in request.prompts])
         with self._running():
@@ -162,7 +163,7 @@ class ModelDrafter(Drafter):
                 session.texts[place] = session.kept(place, prompt[:-1], salt)
         lengths = [len(text) for text in request.prompts]
         limits = [length + self.ahead for length in lengths]
-        session.arrange(lengths, sequences.prompt_length.tolist(), limits, finished, call.sampling)
+        session.arrange(lengths, sequences.prompt_length.tolist(), limits, finished, self.batch.rows.sampling)
 
     @property
     def _prefill(self) -> Callable[..., None]:
@@ -176,6 +177,11 @@ class ModelDrafter(Drafter):
     @property
     def blocks(self) -> Blocks:
         return self.session.blocks
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a row can have, those of a round included."""
+        return self.above.longest + self.ahead
 
     @property
     def passes(self) -> int:
@@ -257,7 +263,7 @@ class ModelDrafter(Drafter):
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
-            others = step.nodes.shape[1] != self.call.block_size(own_nodes)
+            others = step.nodes.shape[1] != self.above.blocks.size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
         self.pending.after_step(behind)
         for drafter in self.inner:
@@ -277,7 +283,7 @@ class ModelDrafter(Drafter):
 
     def static_parts(self) -> dict[str, Any]:
         """What a recorded round reads and writes besides the session's tensors
-        (:mod:`~decoders.engine.model.cuda_graphs.static_inputs`).
+        (:mod:`~decoders.engine.model.static_inputs`).
         """
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
@@ -326,14 +332,14 @@ class ModelDrafter(Drafter):
 
     def _running(self) -> AbstractContextManager:
         """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""
-        return self.engine.forward_pass.during(self.call.request.runtime.compile, self.call.report, self._tiers)
+        return self.engine.forward_pass.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
         """A method of the core, as a replay where that was recorded."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
-        stopwatch = Stopwatch(self.call.report.timings)
+        stopwatch = Stopwatch(self.batch.report.timings)
         with self._running():
             result = forward_pass.replayed(
                 self.session.recordings, key, run, given, len(rows.length), core.plan, copy=True
@@ -358,7 +364,7 @@ class ModelDrafter(Drafter):
         """What covers a block of so many nodes behind the tokens written so far in this round."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
-            end = self.call.longest + self.ahead + nodes
+            end = self.longest + nodes
             self._deepest = max(self._deepest, nodes)
         self.session.reserve(end)
         return self.session.view(end)

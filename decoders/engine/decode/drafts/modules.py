@@ -14,12 +14,12 @@ from ....common.transformers_compat import cache_keyword, set_attention
 from ....drafting import ModulePasses
 from ....errors import UnsupportedError
 from ....tree import TreeTensors
-from ...model import attention, attention_functions
+from ...model import attention
+from ...model.blocks import causal_block
 from ...model.buckets import slots_for, view_bucket
 from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from ...model.compiled.regions import copied_whole, fixed, use_packed_kernels
-from ...model.cuda_graphs.static_inputs import SameObject
-from ...model.text_blocks import causal_block
+from ...model.static_inputs import SameObject
 from ...model.weights.packing import pack
 from ...model.weights.twin import share_weights
 
@@ -44,7 +44,6 @@ class ModuleTwin:
             raise UnsupportedError(
                 f"{name} is on {', '.join(sorted(map(str, places)))}, the target on {device}: move it"
             )
-        attention_functions.register()
         self.module, self.device, self.name = share_weights(module), device, name
         self.cache_keyword = cache_keyword(self.module)
         configs = _configs(self.module)
@@ -148,7 +147,7 @@ class SlotPasses(ModulePasses):
         return self.buffers.nbytes
 
     def static_parts(self) -> dict[str, Any]:
-        """What a recorded step reads and writes; see :mod:`~decoders.engine.model.cuda_graphs.static_inputs`."""
+        """What a recorded step reads and writes; see :mod:`~decoders.engine.model.static_inputs`."""
         return dict(twin=SameObject(self.twin), buffers=self.buffers, range=self._range)
 
     def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,9 @@ from ....errors import UnsupportedError
 from ....report import Stopwatch
 from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
-from ..call_settings import CallSettings
+from ..batch_view import BatchView, Verifies
 from ..core import StepOutput
 from ..criteria import Outcome
-from ..grammar.guide import Guide
 from ..guard import untouched
 from ..rows import Rows
 from ..step import Watch, step
@@ -31,24 +31,24 @@ class StagedDrafter(ModelDrafter):
 
     Args:
         strategy: drafts for the draft model.
-        call, context, guide, model, ahead, children: as of :class:`ModelDrafter`.
+        batch, above, stack, context, model, ahead, children: as of :class:`ModelDrafter`.
 
     Raises:
         UnsupportedError: the strategy reads what only the target's passes hand out.
     """
 
     def __init__(
-        self, call: CallSettings, context: Context, guide: Guide | None, model: PreTrainedModel | str, ahead: int,
+        self, batch: BatchView, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int, strategy: Strategy,
     ) -> None:  # fmt: skip
-        super().__init__(call, context, guide, model, ahead, children)
+        super().__init__(batch, above, stack, context, model, ahead, children)
         if strategy.reads_layers or (strategy.reads_prompt and not strategy.rests):
             raise UnsupportedError(
                 f"{strategy.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
             )
         self.strategy, self.stage, self.drafted_by = strategy, DraftStage(self, strategy), strategy.name
         self._start(context)
-        call.stack.push(lambda kind, error, trace: self._finish(error))
+        stack.push(lambda kind, error, trace: self._finish(error))
 
     @property
     def on_device(self) -> bool:
@@ -59,16 +59,16 @@ class StagedDrafter(ModelDrafter):
         assert self.stage.expansion is not None
         return Advance(out.path, out.summary[0], self.stage.expansion)
 
-    def rebatch(self, rows: Sequence[int], call: CallSettings, context: Context, guide: Guide | None) -> None:
-        super().rebatch(rows, call, context, guide)
+    def rebatch(self, rows: Sequence[int], context: Context) -> None:
+        super().rebatch(rows, context)
         if not self.strategy.keeps_rows(self.stage.state):
             self._finish()
             self.inner.clear()
             self._start(context)
             return
-        inner, own = self._context(context), self._inner_call
+        inner = self._context(context)
         for drafter in list(self.inner):
-            drafter.rebatch(rows, own, inner, self.guide)
+            drafter.rebatch(rows, inner)
         assert inner.sequences is not None
         index = torch.tensor(rows, device=inner.sequences.length.device)
         with untouched("rebatch", self.strategy, inner.sequences):
@@ -93,15 +93,10 @@ class StagedDrafter(ModelDrafter):
         """What the strategy is told: this model is its target."""
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
-            compile=self.call.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
+            compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
             costs=no_costs, memory=no_memory, decoder_layers=0,
         )  # fmt: skip
-        return replace(context, draft=context_draft(self._inner_call, context, self.guide, self.inner))
-
-    @property
-    def _inner_call(self) -> CallSettings:
-        """What holds for the draft models that the strategy opens."""
-        return replace(self.call, longest=self.call.longest + self.ahead, block_size=self.blocks.size)
+        return replace(context, draft=context_draft(self.batch, self, self.stack, context, self.inner))
 
 
 class DraftStage:
@@ -171,7 +166,7 @@ class StageWatch(Watch):
     """Counts the seconds of the strategy; those of the draft model are counted by :meth:`ModelDrafter.run`."""
 
     def __init__(self, drafter: StagedDrafter) -> None:
-        self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.call.report.timings)
+        self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.batch.report.timings)
 
     def masked(self) -> None:
         self._counts.stage_seconds += self._stopwatch.next()
@@ -184,9 +179,9 @@ class StageWatch(Watch):
 
 
 def context_draft(
-    call: CallSettings, context: Context, guide: Guide | None, opened: list[ModelDrafter]
+    batch: BatchView, above: Verifies, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
-    """``Context.draft`` for the strategy that gets `context`; what it opens is listed in `opened`."""
+    """``Context.draft`` for the strategy that gets `context` and drafts for `above`; what it opens is listed in `opened`."""
 
     def draft(
         model: PreTrainedModel | str,
@@ -197,9 +192,9 @@ def context_draft(
         seldom: bool = False,
     ) -> Drafter:
         if stage is None:
-            opened.append(ModelDrafter(call, context, guide, model, ahead, children, seldom))
+            opened.append(ModelDrafter(batch, above, stack, context, model, ahead, children, seldom))
         else:
-            opened.append(StagedDrafter(call, context, guide, model, ahead, children, stage))
+            opened.append(StagedDrafter(batch, above, stack, context, model, ahead, children, stage))
         return opened[-1]
 
     return draft

@@ -6,15 +6,25 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....common.layers import decoder_layers
+from ....tree import Topology, TreeTensors
 from .. import torch_compat
+from ..blocks import PromptPiece
+from ..cache import CacheBuffers
+from ..mixed import inputs as mixed_inputs
+from ..mixed import with_logits
+from ..target import ForwardResult, Target
 from ..weights.quantized import use_quantized_kernels
-from .compiler import private
+from .functions import private
+
+#: Slots of the rows that passes are compiled for.
+EXAMPLE_SLOTS = 176
 
 
 @contextmanager
@@ -116,3 +126,76 @@ def use_packed_kernels() -> None:
     """Lets inductor call the kernels of packed and of quantized linears itself."""
     use_quantized_kernels()
     torch_compat.lower_to_packed_kernel(torch.ops.decoders.packed_linear.default)
+
+
+def regional_forward(target: Target) -> RegionalForward:
+    """The forward pass of `target`, to be compiled, on a module tree of its own: the target's own goes on running meanwhile."""
+    twin = target.sibling()
+
+    def forward(
+        nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor
+    ) -> tuple:  # fmt: skip
+        return _tensors(twin.results(twin.inputs(nodes, base, tree, buffers, view), kept))
+
+    return RegionalForward(forward, twin.model, target.matrices)
+
+
+def regional_mixed(target: Target) -> RegionalForward:
+    """The same for passes that read a piece of a prompt as well."""
+    twin = target.sibling()
+
+    def forward(
+        nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece, kept: Tensor
+    ) -> tuple:  # fmt: skip
+        return _tensors(twin.results(mixed_inputs(twin, nodes, base, tree, view, piece), kept))
+
+    return RegionalForward(forward, twin.model, target.matrices)
+
+
+def _tensors(result: ForwardResult) -> tuple[Tensor, ...]:
+    return (result.logits, result.hidden) if result.layers is None else (result.logits, result.hidden, result.layers)
+
+
+def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
+    """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
+
+    The block is the end of its tree, as where a tree is drafted level by level, and the first of its nodes get no logits; one graph
+    serves that, whole trees and text. A single node is a whole tree. Where attention looks at all slots, there are as many of both.
+    """
+    device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
+    nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count), device=device)
+    buffers = CacheBuffers.allocate(target.layout, rows, EXAMPLE_SLOTS)
+    fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
+    return (
+        nodes,
+        torch.full((rows,), 19, device=device),
+        laid_out(Topology.chain(count + 1 if count > 1 else 0).tensors(rows, device)),
+        buffers,
+        view[:] if target.static else view[:80],
+        torch.arange(count // 3, count, device=device),
+    )
+
+
+def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTensors, Tensor, PromptPiece, Tensor]:
+    """Likewise for mixed passes, with `count` nodes in each row."""
+    rows = 3
+    nodes, base, _, _, view, _ = examples(target, rows, count)
+    buffers = CacheBuffers.allocate(target.layout, rows + 1, EXAMPLE_SLOTS)
+    fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
+    tokens, start = torch.zeros(1, 13, dtype=torch.int64), torch.full((1,), 23)
+    piece = laid_out_piece(PromptPiece(tokens, start, 0, torch.arange(112), buffers))
+    tree = laid_out(Topology.chain(count - 1).tensors(rows, target.device))
+    return nodes, base, tree, view, piece, with_logits(rows, count, min(count - 1, 2), target.device)
+
+
+def laid_out_piece(piece: PromptPiece) -> PromptPiece:
+    """`piece` as compiled passes take it: where it begins is a tensor there, as any number would be a graph of its own, and so would
+    a view be that is the very tensor of the rows'.
+    """
+    return replace(piece, view=copied_whole(piece.view), latest=0)
+
+
+def laid_out(tree: TreeTensors) -> TreeTensors:
+    """`tree` as compiled passes take it, which read offsets and visibility."""
+    offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
+    return TreeTensors(offsets, offsets, visible, visible)

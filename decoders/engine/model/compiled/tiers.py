@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -15,23 +16,19 @@ from torch import Tensor
 from ....common import devices
 from ....errors import UnsupportedError
 from ....report import Report
-from ....sampling.processors import Masks, SamplingInputs, SamplingPlan
+from ....sampling.processors import SamplingPlan
 from ....tree import TreeTensors
-from ...decode.core import draw_tokens, settle
 from .. import mixed
 from ..attention import STRETCH
-from ..blocks import Blocks
+from ..blocks import Blocks, LeadingText, PromptPiece, causal_block
 from ..buckets import LEAST_NODES
 from ..cache import CacheBuffers
-from ..cuda_graphs.capture import Recordings
-from ..cuda_graphs.static_inputs import copied
-from ..mixed import PromptPiece
+from ..recordings import Recordings
+from ..self_check import can_mix
+from ..static_inputs import copied
 from ..target import ForwardResult, Target
-from ..text_blocks import LeadingText, causal_block
-from . import forward_graphs
+from . import regions
 from .background import BackgroundCompile, worth_compiling
-from .compiler import CompiledFunction
-from .draws import Draws
 from .regions import RegionalForward
 
 #: Setting ``compile``: in the background when it pays, before the first step, or never.
@@ -49,10 +46,12 @@ class PassKind(NamedTuple):
     Attributes:
         several_rows: whether it is over more than one row.
         single_node: whether each row has one node, which gets a graph of its own.
+        mixed: whether it reads a piece of a prompt as well (:mod:`~decoders.engine.model.mixed`).
     """
 
     several_rows: bool
     single_node: bool = False
+    mixed: bool = False
 
 
 class Tier(NamedTuple):
@@ -86,7 +85,8 @@ class ForwardPass:
     """The forward pass of one model, shared by all that runs it: as target, draft model or stage.
 
     Uncompiled and compiled passes give the same tokens in float32. In lower precision they round differently, so there a
-    call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
+    call stays in the tier in which it began: its tokens do not depend on when the compiler is ready. What a step does beside the
+    pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.passes.StepPass`).
 
     Attributes:
         compiled_passes: how many passes ran compiled so far.
@@ -96,19 +96,16 @@ class ForwardPass:
         self.target = target
         self.compiled_passes = 0
         self.forget()
-        self._mode: Compile = False
-        self._report = Report("")
+        self.mode: Compile = False
+        self.report = Report("")
         self._allowed: set[Hashable] | None = None
         self._steady = target.dtype in (torch.float32, torch.float64) and not target.rounds
 
     def forget(self) -> None:
         """Drops compiled code; a compilation under way is left to end by itself."""
-        self._tiers = {PassKind(*both): _Tier() for both in product((False, True), repeat=2)}
-        self._mixed_tiers = {single: _Tier() for single in (False, True)}  # of several rows
+        self._tiers = {PassKind(*kind): _Tier() for kind in product((False, True), repeat=3)}
         self._regional: RegionalForward | None = None
         self._regional_mixed: RegionalForward | None = None
-        self._settle = CompiledFunction(settle)
-        self._draws = Draws(self.worth_compiling)
 
     @contextmanager
     def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
@@ -127,35 +124,41 @@ class ForwardPass:
                     "which is no graph for every tree. Leave compile='auto', which runs it uncompiled."
                 )
             mode = False
-        before = self._mode, self._report, self._allowed
-        self._mode, self._report = mode, report
+        before = self.mode, self.report, self._allowed
+        self.mode, self.report = mode, report
         self._allowed = self.steady_tiers(mode) if allowed is None else allowed
         try:
             yield
         finally:
-            self._mode, self._report, self._allowed = before
+            self.mode, self.report, self._allowed = before
 
     def compiles(self, several: bool) -> bool:
         """Whether the next pass over one row, or over `several`, may run compiled."""
-        return bool(self._mode) and (self._mode is True or (self.ready(PassKind(several)) and self._allows(several)))
+        return bool(self.mode) and (self.mode is True or (self.ready(PassKind(several)) and self.allows(several)))
 
     def mixes(self, rows: int, *, single: bool) -> bool:
         """Whether the next pass of so many rows, with a `single` node in each or more, may read a prompt: uncompiled, or by a graph
         of its own.
         """
-        if rows < 2 or not self.target.mixes:
+        if rows < 2 or not self._can_mix:
             return False
-        job = self._mixed_tiers[single].job
-        return not self.compiles(several=True) or (job is not None and job.poll())
+        return not self.compiles(several=True) or self.ready(PassKind(True, single, mixed=True))
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
         """Notes a pass over a prompt that might have been a mixed one; once these have taken long enough, they get a graph."""
-        if rows < 2 or not self.target.mixes or not self.compiles(several=True):
-            return
-        tier = self._mixed_tiers[single]
+        if rows >= 2 and self._can_mix and self.compiles(several=True):
+            self._spend(PassKind(True, single, mixed=True), seconds)
+
+    @cached_property
+    def _can_mix(self) -> bool:
+        return can_mix(self.target)
+
+    def _spend(self, kind: PassKind, seconds: float) -> None:
+        """Notes uncompiled passes that a graph of their own would make faster, begins to compile that when it is due, and books it."""
+        tier = self._tiers[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):
-            self._begin_mixed(single)
+            self._begin(kind)
         if tier.job is not None and tier.job.ready:
             self._book(tier)
 
@@ -177,28 +180,27 @@ class ForwardPass:
     def book_single(self, seconds: float, rows: int) -> None:
         """Notes a step with one node per row, padded or not; once these have taken long enough, they get a graph."""
         kind = PassKind(rows > 1, single_node=True)
-        if not self._mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
+        if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
-        tier = self._tiers[kind]
-        tier.seconds += seconds
-        if self._mode is True and tier.job is None:
-            self.compile(kind.several_rows, self._report, single=True)
-        elif worth_compiling(tier.seconds, FORWARD_SECONDS):
-            self._begin(kind)
-        if tier.job is not None and tier.job.ready:
-            self._book(tier)
+        if self.mode is True and self._tiers[kind].job is None:
+            self.compile(kind.several_rows, self.report, single=True)
+        self._spend(kind, seconds)
 
     def steady_tiers(self, mode: Compile) -> set[Hashable] | None:
         """What a call that begins now may run compiled, passes over several rows or one, and draws; None: whatever is ready."""
         if mode != "auto" or self._steady:
             return None
-        return {*(several for several in (False, True) if self.ready(PassKind(several))), *self._draws.ready()}
+        return {*(several for several in (False, True) if self.ready(PassKind(several))), *self.draws_ready()}
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
         """How a pass over so many rows runs now, and drawing by `plan`; begins to compile when that is due."""
-        compiled = self._compiled(rows > 1)
-        draws = self._draws.ready(plan) if plan is not None and self._mode else frozenset()
-        return Tier(compiled, frozenset(filter(self._allows, draws)))
+        compiled = self.runs_compiled(rows > 1)
+        draws = self.draws_ready(plan) if plan is not None and self.mode else frozenset()
+        return Tier(compiled, frozenset(filter(self.allows, draws)))
+
+    def draws_ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
+        """What a subclass draws by has been compiled: plans, or the one, with the kinds of arguments they are compiled for."""
+        return frozenset()
 
     def replayed(
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
@@ -207,7 +209,7 @@ class ForwardPass:
         """``function(*given)``, which runs this pass over so many rows: as a replay, once it has been recorded.
 
         Args:
-            key, given: as of :meth:`~decoders.engine.model.cuda_graphs.capture.Recordings.run`.
+            key, given: as of :meth:`~decoders.engine.model.recordings.Recordings.run`.
             plan: by which it draws.
             copy: whether the result is to outlive the next replay.
         """
@@ -222,7 +224,7 @@ class ForwardPass:
 
     def book_replay(self, seconds: float, rows: int) -> None:
         """Notes the time of a replay over so many rows, which is not seen otherwise."""
-        if not self._compiled(rows > 1):
+        if not self.runs_compiled(rows > 1):
             self._tiers[PassKind(rows > 1)].seconds += seconds
 
     def worth_compiling(self) -> bool:
@@ -239,7 +241,7 @@ class ForwardPass:
             piece: is read as well, in the same pass if :meth:`mixes` says so.
         """
         if piece is not None:
-            compiled, single = self._compiled(several=True), nodes.shape[1] == 1
+            compiled, single = self.runs_compiled(several=True), nodes.shape[1] == 1
             faster_alone = self.target.dequantizes(piece.tokens.numel())
             if not faster_alone and self.mixes(len(nodes), single=single):
                 return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
@@ -247,7 +249,7 @@ class ForwardPass:
             started = time.perf_counter()
             self.prefill(*piece.alone)
             self.book_mixed(time.perf_counter() - started, len(nodes), single=single)
-        if self._compiled(len(nodes) > 1):
+        if self.runs_compiled(len(nodes) > 1):
             kept = torch.arange(text.length, nodes.shape[1], device=nodes.device)
             return self._run(nodes, base, tree, buffers, view, kept).behind(text.length)
         with self._counted(nodes):
@@ -297,7 +299,7 @@ class ForwardPass:
         assert self._regional is not None
         self.compiled_passes += 1
         kept = torch.arange(FEWEST_LOGITS, device=nodes.device) if kept is None else kept
-        return ForwardResult(*self._regional(nodes, base, forward_graphs.laid_out(tree), buffers, view, kept))
+        return ForwardResult(*self._regional(nodes, base, regions.laid_out(tree), buffers, view, kept))
 
     def _mixed(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, text: int, piece: PromptPiece, compiled: bool
@@ -309,9 +311,7 @@ class ForwardPass:
         self.compiled_passes += 1
         rows, n = nodes.shape
         kept = mixed.with_logits(rows, n, text, nodes.device)
-        given = self._regional_mixed(
-            nodes, base, forward_graphs.laid_out(tree), view, forward_graphs.laid_out_piece(piece), kept
-        )
+        given = self._regional_mixed(nodes, base, regions.laid_out(tree), view, regions.laid_out_piece(piece), kept)
         return mixed.by_row(ForwardResult(*given), rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
@@ -319,7 +319,7 @@ class ForwardPass:
         return (
             not self.target.dequantizes(tokens.numel())
             and tokens.shape[1] >= LEAST_NODES
-            and self._compiled(len(tokens) > 1)
+            and self.runs_compiled(len(tokens) > 1)
         )
 
     @contextmanager
@@ -330,28 +330,7 @@ class ForwardPass:
         share = min(STRETCH / nodes.shape[1], 1.0)
         self._tiers[PassKind(len(nodes) > 1)].seconds += share * (time.perf_counter() - started)
 
-    def settle(
-        self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """:func:`decoders.engine.decode.core.settle` in the tier of the passes."""
-        if self._compiled(len(nodes) > 1):
-            return self._settle(nodes, chosen, forward_graphs.laid_out_to_settle(tree), *arguments)
-        return settle(nodes, chosen, tree, *arguments)
-
-    def draw(
-        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """:func:`decoders.engine.decode.core.draw_tokens`.
-
-        On the CPU it is faster than what the compiler makes of it; elsewhere it is many small kernels, and compiled where the
-        passes are.
-        """
-        arguments = logits, plan, inputs, positions, masks
-        if not self.target.static or not self._mode:
-            return draw_tokens(*arguments)
-        return self._draws(*arguments, now=self._report if self._mode is True else None, allows=self._allows)
-
-    def _allows(self, kind: Hashable) -> bool:
+    def allows(self, kind: Hashable) -> bool:
         return self._allowed is None or kind in self._allowed
 
     def compile(self, several: bool, report: Report, *, single: bool = False) -> bool:
@@ -368,8 +347,8 @@ class ForwardPass:
         for several in (True, False) if rows > 1 else (False,):
             self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
         singles = (False, True) if self.target.takes_single_nodes(2) else (False,)
-        for single in singles if rows > 1 and self.target.mixes else ():
-            self._wait(self._begin_mixed(single), report)
+        for single in singles if rows > 1 and self._can_mix else ():
+            self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
         """Waits for the compilation of `tier`, books it, and says whether it succeeded."""
@@ -385,55 +364,51 @@ class ForwardPass:
         """Books a compilation that is over and that nobody has waited for."""
         if tier.job is not None and not tier.booked:
             tier.booked = True
-            self._report.timings.background += tier.job.seconds
-            self._report.compilations += 1
+            self.report.timings.background += tier.job.seconds
+            self.report.compilations += 1
 
     def ready(self, kind: PassKind) -> bool:
         """Whether passes of a `kind` have been compiled."""
         job = self._tiers[kind].job
         return job is not None and job.poll()
 
-    def _compiled(self, several: bool) -> bool:
+    def runs_compiled(self, several: bool) -> bool:
         """Whether a pass of this call is to run compiled; begins to compile when that is due."""
         kind = PassKind(several)
         tier = self._tiers[kind]
-        if not self._mode:
+        if not self.mode:
             return False
         if tier.job is None or not (tier.job.ready or tier.job.failed):
-            if self._mode is True:
-                return self.compile(several, self._report)
+            if self.mode is True:
+                return self.compile(several, self.report)
             if tier.job is None and not devices.recorded() and worth_compiling(tier.seconds, FORWARD_SECONDS):
                 self._begin(kind)
             return False
         self._book(tier)
-        return tier.job.poll() and self._allows(several)
+        return tier.job.poll() and self.allows(several)
 
     def _begin(self, kind: PassKind) -> _Tier:
-        tier = self._tiers[kind]
-        if tier.job is None:
-            tier.job = self._compilation(3 if kind.several_rows else 1, 1 if kind.single_node else 11)
-        return tier
-
-    def _begin_mixed(self, single: bool) -> _Tier:
-        tier = self._mixed_tiers[single]
-        if tier.job is None:
-            if self._regional_mixed is None:
-                self._regional_mixed = forward_graphs.mixed(self.target)
-            forward, target, count = self._regional_mixed, self.target, 1 if single else 11
+        """Begins to compile passes of a `kind`, if that has not begun."""
+        tier, target = self._tiers[kind], self.target
+        if tier.job is not None:
+            return tier
+        rows, count = 3 if kind.several_rows else 1, 1 if kind.single_node else 11
+        if kind.mixed:
+            with_piece = self._regional_mixed = self._regional_mixed or regions.regional_mixed(target)
             tier.job = BackgroundCompile(
-                "the mixed forward pass", lambda: forward.compile(*forward_graphs.mixed_examples(target, count))
+                "the mixed forward pass", lambda: with_piece.compile(*regions.mixed_examples(target, count))
             )
-        return tier
-
-    def _compilation(self, rows: int, count: int) -> BackgroundCompile:
-        """Begins to compile for so many rows and nodes, see :func:`examples`."""
-        if self._regional is None:
-            self._regional = forward_graphs.plain(self.target)
-        forward, settle_compiled, target = self._regional, self._settle, self.target
+            return tier
+        plain, compile_beside = self._regional or regions.regional_forward(target), self.compiling_beside()
+        self._regional = plain
 
         def work() -> None:
-            nodes, base, tree, buffers, view, kept = forward_graphs.examples(target, rows, count)
-            forward.compile(nodes, base, forward_graphs.laid_out(tree), buffers, view, kept)
-            settle_compiled(*forward_graphs.settle_examples(target, rows, count, buffers.slots))
+            plain.compile(*regions.examples(target, rows, count))
+            compile_beside(rows, count)
 
-        return BackgroundCompile("the forward pass", work)
+        tier.job = BackgroundCompile("the forward pass", work)
+        return tier
+
+    def compiling_beside(self) -> Callable[[int, int], object]:
+        """Compiles, for so many rows and nodes, what a subclass has compiled with each pass."""
+        return lambda rows, count: None

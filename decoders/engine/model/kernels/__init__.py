@@ -1,1 +1,61 @@
 """Kernels of our own, in Triton: what CUDA runs in the place of masked attention and of products with few rows."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on tensors of any device: how they are tested without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and _installed()
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels run on `device`: on CUDA where Triton is installed, which builds of torch for CUDA bring along on Linux."""
+    return _installed() and (device.type == "cuda" or interpreted())
+
+
+_library = torch.library.Library("decoders", "FRAGMENT")
+
+
+def operator(schema: str, function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, which launches kernels and writes to none of its arguments, as an operator of torch.
+
+    Compilers do not see into it: they call it, and CUDA graphs record its kernels. So no graph is made for certain sizes because a
+    kernel is launched otherwise for them.
+
+    Args:
+        schema: its name in ``torch.ops.decoders``, arguments and result.
+        fake: what it gives, without values.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CUDA")
+    if interpreted():
+        _library.impl(name, _without_bfloat16(function), "CPU")
+    torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
+    return cast(Callable[..., Tensor], getattr(torch.ops.decoders, name).default)
+
+
+def _without_bfloat16(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` with float32 in the place of bfloat16: the interpreter multiplies it as if it were integers."""
+
+    def widened(*arguments: Any) -> Tensor:
+        narrow = [isinstance(value, Tensor) and value.dtype == torch.bfloat16 for value in arguments]
+        result = function(*(value.float() if n else value for value, n in zip(arguments, narrow, strict=True)))
+        return result.to(torch.bfloat16) if any(narrow) else result
+
+    return widened

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import LayerKind, kind_of, refuse_position_bias
+from ..attention import LayerKind, kind_of, refuse_position_bias, register
 from ..cache import LayerSpec
-from .launch import operator, runs_kernels
+from . import operator, runs_kernels
 
 NAME = "decoders_kernel"
 #: Bits of a word of visibility.
@@ -215,3 +215,5 @@ tree_attention = operator(
     _tree_attention,
     _fake,
 )
+
+register(NAME, kernel_attention)

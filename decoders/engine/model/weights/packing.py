@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ....errors import UnsupportedError
 from .. import torch_compat
-from . import few_rows, norms
+from . import same_bits
 from .fingerprints import Snapshot
 from .fused import Group, columns_of, outputs_of, same_kind, share_of
 
@@ -297,8 +297,8 @@ def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
     """The class that stands in for a plain layer, or a norm, on CUDA."""
     weight = _plain_weight(module)
     if weight is None:
-        return norms.norm_kind(module)
-    return few_rows.KINDS[type(module)] if few_rows.multiplies(weight) else None
+        return same_bits.norm_kind(module)
+    return same_bits.KINDS[type(module)] if same_bits.multiplies(weight) else None
 
 
 def _plain_weight(module: nn.Module) -> Tensor | None:

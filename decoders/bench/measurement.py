@@ -1,0 +1,370 @@
+"""Interleaved measurement: everything that is compared runs in turn, in an order that rotates.
+
+A machine gets slower and faster by the minute, so methods take turns. The order changes, because a method that always ran
+after the same other one would inherit its caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from .. import generate
+from ..errors import DecodersError
+from ..report import Report, Stage
+from .call import Decode, PutCounter, compiled_share, decode, first_token, forwards, stamped, written
+from .machine import PeakMemory, resident
+from .methods import Method
+from .prompts import Workload
+
+T = TypeVar("T")
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One timed call; times in seconds. What comes from our report is None, or empty, for transformers.
+
+    Attributes:
+        workload: its name.
+        repeat: which round.
+        position: place in that round's order.
+        seconds: of the whole call without `compile_seconds`.
+        compile_seconds: spent on compiling.
+        compilations: graphs compiled.
+        new_tokens: of all rows.
+        first_token: from the start of a call to its first token, from a call of its own that is cut off there.
+        steps: of the report.
+        prefill_steps: of the report.
+        prefill: of the report's timings.
+        propose: of the report's timings.
+        core: of the report's timings.
+        observe: of the report's timings.
+        mask: of the report's timings.
+        host: of the report's timings.
+        overhead: of the report.
+        accepted_lengths: of the report.
+        draft_passes: forward passes of the draft models that the strategy runs itself.
+        stages: of the report.
+        prompt_tokens: of the longest row.
+        compiled_share: of the steps, in the compiled tier.
+    """
+
+    workload: str
+    repeat: int
+    position: int
+    seconds: float
+    compile_seconds: float
+    compilations: int
+    new_tokens: int
+    first_token: float | None
+    steps: int | None = None
+    prefill_steps: int = 0
+    prefill: float | None = None
+    propose: float | None = None
+    core: float | None = None
+    observe: float | None = None
+    mask: float | None = None
+    host: float | None = None
+    overhead: float | None = None
+    accepted_lengths: list[int] | None = None
+    draft_passes: int | None = None
+    stages: list[Stage] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    compiled_share: float | None = None
+
+
+@dataclass(frozen=True)
+class WarmupCost:
+    """The first two calls.
+
+    Attributes:
+        first_call: seconds of the first.
+        second_call: seconds of the second.
+        compile_seconds: spent on compiling in the first.
+        compilations: graphs compiled in the first.
+        second_compilations: graphs compiled in the second.
+        peak_memory: bytes; None where the system does not tell.
+        memory_kind: what of: "device", "process" or "unknown".
+        cache_bytes: of the loop's key-value cache.
+        first_token: seconds from the start of the first call to its first token, compilation included.
+        memory_added: bytes by which the two calls made the process larger; None where the system does not tell.
+        pack_seconds: for packing weights, as reported.
+        background_seconds: for compiling beside a call that went on, as reported.
+    """
+
+    first_call: float
+    second_call: float
+    compile_seconds: float
+    compilations: int
+    second_compilations: int
+    peak_memory: int | None
+    memory_kind: str
+    cache_bytes: int | None
+    first_token: float | None = None
+    memory_added: int | None = None
+    pack_seconds: float | None = None
+    background_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one untimed call wrote.
+
+    Attributes:
+        tokens: new tokens of each row.
+        steps: forward passes of the target that commit tokens.
+        accepted_length: tokens per row and step.
+        draft_passes: forward passes of the draft model; None without one.
+    """
+
+    tokens: list[list[int]]
+    steps: int
+    accepted_length: float
+    draft_passes: int | None = None
+
+
+@dataclass
+class Competitor:
+    """A method at one batch size.
+
+    Attributes:
+        status: "ok", "skipped" (the method does not do this) or "failed" (an error).
+        reason: why there are no figures, empty if there are.
+        warmup: the first two calls.
+        checks: what one untimed call wrote, by workload.
+        samples: the timed calls.
+        kind_of: kind of prompt by workload.
+    """
+
+    method: Method
+    rows: int
+    status: str = "ok"
+    reason: str = ""
+    warmup: WarmupCost | None = None
+    checks: dict[str, Check] = field(default_factory=dict)
+    samples: list[Measurement] = field(default_factory=list)
+    kind_of: dict[str, str] = field(default_factory=dict)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted after some of its prompts had been measured.
+
+    Attributes:
+        entries: what was measured, of the prompts that every method has decoded.
+    """
+
+    def __init__(self, entries: list[Competitor]) -> None:
+        super().__init__("interrupted")
+        self.entries = entries
+
+
+def rotation(items: Sequence[T], turn: int) -> list[T]:
+    """`items` started `turn` places further on; odd rounds go backwards, so that no one has a fixed neighbour."""
+    if not items:
+        return []
+    order = deque(items)
+    order.rotate(-(turn % len(items)))
+    return list(reversed(order)) if (turn // len(items)) % 2 else list(order)
+
+
+def measure(
+    methods: Sequence[Method],
+    workloads: Sequence[Workload],
+    *,
+    new_tokens: int,
+    repeats: int = 3,
+    progress: Progress = lambda what: None,
+    decode: Decode = decode,
+    first_tokens: bool = True,
+) -> list[Competitor]:
+    """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
+
+    A method that raises is not called again, and its entry says why. `progress` is called after every call.
+
+    Raises:
+        Interrupted: Ctrl-C, after some prompts were measured.
+    """
+    entries = warm_up(methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode)
+    try:
+        take_turns(
+            entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=progress, decode=decode,
+            first_tokens=first_tokens,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        if not _keep_complete(entries):
+            raise
+        raise Interrupted(entries) from None
+    return entries
+
+
+def _keep_complete(entries: Sequence[Competitor]) -> bool:
+    """Drops prompts that not every method has decoded; whether any is left."""
+    sampled = [{sample.workload for sample in entry.samples} for entry in entries if entry.status == "ok"]
+    complete = set.intersection(*sampled) if sampled else set()
+    for entry in entries:
+        entry.kind_of = {name: kind for name, kind in entry.kind_of.items() if name in complete}
+        entry.samples = [sample for sample in entry.samples if sample.workload in complete]
+    return bool(complete)
+
+
+def warm_up(
+    methods: Sequence[Method],
+    workloads: Sequence[Workload],
+    *,
+    new_tokens: int,
+    progress: Progress = lambda what: None,
+    decode: Decode = decode,
+) -> list[Competitor]:
+    """Two calls of every method on the first workload: what compiles compiles here, and memory is measured."""
+    rows = {w.rows for w in workloads}
+    if len(rows) != 1:
+        raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
+    entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
+    for entry in entries:
+        entry.reason = entry.method.skip_reason(entry.rows)
+        entry.status = "skipped" if entry.reason else "ok"
+        progress(f"{entry.method.name} · compile, warm up")
+        _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
+    return entries
+
+
+def take_turns(
+    entries: Sequence[Competitor],
+    workloads: Sequence[Workload],
+    *,
+    new_tokens: int,
+    repeats: int = 3,
+    progress: Progress = lambda what: None,
+    decode: Decode = decode,
+    first_tokens: bool = True,
+    deadline: float | None = None,
+) -> int:
+    """One untimed call per workload (what is written, warm caches for its shape), then `repeats` timed rounds over all
+    workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
+    ``time.monotonic``, no other one than the first begins.
+    """
+    forget(entries)
+    for workload in workloads:
+        for entry in entries:
+            progress(f"{entry.method.name} · check")
+            _attempt(entry, partial(_check, entry, workload, new_tokens, decode))
+    turn = 0
+    for repeat in range(repeats):
+        if repeat and deadline is not None and time.monotonic() > deadline:
+            return repeat
+        forget(entries)
+        for workload in workloads:
+            for position, entry in enumerate(rotation(entries, turn)):
+                progress(f"{entry.method.name} · round {repeat + 1} of {repeats}")
+                _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
+            turn += 1
+    return repeats
+
+
+def forget(entries: Sequence[Competitor]) -> None:
+    """Models whose strategies keep what they learn forget it: a round has its prompts in order, and begins cold."""
+    for entry in entries:
+        if entry.method.arguments.get("decoders_config", {}).get("memory"):
+            generate.forget(entry.method.model)
+
+
+def _attempt(entry: Competitor, action: Callable[[], None]) -> None:
+    if entry.status != "ok":
+        return
+    try:
+        action()
+    except DecodersError as error:  # this method does not do what was asked, and says why
+        entry.status, entry.reason = "skipped", _first_line(error)
+    except Exception as error:
+        entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
+
+
+def calls(methods: int, workloads: int, repeats: int) -> int:
+    """How often :func:`measure` reports progress: once per method in the warm-up, the rest in :func:`take_turns`."""
+    return methods * (1 + workloads * (1 + repeats))
+
+
+def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
+    before = resident()
+    first, stamps = stamped(entry.method, workload, new_tokens, decode)
+    with PeakMemory(entry.method.model.device) as memory:
+        second = decode(entry.method, workload, new_tokens)
+    # transformers does not say how long it compiled: what the first call took longer, if it compiled at all.
+    compiling = first.compile_seconds
+    if first.report is None and first.compilations:
+        compiling = max(first.seconds - second.seconds, 0.0)
+    after = resident()
+    timings = None if first.report is None else first.report.timings
+    entry.warmup = WarmupCost(
+        first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
+        second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
+        stamps["first_token"], None if before is None or after is None else max(after - before, 0),
+        None if timings is None else timings.pack,
+        None if timings is None else timings.background,
+    )  # fmt: skip
+
+
+def _check(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
+    counter = None if entry.method.ours else PutCounter()
+    with forwards(entry.method.assistant) as drafted:
+        call = decode(entry.method, workload, new_tokens, counter)
+    tokens = written(entry.method, workload, call.sequences)
+    if (report := call.report) is not None:
+        entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
+    else:
+        steps = call.steps or (counter.puts if counter is not None and counter.puts else max(map(len, tokens)))
+        length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
+        entry.checks[workload.name] = Check(tokens, steps, length, drafted[0] or None)
+
+
+def _sample(
+    entry: Competitor,
+    workload: Workload,
+    repeat: int,
+    position: int,
+    new_tokens: int,
+    decode: Decode,
+    first_tokens: bool,
+) -> None:
+    method = entry.method.in_round(repeat)
+    call = decode(method, workload, new_tokens)
+    count = sum(map(len, written(method, workload, call.sequences)))
+    first = first_token(method, workload, new_tokens, decode) if first_tokens else None
+    parts: dict[str, Any] = {"prompt_tokens": workload.input_ids.shape[1]}
+    if (report := call.report) is not None:
+        t = report.timings
+        parts |= dict(
+            steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill,
+            propose=t.propose, mask=t.mask, core=t.core, observe=t.observe,
+            host=t.host,
+            overhead=report.overhead, accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
+            stages=report.stages, compiled_share=compiled_share(report),
+        )  # fmt: skip
+    entry.samples.append(
+        Measurement(
+            workload.name,
+            repeat,
+            position,
+            call.decoding,
+            call.compile_seconds,
+            call.compilations,
+            count,
+            first,
+            **parts,
+        )  # fmt: skip
+    )
+
+
+def draft_passes(report: Report) -> int | None:
+    """Forward passes of the draft models that the strategy asks itself; None if there is none."""
+    return sum(stage.passes for stage in report.stages) if report.stages else None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else ""

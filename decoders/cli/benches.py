@@ -1,0 +1,205 @@
+"""What the commands of the bench share: options as values, progress, and results as a line, a table or a file."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import math
+import signal
+import sys
+import threading
+import time
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingsError
+from .console import plain_console, waiting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def pieces(texts: Sequence[str] | None) -> list[str] | None:
+    """Comma-separated and repeated options as one list; None if the option was not given."""
+    from ..bench.variants import split
+
+    return None if texts is None else [piece for text in texts for piece in split(text)]
+
+
+def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Settings of the loop, and the others by strategy.
+
+    Raises:
+        SettingsError: one is neither the loop's nor keyed by strategy, or the loop does not take its value.
+    """
+    from ..settings import RuntimeSettings
+
+    loop_settings = {name: value for name, value in settings.items() if name in RuntimeSettings.model_fields}
+    RuntimeSettings.parse(loop_settings)
+    for name, value in settings.items():
+        if name not in loop_settings and not isinstance(value, dict):
+            raise SettingsError(f"--set {name}=…: name the strategy too, as in --set prompt_lookup.{name}=…")
+    return loop_settings, {name: value for name, value in settings.items() if name not in loop_settings}
+
+
+def in_both_tiers(names: Sequence[str] | None) -> list[str]:
+    """Every strategy, and every one uncompiled."""
+    from ..bench.variants import COMPILE
+    from ..plugins import registry
+
+    uncompiled = f"{COMPILE}=false"
+    variants = []
+    for name in registry().strategies() if names is None else names:
+        first, plus, rest = name.partition("+")
+        variant = f"{first[:-1]},{uncompiled}]" if first.endswith("]") else f"{first}[{uncompiled}]"
+        variants += [name, variant + plus + rest]
+    return variants
+
+
+def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") -> list[int]:
+    """``"1,4"`` as numbers; `expected` begins the message if they are none.
+
+    Raises:
+        SettingsError: anything but positive whole numbers.
+    """
+    try:
+        values = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise SettingsError(f"{expected}, not {text!r}")
+    return list(dict.fromkeys(values))
+
+
+def with_options_of(
+    function: Callable[..., Any], without: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command ``f(own…, **options)`` the options of `function` behind its own, all but `without`."""
+
+    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = typing.get_type_hints(function, include_extras=True) | typing.get_type_hints(
+            command, include_extras=True
+        )
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [p for name, p in inspect.signature(function).parameters.items() if name not in without]
+        parameters = [
+            p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name])
+            for p in (*own, *(p for p in options if p.name not in {o.name for o in own}))
+        ]
+        vars(command)["__signature__"] = inspect.Signature(parameters)
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return with_options
+
+
+#: Between two lines of progress, where there is no terminal.
+SECONDS_A_LINE = 5.0
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Within it SIGTERM is what Ctrl-C is: a run that is ended from outside shows what it has measured."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def consoles(json_file: Path | None) -> tuple[Console, Console]:
+    """Where progress is shown, and where tables are: these go to stderr as well where the JSON is written to stdout ("-")."""
+    return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
+
+
+def importing(console: Console) -> contextlib.AbstractContextManager:
+    """While libraries are imported: ten seconds on some hosts."""
+    return waiting(console, "importing torch and transformers")
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar of `total` calls; yields what to call with each, and what it is.
+
+    Where no terminal shows the bar, lines say the same: the first at once, then at most one in :data:`SECONDS_A_LINE`.
+    """
+    if not console.is_terminal:
+        yield _progress_lines(console, total)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
+def _progress_lines(console: Console, total: int) -> Callable[[str], None]:
+    done, due = 0, -math.inf
+
+    def advance(what: str) -> None:
+        nonlocal done, due
+        done += 1
+        if (now := time.monotonic()) >= due:
+            due = now + SECONDS_A_LINE
+            console.print(f"{done}/{total} {what}")
+
+    return advance
+
+
+def footnote(machine: dict[str, Any]) -> str:
+    """The machine in a line."""
+    missing = "" if machine["memory"] else "; memory not measured, it takes pip install 'hf-decoders[bench]'"
+    return (
+        f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, "
+        f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
+        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
+    )
+
+
+def conclude(
+    console: Console, json_file: Path | None, run: dict[str, Any], threads: int | None = None, **results: Any
+) -> None:
+    """What stands below the tables of a run on the CPU: the machine in a line; and everything as JSON, if it is wanted.
+
+    Args:
+        run: its options.
+        threads: of the processes that were measured, where they are not this one's.
+        results: lists of what was measured, JSON-safe.
+
+    Raises:
+        SettingsError: see :func:`write_json`.
+    """
+    import torch
+
+    from ..bench import machine
+
+    cpu = torch.device("cpu")
+    facts = machine.facts(cpu) | {"copy_bandwidth": machine.copy_bandwidth(cpu)}
+    if threads is not None:
+        facts["threads"] = threads
+    console.print(footnote(facts), style="dim")
+    if json_file is not None:
+        write_json({"machine": facts, "run": run, **results}, json_file)
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """Writes `result` to `path`, or to standard output for ``-``.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    text = json.dumps(result, indent=2, default=str) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"--json {path}: {error.strerror}") from error

@@ -1,0 +1,145 @@
+"""Text shown while it is written: plain, or on a screen with accepted draft tokens in a colour of their own."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from ..bench import Method, Workload, decode
+from ..serving.pieces import TextPieces
+
+ACCEPTED, OWN = "bold green", "white"
+#: Lines of the prompt that stay in view.
+PROMPT_LINES = 4
+
+
+class ColouredStream(BaseStreamer):
+    """A streamer of one row that knows which of its tokens were accepted draft tokens.
+
+    Of the tokens of a step all but the last were drafted; the last is the target's own. (Where the end of the row cuts
+    a step short its last token may have been drafted too.)
+
+    Attributes:
+        pieces: (text, accepted) per token, of those whose text is not known yet without any; at the end perhaps one more.
+        steps: done so far.
+        drawing: seconds spent in `on_change`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_change: Any = lambda: None) -> None:
+        self.tokenizer, self.on_change = tokenizer, on_change
+        self.pieces: list[tuple[str, bool]] = []
+        self.steps, self.drawing = 0, 0.0
+        self._tokens: list[int] = []
+        self._accepted: deque[bool] = deque()
+        self._texts: TextPieces | None = None  # once the prompt is known
+
+    def on_step(self, new: list[list[int]]) -> None:
+        """Told the new tokens of each row before they are put."""
+        self.steps += 1
+        self._accepted.extend([True] * (len(new[0]) - 1) + [False] * bool(new[0]))
+
+    def put(self, value: Tensor) -> None:
+        if self._texts is None:
+            self._texts = TextPieces(self.tokenizer, value.flatten().tolist())
+            return
+        for token in value.flatten().tolist():
+            self._tokens.append(token)
+            accepted = self._accepted.popleft() if self._accepted else False
+            self.pieces.append((self._texts.next(self._tokens, ended=False), accepted))
+        if not self._accepted:  # a whole step is there, or the method tells no steps
+            self._draw()
+
+    def end(self) -> None:
+        if self._texts is not None and (rest := self._texts.next(self._tokens, ended=True)):
+            self.pieces.append((rest, self.pieces[-1][1]))
+        self._draw()
+
+    def text(self) -> Text:
+        """What has been written, coloured."""
+        return Text.assemble(*((piece, ACCEPTED if accepted else OWN) for piece, accepted in self.pieces))
+
+    def _draw(self) -> None:
+        started = time.perf_counter()
+        self.on_change()
+        self.drawing += time.perf_counter() - started
+
+
+def show(
+    console: Console,
+    method: Method,
+    workload: Workload,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    prompt: str,
+    new_tokens: int,
+) -> None:
+    """Decodes `workload` (one row) on the screen; the speed shown leaves the drawing out."""
+    started = time.perf_counter()
+    stream = ColouredStream(tokenizer)
+
+    def panel() -> Panel:
+        seconds = time.perf_counter() - started - stream.drawing
+        count = len(stream.pieces)
+        figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
+        title = Text.assemble(name, " · ", (method.name, "bold"))
+        if stream.steps:
+            figures += f" · {count / stream.steps:.2f} tokens per step"
+            title = Text.assemble(title, "   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN))
+        return Panel(
+            Text.assemble(*_tail(prompt, stream.text(), console)),
+            title=title, title_align="left", subtitle=figures, subtitle_align="right", expand=console.is_terminal,
+        )  # fmt: skip
+
+    if not console.is_terminal:
+        decode(method, workload, new_tokens, stream)
+        console.print(panel())
+        return
+    with Live(panel(), console=console, auto_refresh=False) as view:
+        stream.on_change = lambda: view.update(panel(), refresh=True)
+        decode(method, workload, new_tokens, stream)
+
+
+def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
+    """The prompt's last lines, dimmed, and as much of what was written as the screen holds."""
+    width, room = max(console.width - 4, 20), max(console.height - 5 - PROMPT_LINES, 5)
+    shown = (
+        Text("\n").join(written.wrap(console, width, no_wrap=None)[-room:])
+        if written.plain.count("\n") > room
+        else written
+    )
+    prompt_lines = prompt.split("\n")[-PROMPT_LINES:]
+    return [
+        ("…\n" if len(prompt_lines) < prompt.count("\n") + 1 else "", "dim"),
+        ("\n".join(prompt_lines), "dim"),
+        shown,
+    ]
+
+
+class PrintedPieces(BaseStreamer):
+    """A streamer that prints the text of one row as it comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self._tokens = tokenizer, list[int]()
+        self._pieces: TextPieces | None = None  # once the prompt is known
+
+    def put(self, value: Tensor) -> None:
+        tokens = value.flatten().tolist()
+        if self._pieces is None:
+            self._pieces = TextPieces(self.tokenizer, tokens)
+            return
+        self._tokens += tokens
+        typer.echo(self._pieces.next(self._tokens, ended=False), nl=False)
+
+    def end(self) -> None:
+        rest = self._pieces.next(self._tokens, ended=True) if self._pieces is not None else ""
+        typer.echo(rest)

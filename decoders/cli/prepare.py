@@ -1,0 +1,125 @@
+"""``decoders warmup`` and ``decoders calibrate``: a model's compiled code, and what its steps cost, found out ahead of time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import SettingsError
+from .console import plain_console, waiting
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..generate import Calibration
+
+
+def warmup(
+    model: Annotated[str, typer.Argument(help='Path or hub name of a causal language model, or "demo".')],
+    strategies: Annotated[
+        list[str] | None, typer.Option("--strategy", "-s", help="Strategy to warm up; may be repeated.")
+    ] = None,
+    assistant: Annotated[
+        str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
+    ] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch to warm up for; may be repeated.")] = None,
+    sampling: Annotated[bool, typer.Option("--sampling", help="Warm up drawing tokens, too.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Pack a model's weights and compile it into torch.compile's cache on disk, and say how long that took."""
+    from . import models
+
+    names = strategies or ["autoregressive", "prompt_lookup"]
+    needs = {name: models.needs_assistant(name) for name in names}
+    console = plain_console(stderr=True, quiet=as_json)
+    with waiting(console, f"loading {model}"):
+        import decoders
+
+        loaded, tokenizer = models.load(model, dtype)
+        draft = models.load_assistant(assistant, model, dtype, any(needs.values()))
+    if draft is None and any(needs.values()):
+        raise SettingsError(f"{next(n for n, need in needs.items() if need)} needs a draft model: --assistant")
+    with waiting(console, "packing and compiling"):
+        done = decoders.warmup(
+            loaded, strategies=names, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer
+        )
+    if as_json:
+        typer.echo(json.dumps(asdict(done), indent=2))
+        return
+    typer.echo(f"packed in {done.pack_seconds:.1f} s")
+    for part in done.parts:
+        graphs = f"{part.compilations} graph{'' if part.compilations == 1 else 's'} compiled"
+        of = f"{part.strategy}, {part.rows} row{'' if part.rows == 1 else 's'}{', sampled' if part.sampling else ''}"
+        typer.echo(f"{of}: {part.seconds:.1f} s, {graphs}")
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help='Path or hub name of a causal language model, or "demo".')],
+    assistant: Annotated[str | None, typer.Option(help='Draft model to measure as well ("demo": ours).')] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch; may be repeated. 1 by default.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens per row; may be repeated. 64 and 2048 by default.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Most seconds to spend on each model.")] = 10.0,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile first, and measure compiled steps.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Measure the cost of a verification step by its nodes (rows x tokens per row), keep it for strategy auto, and print it."""
+    from . import models
+
+    console = plain_console(stderr=True, quiet=as_json)
+    with waiting(console, f"loading {model}"):
+        import decoders
+
+        loaded, tokenizer = models.load(model, dtype)
+        draft = models.load_assistant(assistant, model, dtype, False)
+    with waiting(console, "measuring"):
+        done = decoders.calibrate(
+            loaded, rows=rows or [1], contexts=context or [64, 2048], assistant_model=draft, seconds=seconds,
+            tokenizer=tokenizer, decoders_config={"compile": compiled},
+        )  # fmt: skip
+    if as_json:
+        curves = {"curve": done.curve.model_dump(), "assistant": done.assistant and done.assistant.model_dump()}
+        strategies = [asdict(cost) for cost in done.strategies]
+        typer.echo(json.dumps({**curves, "strategies": strategies, "path": str(done.path)}, indent=2))
+        return
+    out = plain_console()
+    out.print(_curves(done))
+    out.print(_strategies(done))
+    out.print(f"kept as {done.path}", soft_wrap=True)
+
+
+def _curves(done: Calibration) -> Table:
+    from rich.table import Table
+
+    curves = [("target", done.curve), *([("draft", done.assistant)] if done.assistant is not None else [])]
+    nodes = sorted({point.nodes for _, curve in curves for point in curve.points})
+    table = Table(title="milliseconds per step, by nodes of the block", box=None, title_justify="left")
+    for heading in ("", *map(str, nodes)):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, curve in curves:
+        lines = sorted({(p.compiled, p.rows, p.context) for p in curve.points})
+        for compiled, rows, context in lines:
+            of = {
+                p.nodes: p.seconds for p in curve.points if (p.compiled, p.rows, p.context) == (compiled, rows, context)
+            }
+            figures = [f"{1e3 * of[n]:.3g}" if n in of else "" for n in nodes]
+            tier = "compiled" if compiled else "uncompiled"
+            table.add_row(f"{name}, {tier}, {rows} x {context}", *figures)
+    return table
+
+
+def _strategies(done: Calibration) -> Table:
+    from rich.table import Table
+
+    table = Table(title="microseconds per step of a strategy's own work, one row", box=None, title_justify="left")
+    for heading in ("strategy", "propose", "observe", "whole step"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for cost in done.strategies:
+        table.add_row(cost.strategy, *(f"{1e6 * x:.0f}" for x in (cost.propose, cost.observe, cost.step)))
+    return table

@@ -1,0 +1,267 @@
+"""``decoders train medusa``, ``eagle3`` and ``draft``: what drafts for a model, trained on its texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from ..errors import UnknownNameError
+from ..training.recipes import DraftTraining, HeadsTraining, HeadTraining
+from .console import plain_console
+from .training_options import (
+    EDIT_TASKS,
+    AsJson,
+    Bf16,
+    CheckpointMinutes,
+    Data,
+    Epochs,
+    Held,
+    Length,
+    ModelType,
+    Output,
+    OwnShare,
+    Patience,
+    Rate,
+    Resume,
+    RowsPerStep,
+    Seed,
+    TestText,
+    Tokens,
+    command_line,
+    indices,
+    texts_of,
+)
+
+MEDUSA, EAGLE3, DRAFT = HeadsTraining(), HeadTraining(), DraftTraining()
+FORMATS = ("speculators", "authors")
+
+
+def medusa(
+    model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the heads, or "demo".')],
+    data: Data = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to; continued if a run was interrupted.")] = Path(
+        "medusa-heads"
+    ),
+    held: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text to judge by (early stop, tree); may be repeated. Default: a twentieth of the data."),
+    ] = None,
+    test: TestText = None,
+    heads: Annotated[
+        int, typer.Option(min=1, max=8, help="Heads: tokens predicted beyond the next one.")
+    ] = MEDUSA.heads,
+    layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of each head.")] = MEDUSA.layers,
+    projection: Annotated[
+        str, typer.Option(help="tied: the model's output head. low_rank: plus a small difference. full: one per head.")
+    ] = MEDUSA.projection,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of projection low_rank.")] = MEDUSA.rank,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of text; their hidden states are kept on disk meanwhile.")
+    ] = MEDUSA.tokens,
+    length: Length = MEDUSA.length,
+    own_share: OwnShare = MEDUSA.own_share,
+    epochs: Epochs = MEDUSA.epochs,
+    batch: Annotated[int, typer.Option(min=1, help="Positions per step.")] = MEDUSA.batch,
+    rate: Rate = MEDUSA.rate,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Checks of held-out accuracy without a gain before training stops.")
+    ] = MEDUSA.patience,
+    seed: Annotated[int, typer.Option(help="Seed of the data order.")] = MEDUSA.seed,
+    tree: Annotated[bool, typer.Option(help="Search the tree that suits the heads, and save it with them.")] = True,
+    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Node budget of that tree.")] = 63,
+    given: Annotated[
+        Path | None,
+        typer.Option("--from", help="Heads to take as they are (ours or the authors'): only the tree is new."),
+    ] = None,
+    dtype: ModelType = "float32",
+    bf16: Annotated[
+        bool, typer.Option(help="Compute, and keep hidden states, in bfloat16 instead of float32.")
+    ] = MEDUSA.bf16,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Train Medusa heads for a model, which stays frozen, and find their tree."""
+    from ..heads.medusa import load_heads
+    from ..training.medusa import train_medusa
+    from .models import load
+
+    loaded, tokenizer = load(model, dtype)
+    texts = texts_of(model, data, held, test, edit_tasks=0)
+    training = HeadsTraining(
+        heads=heads, layers=layers, projection=cast(Any, projection), rank=rank, tokens=tokens, length=length,
+        own_share=own_share, epochs=epochs, batch=batch, rate=rate, bf16=bf16, patience=patience, seed=seed,
+    )  # fmt: skip
+    figures = train_medusa(
+        loaded, tokenizer, out=out, run=training, tree=tree, nodes=nodes,
+        texts=texts.texts, held=texts.held, test=texts.test,
+        given=load_heads(given) if given is not None else None, resume=resume,
+        checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
+    )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+        return
+    for which in ("held", "test"):
+        for kind, facts in figures.get(which, {}).items():
+            shares = ", ".join(f"{share:.1%}" for share in facts["top1"])
+            typer.echo(f"{which}, {kind}: heads right {shares}")
+    if "trees" in figures:
+        trees = figures["trees"]
+        typer.echo(
+            f"tree of {trees['nodes']} nodes: {trees['searched']:.3f} tokens a step; the default's first "
+            f"{trees['nodes']}: {trees['default']:.3f}"
+        )
+    typer.echo(f"Written to {out}.")
+
+
+def eagle3(
+    model: Annotated[str, typer.Option(help='Path or hub name of the model that gets the head, or "demo".')],
+    data: Data = None,
+    out: Output = Path("eagle3-head"),
+    held: Held = None,
+    test: TestText = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", help="Folder of a head to begin with, such as a published one. Default: a new one."),
+    ] = None,
+    depth: Annotated[
+        int, typer.Option(min=1, max=16, help="Drafted tokens that training simulates, each on the one before.")
+    ] = EAGLE3.depth,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers of the model that are read, such as 1,15,28; -1 is the last. Default: by its depth."),
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=1, help="Width of the layer's MLP. Default: the model's.")
+    ] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens that the head can propose: the data's most frequent. Default: all."),
+    ] = None,
+    tokens: Tokens = EAGLE3.tokens,
+    length: Length = EAGLE3.length,
+    own_share: OwnShare = EAGLE3.own_share,
+    epochs: Epochs = EAGLE3.epochs,
+    rows: RowsPerStep = EAGLE3.rows,
+    rate: Rate = EAGLE3.rate,
+    chains: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of the positions at which more than one token is simulated; a third is twice as fast.",
+        ),
+    ] = EAGLE3.chains,
+    decay: Annotated[
+        float, typer.Option(min=0, max=1, help="Weight of the loss of one simulated token over the one before.")
+    ] = EAGLE3.decay,
+    checks: Annotated[int, typer.Option(min=1, help="Checks of held-out acceptance per epoch.")] = EAGLE3.checks,
+    patience: Patience = EAGLE3.patience,
+    seed: Seed = EAGLE3.seed,
+    form: Annotated[str, typer.Option("--format", help="speculators (vLLM's) or authors.")] = "speculators",
+    dtype: ModelType = "float32",
+    bf16: Bf16 = EAGLE3.bf16,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Train an EAGLE-3 head for a model, which stays frozen: its own outputs are fed back as in decoding."""
+    if form not in FORMATS:
+        raise UnknownNameError("format of a head", form, FORMATS)
+    training = HeadTraining(
+        depth=depth, layers=indices(layers), intermediate=intermediate, draft_vocab=draft_vocab, tokens=tokens,
+        length=length, own_share=own_share, epochs=epochs, rows=rows, rate=rate, chains=chains, decay=decay, bf16=bf16,
+        checks=checks, patience=patience, seed=seed,
+    )  # fmt: skip
+
+    from ..training.eagle3 import train_eagle3
+    from .models import load
+
+    texts = texts_of(model, data, held, test, EDIT_TASKS)
+    loaded, tokenizer = load(model, dtype)
+    figures = train_eagle3(
+        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
+        start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
+        console=None if as_json else plain_console(),
+    )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+        return
+    for which in ("held", "test"):
+        for kind, facts in figures.get(which, {}).items():
+            shares = ", ".join(f"{share:.1%}" for share in facts["reached"])
+            typer.echo(
+                f"{which}, {kind}: accepted up to token 1, 2, …: {shares}; {facts['tokens_per_step']:.2f} tokens a step"
+            )
+    typer.echo(f"Written to {out}.")
+
+
+def draft(
+    model: Annotated[str, typer.Option(help='Path or hub name of the target, or "demo".')],
+    data: Data = None,
+    out: Output = Path("draft-model"),
+    origin: Annotated[
+        str,
+        typer.Option("--from", help="layers: some of the target's own, kept. scratch: a smaller model of its kind."),
+    ] = DRAFT.origin,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the draft model. Default: a sixth of the target's.")
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Which of the target's layers, such as 0,1,29; -1 is the last. Default: spread evenly."),
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Hidden size from scratch. Default: about a quarter of the target's.")
+    ] = None,
+    held: Held = None,
+    test: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text that acceptance is measured on, for the card. Default: that held out."),
+    ] = None,
+    tokens: Tokens = DRAFT.tokens,
+    length: Length = DRAFT.length,
+    own_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the rows that the target continues itself.")
+    ] = DRAFT.own_share,
+    epochs: Epochs = DRAFT.epochs,
+    rows: RowsPerStep = DRAFT.rows,
+    rate: Rate = DRAFT.rate,
+    checks: Annotated[int, typer.Option(min=1, help="Checks of held-out agreement per epoch.")] = DRAFT.checks,
+    patience: Patience = DRAFT.patience,
+    seed: Seed = DRAFT.seed,
+    dtype: Annotated[str, typer.Option(help="Of the target: float32, bfloat16, float16 or auto.")] = "float32",
+    bf16: Bf16 = DRAFT.bf16,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Make a draft model for a target: some of its layers, or a smaller model, taught by its texts and distributions."""
+    training = DraftTraining(
+        origin=cast(Any, origin), count=layers, keep=indices(keep), hidden=hidden, tokens=tokens, length=length,
+        own_share=own_share, epochs=epochs, rows=rows, rate=rate, bf16=bf16, checks=checks, patience=patience, seed=seed,
+    )  # fmt: skip
+
+    from ..training.draft import train_draft
+    from .models import load
+
+    texts = texts_of(model, data, held, test, EDIT_TASKS)
+    loaded, tokenizer = load(model, dtype)
+    figures = train_draft(
+        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test,
+        command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
+        console=None if as_json else plain_console(),
+    )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+        return
+    typer.echo(f"{figures['parameters']:,} parameters, the target has {figures['target_parameters']:,}")
+    for name in ("greedy", "sampled"):
+        shares = ", ".join(f"{share:.1%}" for share in figures[name]["reached"])
+        typer.echo(
+            f"{name}: {figures[name]['tokens_per_step']:.2f} tokens per step; accepted up to token 1, 2, …: {shares}"
+        )
+    typer.echo(f"Written to {out}.")

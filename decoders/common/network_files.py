@@ -1,0 +1,211 @@
+"""Small networks beside a target, read from a folder: config, weights, and whether these fit each other. No code in files is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..errors import SettingsError, shortened, suggest
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, (bool, str)):
+        raise ValueError("Input should be a number")
+    return value
+
+
+#: ``6.0`` is a whole number, ``"6"`` and ``true`` are none.
+Whole = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[Whole, Field(ge=1)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+
+
+class FileConfig(BaseModel):
+    """What is read of a file; all else in it is of no use. A field that is ``null`` is left out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def of(cls, raw: object, place: str, kind: str) -> Self:
+        """The fields of `raw`, which a JSON file holds.
+
+        Args:
+            place: who reads it and which file, for messages: ``eagle3: /heads/config.json``.
+            kind: what the file should be: "config of an EAGLE-3 head".
+
+        Raises:
+            SettingsError: it is no object, lacks fields, or has one that is of another type or out of range.
+        """
+        if not isinstance(raw, dict):
+            raise SettingsError(
+                f"{place} is no {kind}: it holds {shortened(json.dumps(raw))}, and names with values are looked for"
+            )
+        try:
+            return cls.model_validate({name: value for name, value in raw.items() if value is not None})
+        except ValidationError as error:
+            problems = error.errors()
+            wrong = [_explained(item) for item in problems if item["type"] != "missing"]
+            missing = [_field(item) for item in problems if item["type"] == "missing"]
+            what = f": {'; '.join(wrong)}" if wrong else f" is no {kind}: it has no {', '.join(missing)}"
+            raise SettingsError(f"{place}{what}") from error
+
+
+def _field(problem: Any) -> str:
+    return ".".join(map(str, problem["loc"]))
+
+
+def _explained(problem: Any) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:  # a rule between fields, which names them
+        return message
+    return f"{_field(problem)}: {message} (got {shortened(repr(problem['input']))})"
+
+
+class LlamaLayerConfig(FileConfig):
+    """Of decoder layers that are made of Llama's parts."""
+
+    hidden_size: Count
+    num_attention_heads: Count
+    intermediate_size: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    vocab_size: Count | None = None
+    rms_norm_eps: Positive | None = None
+    hidden_act: str | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    max_position_embeddings: Count | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+    @field_validator("hidden_act")
+    @classmethod
+    def _known_activation(cls, name: str) -> str:
+        if name not in ACT2FN:
+            raise ValueError(f"Unknown activation. {suggest(name, ACT2FN)}")
+        return name
+
+    @field_validator("rope_scaling", "rope_parameters")
+    @classmethod
+    def _known_rope(cls, rope: dict[str, Any]) -> dict[str, Any]:
+        kind, choices = rope.get("rope_type", rope.get("type", "default")), {"default", *ROPE_INIT_FUNCTIONS}
+        if str(kind) not in choices:
+            raise ValueError(f"Unknown rope_type {kind!r}. {suggest(str(kind), choices)}")
+        return rope
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        heads, width = self.num_attention_heads, self.hidden_size
+        if width % heads:
+            raise ValueError(f"num_attention_heads is {heads}, which does not divide hidden_size, {width}")
+        if heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"num_key_value_heads is {self.num_key_value_heads}, which does not divide num_attention_heads, {heads}"
+            )
+        if (self.head_dim or width // heads) % 2:
+            raise ValueError(f"head_dim is {self.head_dim or width // heads}, and rotary positions need an even one")
+        return self
+
+    def llama(self, place: str, **fields: Any) -> LlamaConfig:
+        """The same for transformers' modules, with `fields` of the caller's beside them.
+
+        Raises:
+            SettingsError: transformers makes no rotary positions of it; `place` as in :meth:`of`.
+        """
+        own = self.model_dump(include=set(LlamaLayerConfig.model_fields), exclude_none=True)
+        try:
+            config = LlamaConfig(**own | fields)
+            LlamaRotaryEmbedding(config)
+        except Exception as error:  # each kind of rotary positions has parameters of its own, and errors
+            rope = [f"{name} is {own[name]!r}" for name in ("rope_scaling", "rope_parameters") if name in own]
+            what = shortened(", ".join(rope) or "the layer's config", 120)
+            raise SettingsError(
+                f"{place}: {what}, and transformers makes no Llama layer of it: {shortened(str(error), 300)}"
+            ) from error
+        return config
+
+
+Network = TypeVar("Network", bound=nn.Module)
+#: Name, time and size of files: what has changed is read again.
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def stamp_of(files: Iterable[Path]) -> Stamp:
+    """Of those that are there."""
+    return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
+
+
+def read_json(path: Path, missing: str, owner: str) -> Any:
+    """What a file holds.
+
+    Args:
+        missing: what is said if it cannot be read: "there is no head at …".
+        owner: the strategy, for messages.
+
+    Raises:
+        SettingsError: it cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{owner}: {missing}: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"{owner}: {path} is no JSON: {error}") from error
+
+
+def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
+    """Weights by name, on the CPU: of a safetensors file, or of a pickle that torch's ``weights_only`` loader reads.
+
+    Raises:
+        SettingsError: they cannot be read, or are no mapping of names to tensors.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a damaged file raises is up to the reader
+        raise SettingsError(f"{owner}: {path} cannot be read: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise SettingsError(f"{owner}: {path} holds a {type(state).__name__}, which is no mapping of names to tensors")
+    return state
+
+
+def filled(
+    network: Network, state: dict[str, Tensor], place: Path, owner: str, device: torch.device, dtype: torch.dtype
+) -> Network:
+    """`network` with the weights of `state`, frozen and ready to draft.
+
+    Args:
+        place: where they come from, for messages.
+
+    Raises:
+        SettingsError: they are others than its config says.
+    """
+    expected = network.state_dict()
+    wrong = sorted(
+        [f"{name} is missing" for name in expected.keys() - state.keys()]
+        + [f"{name} has no place" for name in state.keys() - expected.keys()]
+        + [
+            f"{name} is {list(state[name].shape)}, not {list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in state and state[name].shape != tensor.shape
+        ]
+    )
+    if wrong:
+        raise SettingsError(f"{owner}: the weights in {place} are not those of its config: {'; '.join(wrong[:4])}")
+    network.load_state_dict(state)
+    network.requires_grad_(False)
+    return network.to(device=device, dtype=dtype).eval()

@@ -1,0 +1,162 @@
+"""What the loop looks up of a tabulated grammar: states by tokens, on the device of the tables, and rows of masks, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .base import Tables, Tabulated, unpack
+from .vocabulary import Vocabulary
+
+#: Most entries of a table; what needs more is walked on the host.
+ENTRIES = 1 << 24
+#: Entries of a table that are worked out at a time: 32 MB of states.
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The states ``S`` of a grammar by its tokens. Tokens that lead from every state to the same one share a column.
+
+    Attributes:
+        next: ``[S, K]`` int64, state after a token of each column, 0 if it is illegal. Nothing is legal in column 0.
+        columns: ``[V]`` int64, column of each token.
+    """
+
+    next: Tensor
+    columns: Tensor
+    _forced: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(grammar: Tabulated, device: torch.device) -> TokenTable | None:
+        """The table of a grammar, made once per device and kept as long as the grammar; None if it would be too large."""
+        known = _TABLES.setdefault(grammar, {})
+        if device not in known:
+            known[device] = _made(grammar.tables(), grammar.vocabulary, device)
+        return known[device]
+
+    def forced(self, grammar: Tabulated) -> Tensor:
+        """``[S, 3]`` int64: what each state of `grammar`, which this is the table of, forces: how many bytes, the first one,
+        and the token that the tokenizer writes there; -1 for no byte and no token.
+        """
+        if not self._forced:
+            rows = torch.tensor([[0, -1, -1]]).repeat(len(self.next), 1)
+            for state in {grammar.first, *self.next.unique().tolist()} - {0}:
+                if text := grammar.forced_bytes(state):
+                    token = (*grammar.forced_tokens(state, 1), -1)[0]
+                    rows[state] = torch.tensor([len(text), text[0], token])
+            self._forced.append(rows)
+        return self._forced[0]
+
+
+_TABLES: WeakKeyDictionary[Tabulated, dict[torch.device, TokenTable | None]] = WeakKeyDictionary()
+
+
+def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> TokenTable | None:
+    states = len(tables.next)
+    # Columns are told apart by two random sums of their states: two of them agree by chance once in 2^100.
+    chance = torch.Generator().manual_seed(0)
+    weights = torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance).mul(2).add(1).to(device)
+    numbers = {(0, 0): 0}
+    distinct = [torch.zeros(states, 1, dtype=torch.int64, device=device)]
+    columns = torch.zeros(len(vocabulary), dtype=torch.int64)
+    for tokens, reached in _walked(tables, vocabulary, device):
+        new, mine = [], []
+        for place, key in enumerate(map(tuple, (weights * reached).sum(1).T.tolist())):
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                new.append(place)
+            mine.append(numbers[key])
+        columns[tokens] = torch.tensor(mine)
+        if len(numbers) * states > ENTRIES:
+            return None
+        distinct.append(reached[:, new])
+    return TokenTable(torch.cat(distinct, dim=1), columns.to(device))
+
+
+def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
+    """Yields tokens in batches, with the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
+    states = len(tables.next)
+    every = torch.arange(states)
+    # Whatever has the dead state's mask no text comes to, and after a stop token nothing is legal.
+    living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
+    some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
+    used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
+    stops = [token for token in vocabulary.stops if token in used]
+    spelled = sorted(used.difference(stops), key=lambda token: len(vocabulary.tokens[token] or b""))
+    # A column of its own for what is behind a token's end: nothing moves.
+    after = torch.cat([tables.next.long()[:, tables.classes], every[:, None]], dim=1).to(device)
+    every, living, masks, mask_of = (t.to(device) for t in (every, living, tables.masks, tables.mask_of))
+
+    def legal(tokens: list[int], reached: Tensor) -> Tensor:
+        token = torch.tensor(tokens, device=device)
+        bits = (masks[:, token >> 5] >> (token & 31).int() & 1).bool()
+        return torch.where(bits[mask_of] & living[:, None], reached, 0)
+
+    if stops:
+        yield stops, legal(stops, torch.full((states, len(stops)), tables.stopped, device=device))
+    size = min(max(CHUNK // states, 1), 1 << 14)  # of about the same length
+    for begin in range(0, len(spelled), size):
+        tokens = spelled[begin : begin + size]
+        texts = [vocabulary.tokens[token] or b"" for token in tokens]
+        length = np.array([len(text) for text in texts])
+        spelling = np.full((len(texts), length[-1]), 256, np.int16)
+        spelling[np.arange(length[-1]) < length[:, None]] = np.frombuffer(b"".join(texts), np.uint8)
+        reached = every[:, None].expand(-1, len(tokens))
+        for byte in torch.from_numpy(spelling).to(device).long().T:
+            reached = after[reached, byte]
+        yield tokens, legal(tokens, reached)
+
+
+class LazyMasks:
+    """Rows of one array, each written when it is first asked for; all are dropped when there would be too many.
+
+    Attributes:
+        most: rows that are held at a time.
+    """
+
+    def __init__(
+        self, width: int, dtype: type[np.generic], most: int, make: Callable[[int, NDArray[Any]], None]
+    ) -> None:
+        """make: writes the row of a number to an array ``[width]``."""
+        self.most, self._make = most, make
+        # Replaced together: another thread may still look at the ones before.
+        self._held: tuple[dict[int, int], NDArray[Any]] = {}, np.empty((0, width), dtype)
+        self._making = Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self._held[1].nbytes
+
+    def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
+        """Places of the rows of `numbers` in a read-only array ``[R, width]``, and that array; None if they are too many."""
+        places, rows = self._held
+        try:
+            return [places[number] for number in numbers], rows
+        except KeyError:
+            wanted = {*numbers}
+        if len(wanted) > self.most:
+            return None
+        with self._making:
+            places, rows = self._held
+            missing = wanted - places.keys()
+            needed = len(places) + len(missing)
+            if needed > len(rows):
+                if needed > self.most:
+                    places, missing = {}, wanted
+                places, before = {**places}, rows
+                rows = np.empty((min(2 * needed, self.most), before.shape[1]), before.dtype)
+                rows[: len(places)] = before[: len(places)]
+            for number in missing:
+                self._make(number, rows[len(places)])
+                places[number] = len(places)
+            self._held = places, rows
+        return [places[number] for number in numbers], rows

@@ -1,0 +1,173 @@
+"""Functions of tensors compiled beside decoding: uncompiled at once, compiled once that has been worth its time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import types
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common import devices
+from ....sampling.processors import SamplingPlan
+from .. import torch_compat
+from ..static_inputs import SameObject, copied
+from .background import BackgroundCompile, worth_compiling
+
+_serial = itertools.count()
+
+
+def private(function: Callable) -> Callable:
+    """A copy of `function` (or bound method) with a code object of its own.
+
+    Dynamo keeps compiled graphs per code object. Two models that shared one would see each other's graphs and use up
+    each other's recompilation limit.
+    """
+    plain = function.__func__ if isinstance(function, types.MethodType) else function
+    code = plain.__code__.replace(co_name=f"{plain.__name__}_{next(_serial)}")
+    copy = types.FunctionType(code, plain.__globals__, code.co_name, plain.__defaults__, plain.__closure__)
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return types.MethodType(copy, function.__self__) if isinstance(function, types.MethodType) else copy
+
+
+class CompiledFunction:
+    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that made a graph.
+
+    Where the compiler fails, after too many shapes for instance, a warning says why, once, and the function runs as it is: for
+    arguments of that kind from then on, and for all if it never could be compiled.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self.function, self._warned, self._worked = function, False, False
+        self.compiled = torch.compile(private(function), fullgraph=True, dynamic=True)
+        self.on_compile: Callable[[float], None] = lambda seconds: None
+        self._known: set[tuple] = set()
+        self._failed: set[tuple] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        started, before = time.perf_counter(), compilations()
+        kind = tuple([a.shape if type(a) is Tensor else _kind(a) for a in args])
+        if kind in self._failed or (self._failed and not self._worked):
+            return self.function(*args)
+        if kind in self._known:
+            result = self._run(kind, args)
+        else:
+            self._known.add(kind)
+            # Sizes that happen to be equal, four rows and four children, are not the same size. (Entering this takes
+            # longer than many a function, so not in every call.)
+            with torch_compat.sizes_of_their_own():
+                result = self._run(kind, args)
+        if compilations() > before:
+            self.on_compile(time.perf_counter() - started)
+        return result
+
+    def static_parts(self) -> SameObject:
+        """Calls share it: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        return SameObject(self)
+
+    def _run(self, kind: tuple, args: tuple) -> Any:
+        try:
+            result = self.compiled(*args)
+            self._worked = True
+            return result
+        except (*torch_compat.COMPILER_ERRORS, AssertionError) as error:
+            result = self.function(*args)  # an error of the function's own is raised here, as what it is
+            self._failed.add(kind)
+            if not self._warned:
+                name = getattr(self.function, "__name__", repr(self.function))
+                warnings.warn(f"{name} could not be compiled, running it eagerly instead: {error}", stacklevel=3)
+                self._warned = True
+            return result
+
+
+def _kind(argument: Any) -> Any:
+    """What an argument may tell graphs apart by: the shape of a tensor, the value of plain Python, the type of all else."""
+    if isinstance(argument, Tensor):
+        return argument.shape
+    return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
+
+
+def compilations() -> int:
+    """Graphs that Dynamo has compiled in this process so far."""
+    return torch_compat.graphs_compiled()
+
+
+#: Seconds that compiling one is expected to take on two cores.
+FUNCTION_SECONDS = 5.0
+#: Kinds of arguments that one function is compiled for: Dynamo's own limit.
+MOST_KINDS = 8
+
+
+class TieredFunction:
+    """Runs `function` as it is, and compiles it in the background once it has taken as long as that would.
+
+    Each kind of arguments (:func:`kind_of`) is compiled by itself, so that nobody waits where one row becomes several.
+
+    Args:
+        due: whether to compile in any case, since what the function is a part of is compiled.
+    """
+
+    def __init__(self, function: Callable, compiled: CompiledFunction, due: Callable[[], bool] = lambda: False) -> None:
+        self.function, self.compiled, self._due = function, compiled, due
+        self._seconds = 0.0
+        self._jobs: dict[Hashable, BackgroundCompile] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        kind = kind_of(args)
+        return self.compiled(*args) if self.is_ready(kind) else self.uncompiled(kind, *args)
+
+    def uncompiled(self, kind: Hashable, *args: Any) -> Any:
+        """Runs the function as it is, on arguments of a `kind`; begins to compile for them when that is due."""
+        started = time.perf_counter()
+        result = self.function(*args)
+        self._seconds += time.perf_counter() - started
+        due = self._due() or worth_compiling(self._seconds, FUNCTION_SECONDS)
+        if due and kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
+            self._begin(kind, args)
+        return result
+
+    def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
+        """Compiles for arguments of a `kind` before it runs, and books the seconds."""
+        if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
+            started = time.perf_counter()
+            self._begin(kind, args).wait()
+            book(time.perf_counter() - started)
+        return self(*args)
+
+    def _begin(self, kind: Hashable, args: tuple) -> BackgroundCompile:
+        copies = copied(args)  # what the function writes to is the call's
+        name = getattr(self.function, "__name__", "a function")
+        self._jobs[kind] = BackgroundCompile(name, lambda: self.compiled(*copies))
+        return self._jobs[kind]
+
+    def is_ready(self, kind: Hashable) -> bool:
+        """Whether it has been compiled for arguments of a `kind`."""
+        job = self._jobs.get(kind)
+        return job is not None and job.poll()
+
+    @property
+    def ready(self) -> frozenset[Hashable]:
+        """The kinds of arguments that it has been compiled for."""
+        return frozenset(kind for kind in self._jobs if self.is_ready(kind))
+
+    def static_parts(self) -> SameObject:
+        """Calls share it: see :func:`~decoders.engine.model.static_inputs.find_tensors`."""
+        return SameObject(self)
+
+
+def kind_of(value: Any) -> Hashable:
+    """What graphs with dynamic sizes are told apart by: which sizes are one, types of tensors, and plain values but numbers."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple([size == 1 for size in value.shape])
+    if isinstance(value, bool | str | SamplingPlan | None):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple([kind_of(item) for item in value])
+    if is_dataclass(value):
+        return type(value), *[kind_of(getattr(value, part.name)) for part in fields(value)]
+    return type(value).__qualname__

@@ -1,1 +1,0 @@
-"""Steps recorded once and replayed with one launch."""

@@ -1,0 +1,371 @@
+"""On CUDA: what runs again and again is recorded once as a CUDA graph, kept by the session, and replayed with one launch.
+
+Whole steps - propose, core, observe - are recorded where nothing in them needs the host (:mod:`.recording`). Elsewhere the parts
+are that run a model: the core of a step, the passes of draft models, the chunks of a prompt (:meth:`Recordings.run`).
+
+A recording reads and writes the tensors that were there when it was made. So its session owns them: rows and cache by itself, and
+all else through :class:`StaticInputs`. A later call copies its own values in and replays.
+
+Everything that touches the device goes through a :class:`~decoders.engine.model.recordings.Recorder`, so that the rest can be
+tested without one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...common import devices
+from .static_inputs import StaticInputs, copied, find_tensors
+
+
+class Graph(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None: ...
+
+
+class Event(Protocol):
+    """A mark in the order of what the device was told to do."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """A device that can record. The methods are called within `active`, on one thread at a time."""
+
+    def active(self) -> AbstractContextManager:
+        """Makes the device the current one, with its current stream."""
+
+    def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Runs `body`'s Python once and none of its kernels; its output's tensors are those that replays write to."""
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """Host memory for a copy of `like` that the device writes to by itself."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies in the order of the device's work; the host does not wait."""
+
+    def event(self) -> Event: ...
+
+
+class CudaRecorder:
+    """CUDA graphs on one device, which need not be the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def active(self) -> AbstractContextManager:
+        return torch.cuda.device(self.device)
+
+    def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
+        # Graphs that share memory must have been recorded on one stream.
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        # With "thread_local", other threads may go on allocating and waiting meanwhile.
+        mode = "thread_local"
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+                output = body()
+        except BaseException:
+            self._stream = self._pool = None  # whatever state they are in, nobody records there again
+            raise
+        finally:
+            torch.cuda.set_stream(current)  # if recording fails, torch leaves the other stream current
+        return graph, output
+
+    def pinned(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def event(self) -> Event:
+        return torch.cuda.Event()
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records steps on `device`; None where nothing can be recorded."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class HostCopies:
+    """Pinned memory for small tensors of the device, which are brought there together."""
+
+    def __init__(self, recorder: Recorder, tensors: tuple[Tensor, ...]) -> None:
+        self.recorder = recorder
+        self.pinned, self.arrived = [recorder.pinned(tensor) for tensor in tensors], recorder.event()
+
+    def launch(self, tensors: tuple[Tensor, ...]) -> None:
+        """Has the device bring them as they are then."""
+        for own, tensor in zip(self.pinned, tensors, strict=True):
+            self.recorder.copy(own, tensor)
+        self.arrived.record()
+
+    def lists(self) -> tuple[list, ...]:
+        """What was brought last, once it is there: the one place where the host waits for the device."""
+        self.arrived.synchronize()
+        return tuple([pinned.tolist() for pinned in self.pinned])
+
+
+#: Ordinary steps before recording: autotune, allocate. They are real steps, nothing is thrown away.
+WARM_UP_STEPS = 3
+#: Likewise for parts of a step: so many runs with arguments of one kind.
+PLAIN_RUNS = 2
+#: Recordings that a session keeps. The memory of intermediate results is in a pool that all share.
+MOST_RECORDINGS = 48
+#: What the results of recordings that a session keeps may take: logits of many nodes above all.
+MOST_BYTES = 1 << 30
+
+#: What the host learns of a step: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
+Result = tuple[list[list[int]], list[list[int]]]
+
+_as_parts = ContextVar("as_parts", default=False)
+
+
+@contextmanager
+def as_parts() -> Iterator[None]:
+    """Within it nothing is replayed: what runs is part of something that is recorded, or is to be."""
+    token = _as_parts.set(True)
+    try:
+        yield
+    finally:
+        _as_parts.reset(token)
+
+
+@dataclass(frozen=True)
+class RecordedCapacity:
+    """What a recorded step was made for. It writes one block behind its slots, no more.
+
+    Attributes:
+        rows: of the batch.
+        nodes: of a block.
+        slots: that a row may fill.
+    """
+
+    rows: int
+    nodes: int
+    slots: int
+
+    def holds(self, needed: RecordedCapacity) -> bool:
+        """Whether a call with so many rows, in blocks of so many nodes, that reaches so many slots fits."""
+        return self.rows == needed.rows and self.nodes >= needed.nodes and self.slots >= needed.slots
+
+
+class Recording:
+    """What `body` does, recorded.
+
+    Attributes:
+        body: holds what the recording works on.
+        capacity: of those tensors, where calls ask for it.
+        inputs: the tensors it reads and writes besides the session's.
+        output: what `body` gave; every replay writes to its tensors.
+        replays: launches so far.
+    """
+
+    def __init__(
+        self, recorder: Recorder, body: Callable[[], Any], inputs: StaticInputs, capacity: RecordedCapacity | None = None
+    ) -> None:  # fmt: skip
+        self.recorder, self.body, self.capacity, self.inputs, self.replays = recorder, body, capacity, inputs, 0
+        with as_parts(), devices.as_recorded():
+            self._graph, self.output = recorder.record(body)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its own: what it is given, and what it gives."""
+        tensors, _ = find_tensors((self.inputs.tensors, self.output))
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def replay(self) -> None:
+        with self.recorder.active():
+            self._graph.replay()
+        self.replays += 1
+
+    def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
+        """The results of step after step, where `body` is one: each is handed out one step late, so that the device never waits.
+
+        The next step is always under way already: stop when all rows have ended. Finished rows idle in it, so it changes nothing,
+        and what a later call does to the same tensors comes after it on the device.
+
+        Args:
+            more: asked before every launch; once it says no, what is under way is handed out and that is all.
+        """
+        tensors = self.output.summary, self.output.new
+        with self.recorder.active():
+            copies = [HostCopies(self.recorder, tensors) for _ in range(2)]
+        launched = delivered = 0
+        going = True
+        while True:
+            while going and launched - delivered < 2:
+                going = more()
+                if going:
+                    self.replay()
+                    with self.recorder.active():
+                        copies[launched % 2].launch(tensors)
+                    launched += 1
+            if launched == delivered:
+                return
+            with self.recorder.active():
+                summary, new = copies[delivered % 2].lists()
+            delivered += 1
+            yield summary, new
+
+
+class Recordings:
+    """What was recorded with the tensors of one session, by what it depends on; the least recently used go first.
+
+    A key says everything that is part of the recording and is no tensor: strategy and settings, plan, verifier, buckets, and what
+    was compiled. With weights or attention changed there is a new engine, with new sessions.
+
+    Attributes:
+        recorded: how often something had to be recorded.
+        reused: how often a call could do without.
+        replays: launches of what :meth:`run` has recorded.
+    """
+
+    def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
+        self.recorder, self.most = recorder, most
+        self.recorded = self.reused = self.replays = 0
+        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._runs: Counter[Hashable] = Counter()
+        self._copies: dict[tuple, HostCopies] = {}
+        self._failed: set[Hashable] = set()
+        self._warned = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is kept, without the pool that intermediate results share."""
+        return sum(recording.nbytes for recording in self._kept.values())
+
+    def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
+        """``function(*given)``: as it is the first times, and from then on as a replay of what was recorded of it.
+
+        The next replay overwrites what it gives.
+
+        Args:
+            key: gives all that the function depends on besides what `given` looks like; also where the tensors are that it works on
+                in place. Asked again after recording, for what is compiled may have become ready meanwhile.
+            given: tensors, also in tuples and dataclasses; they are copied to the recording's own.
+        """
+        if _as_parts.get():
+            return function(*given)
+        tensors, others = find_tensors(given)
+        begun = key()
+        looks = tuple([(path, tensor.shape, tensor.dtype) for path, tensor in tensors.items()])
+        full = begun, looks, tuple(others.items())
+        recording = self._kept.get(full)
+        if recording is None:
+            self._runs[full] += 1
+            recording = self._recorded(full, function, given) if self._runs[full] > PLAIN_RUNS else None
+            if recording is None:
+                return function(*given)
+            if key() != begun:
+                self.drop(full)
+                return function(*given)
+        else:
+            with self.recorder.active():
+                recording.inputs.take(tensors, self.recorder.copy)
+            self._kept.move_to_end(full)
+        recording.replay()
+        self.replays += 1
+        return recording.output
+
+    def _recorded(self, key: Hashable, function: Callable[..., Any], given: tuple) -> Recording | None:
+        own = copied(given)
+        return self.record(key, None, StaticInputs(own), lambda: function(*own))
+
+    def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
+        """The step recorded for `key`, with the values of `inputs` copied in; None if there is none that fits.
+
+        After this the recording's own tensors are the call's state: those in `inputs` are not updated any more.
+
+        Args:
+            needed: what the call needs; its nodes may be 0, since the strategy proposes as many as when it was recorded.
+            inputs: what the call brings: the strategy's state, the guide, the keys of its noise.
+        """
+        step = self._kept.get(key)
+        if step is None or step.capacity is None or not step.capacity.holds(needed):
+            return None
+        with self.recorder.active():
+            if not step.inputs.load(inputs, self.recorder.copy):
+                return None
+        self._kept.move_to_end(key)
+        self.reused += 1
+        return step
+
+    def record(
+        self, key: Hashable, capacity: RecordedCapacity | None, inputs: Any, body: Callable[[], Any]
+    ) -> Recording | None:
+        """Records `body` in the place of what was there for `key`; None if that fails, now or before: go on without.
+
+        Args:
+            capacity: of the tensors that `body` works on.
+            inputs: as in :meth:`reuse`; kept, with all its tensors. A caller that has made steps since the call began hands over
+                the :class:`StaticInputs` that it made then, for a later call will be compared as it begins. If steps have moved
+                some of these tensors, the recording serves this call only.
+            body: runs on static tensors; no syncs, the same shapes every time.
+        """
+        if key in self._failed:
+            return None
+        self._kept.pop(key, None)  # its memory is free for the new one
+        try:
+            with self.recorder.active():
+                own = inputs if isinstance(inputs, StaticInputs) else StaticInputs(inputs)
+                step = Recording(self.recorder, body, own, capacity)
+        except Exception as error:
+            self._failed.add(key)
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"a step could not be recorded, steps run one by one instead: {_cause(error)}", stacklevel=2
+                )
+            return None
+        self.recorded += 1
+        if not own.settled:
+            return step
+        self._kept[key] = step
+        while len(self._kept) > self.most or (self.nbytes > MOST_BYTES and len(self._kept) > 1):
+            self._kept.popitem(last=False)
+        return step
+
+    def lists(self, *tensors: Tensor) -> tuple[list, ...]:
+        """The values of small tensors: one wait for all."""
+        looks = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        with self.recorder.active():
+            if looks not in self._copies:
+                self._copies[looks] = HostCopies(self.recorder, tensors)
+            self._copies[looks].launch(tensors)
+            return self._copies[looks].lists()
+
+    def drop(self, key: Hashable) -> None:
+        """Forgets what was recorded for `key`."""
+        self._kept.pop(key, None)
+
+    def clear(self) -> None:
+        """Drops all recordings, and what is known to fail."""
+        self._kept.clear()
+        self._runs.clear()
+        self._failed.clear()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error: what CUDA says when the recording is then ended hides it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error

@@ -1,0 +1,157 @@
+"""The tensors inside a strategy's state: found, compared with another call's, and overwritten by its values."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...tree import Topology
+
+#: Objects that are themselves or another, with nothing inside that a call would change.
+_OPAQUE = (
+    nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.device, torch.dtype,
+    str, bytes, int, float, bool, complex, type(None), Topology,
+)  # fmt: skip
+
+
+class SameObject:
+    """Something that must be the very same object in a later call, and is not looked into."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything inside `root`, by the path that leads to it: tensors, and whatever is neither a tensor nor looked into.
+
+    Lists, tuples, dicts and plain objects' attributes are looked into; functions, modules and classes are not. An object with a
+    method `static_parts` says itself what there is to look at.
+    """
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    for path, leaf in _leaves(root, "state", set()):
+        (tensors if isinstance(leaf, Tensor) else others)[path] = leaf
+    return tensors, others
+
+
+def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Tensor, *_OPAQUE)) or id(value) in above:
+        yield path, None if id(value) in above else value
+        return
+    above = above | {id(value)}
+    if isinstance(value, list | tuple):
+        yield path, (type(value), len(value))
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]", above)
+    elif isinstance(value, Mapping):
+        yield path, (type(value), len(value))
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]", above)
+    elif hasattr(type(value), "static_parts"):
+        yield path, type(value)
+        yield from _leaves(value.static_parts(), path, above)
+    elif hasattr(value, "__dict__"):
+        yield path, type(value)
+        for name, item in vars(value).items():
+            yield from _leaves(item, f"{path}.{name}", above)
+    else:
+        yield path, value
+
+
+class StaticInputs:
+    """The tensors in `root` as the places where a recording reads and writes.
+
+    Another call's state fits if it has the same parts: tensors of equal shape, dtype and device, and all else equal. A state with
+    something in it that is made anew for every call, and has no tensors to look at, a closure say, never fits: then the call
+    records for itself, which is slower and right.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.root = root  # keeps alive what is compared by identity
+        self.tensors, self.others = find_tensors(root)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the tensors are still the same ones, and no more. What steps have moved cannot be given another call's values."""
+        tensors, _ = find_tensors(self.root)
+        same = tensors.keys() == self.tensors.keys()
+        return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
+
+    def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
+        """Copies the values of `root`'s tensors in, or says that it does not fit, with nothing copied."""
+        tensors, others = find_tensors(root)
+        if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():
+            return False
+        if not all(_alike(self.tensors[path], tensor) for path, tensor in tensors.items()):
+            return False
+        if not all(_equal(self.others[path], other) for path, other in others.items()):
+            return False
+        self.take(tensors, copy)
+        return True
+
+    def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Copies the values of `tensors`, which :func:`find_tensors` has found in something that fits."""
+        _copy_all(self.tensors, tensors, copy)
+
+    def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """The other way round: `root`, which has fitted, gets the values that are here now."""
+        tensors, _ = find_tensors(root)
+        _copy_all(tensors, self.tensors, copy)
+
+
+def copied(value: Any) -> Any:
+    """`value` with a copy of every tensor in it."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(copied(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value) if f.init})
+    return value
+
+
+def _copy_all(
+    places: Mapping[str, Tensor], values: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]
+) -> None:
+    for path, value in values.items():
+        own = _without_repeats(places[path])
+        given = _without_repeats(value, like=places[path])
+        if own.data_ptr() != given.data_ptr():
+            copy(own, given)
+
+
+def _alike(own: Tensor, other: Tensor) -> bool:
+    return own.shape == other.shape and own.dtype == other.dtype and own.device == other.device
+
+
+def _equal(own: Any, other: Any) -> bool:
+    if own is other:
+        return True
+    if type(own) is not type(other) or isinstance(own, nn.Module | types.FunctionType):
+        return False
+    try:
+        return bool(own == other)
+    except Exception:  # no answer is no match
+        return False
+
+
+def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """`tensor` less what an ``expand`` of `like` repeats: it cannot be written to as a whole."""
+    like = tensor if like is None else like
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

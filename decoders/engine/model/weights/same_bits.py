@@ -1,0 +1,169 @@
+"""Layers that stand in for a model's own so that a row has the same bits whatever else is in its block."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import activations
+from transformers.pytorch_utils import Conv1D
+
+from .. import torch_compat
+from ..kernels import runs_kernels
+from .twin import share_weights
+
+#: ATen gives a thread at least so many elements, and whole multiples of two vectors are never computed one by one.
+GRAIN, TWO_VECTORS = 32768, 64
+#: Activations of torch that work by element and have both a vector form and another scalar one.
+ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
+
+
+class _FewRows:
+    """What the layers below have in common: they read their own parameters where these lie, so that nothing is copied or goes stale."""
+
+    def matrix(self) -> Tensor:
+        """``[out, in]``, of any strides."""
+        return cast(Tensor, self.weight)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        from ..kernels.products import few_rows_linear  # imports Triton
+
+        matrix = self.matrix()
+        if x.dtype != matrix.dtype:
+            return super().forward(x)  # type: ignore[misc]  # of the layer that it stands in for
+        return few_rows_linear(x, matrix, self.bias)  # type: ignore[attr-defined]
+
+
+class FewRowsLinear(_FewRows, nn.Linear):
+    """An ``nn.Linear`` that multiplies few rows by our kernel."""
+
+
+class FewRowsConv1D(_FewRows, Conv1D):
+    """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
+
+    def matrix(self) -> Tensor:
+        return self.weight.t()
+
+
+#: By the kind of layer: the class that stands in for it.
+KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether the kernel takes a matrix: in 16 bits, on a device that has its instructions. The CPU's products are packed ones.
+
+    In float32 a sum's order decides next to nothing, and the kernel would be slow.
+    """
+    return weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device)
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernel runs on `device`; NVIDIA's have had its instructions since Ampere."""
+    if device.type != "cuda" or not runs_kernels(device):
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+#: What the constant of a norm is called.
+EPSILONS = ("variance_epsilon", "eps")
+
+
+class Formula(NamedTuple):
+    """In which way a norm computes ``x / sqrt(mean(x²) + epsilon) * weight``.
+
+    Attributes:
+        epsilon: the constant.
+        one_added: whether the factor is ``1 + weight``, as in Gemma.
+        rounded_first: whether the quotient is rounded to the type of `x` before it is multiplied, as in Llama, or after, as in OLMo 2.
+    """
+
+    epsilon: float
+    one_added: bool
+    rounded_first: bool
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As models of transformers compute it. x: ``[…, H]``, weight: ``[H]``."""
+        wide = x.float()
+        quotient = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        factor = 1.0 + weight.float() if self.one_added else weight
+        return (factor * (quotient.to(x.dtype) if self.rounded_first else quotient)).to(x.dtype)
+
+
+def norm_kind(module: nn.Module) -> type[nn.Module] | None:
+    """The class that stands in for a root-mean-square norm in 16 bits on a device that has the kernel; None for all else."""
+    own, epsilons = (
+        torch_compat.own_parameters(module),
+        [vars(module)[name] for name in EPSILONS if name in vars(module)],
+    )
+    weight: Any = own.get("weight")
+    if list(own) != ["weight"] or type(weight) is not nn.Parameter or weight.dim() != 1 or "forward" in vars(module):
+        return None
+    if (
+        [type(epsilon) for epsilon in epsilons] != [float]
+        or any(True for _ in module.children())
+        or not multiplies(weight)
+    ):
+        return None
+    formula = formula_of(module, epsilons[0])
+    return None if formula is None else _stand_in(cast(Hashable, type(module)), formula)
+
+
+@torch.no_grad()
+def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
+    """The formula of which `module` gives the bits on random numbers, with a random weight: its own may be ones."""
+    weight = torch_compat.own_parameters(module)["weight"]
+    assert weight is not None
+    generator = torch.Generator().manual_seed(0)
+    x, scale = (torch.randn(rows, len(weight), generator=generator).to(weight) for rows in (8, 1))
+    tried = share_weights(module)
+    torch_compat.own_parameters(tried)["weight"] = nn.Parameter(scale[0])
+    try:
+        out = type(module).forward(tried, x)
+    except Exception:  # it takes something else
+        return None
+    formulas = (Formula(epsilon, one_added, first) for one_added in (False, True) for first in (True, False))
+    return next((f for f in formulas if isinstance(out, Tensor) and torch.equal(out, f(x, scale[0]))), None)
+
+
+@functools.cache
+def _stand_in(plain: Any, formula: Formula) -> type[nn.Module]:
+    from ..kernels.products import rms_norm  # imports Triton
+
+    def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
+        if more or options or x.dtype != self.weight.dtype or not x.numel():
+            return plain.forward(self, x, *more, **options)
+        return rms_norm(x, self.weight, *formula)
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def align_activations(model: nn.Module) -> None:
+    """Makes the activations of a private twin give an element the same bits wherever it lies in its tensor."""
+    for module in model.modules():
+        plain = type(module)
+        elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
+        if elementwise and "forward" not in vars(module) and not any(True for _ in module.parameters()):
+            module.__class__ = _aligned(cast(Hashable, plain))
+
+
+@functools.cache
+def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class that stands in for `plain`: it pads what would leave a thread a part of a vector."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return plain.forward(self, x)
+        count = x.numel()
+        threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
+        spare = -count % (TWO_VECTORS * threads)
+        # A strided input is computed row by row.
+        if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
+            return plain.forward(self, x)
+        return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})

@@ -1,0 +1,337 @@
+"""What tells that a model has changed: its weights, its modules, the code that they run, the values of its config."""
+
+from __future__ import annotations
+
+import functools
+import types
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import Any, Self
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ....common.transformers_compat import NO_PART_OF_NETWORK
+from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, modules_in, parameters_in, with_parts
+from .fingerprints import state_of
+from .twin import DEPTH, HELPERS, INTERNAL, OF_GENERATION, OURS, PLAIN
+
+#: Attributes that no state of a model has.
+_LEFT_OUT = INTERNAL | OF_GENERATION
+#: How many entries of one container are looked at.
+_ENTRIES = 1000
+#: Of how many numbers of an array it is seen that they have changed.
+_SAMPLES = 65_536
+#: Packages whose hooks keep what is no user's.
+_LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
+
+
+@dataclass(frozen=True)
+class WeightState:
+    """A model's weights and modules as they were when they were looked at.
+
+    Attributes:
+        modules: changes whenever a weight is exchanged for another tensor, resized or cast, whenever a module is exchanged,
+            hooked or switched, whenever an attribute of one is set to something else, and whenever a value of a config is.
+        code: changes whenever a function that they run is exchanged, or one is hooked to all modules there are.
+        contents: changes whenever something is written into what attributes hold (dicts, lists, tensors, helper objects), or a plain
+            value that a hook reads is another one.
+        values: changes whenever a weight is written in place or gets other data, or a tensor that a hook reads is.
+    """
+
+    modules: tuple
+    code: tuple
+    contents: tuple
+    values: tuple
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        parts = modules_in(model)
+        tensors = with_parts((*parameters_in(parts), *buffers_in(parts)))
+        shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
+        modules: list[object] = []
+        held: list[object] = []
+        loose: list[Tensor] = []
+        configs: dict[int, PreTrainedConfig] = {}
+        for module in parts:
+            after, before = hooks_of(module)
+            modules += [id(module), *after, *before]
+            for hook in (*after.values(), *before.values()):
+                read = read_by(hook)
+                held += [value for value in read if not isinstance(value, Tensor)]
+                loose += [value for value in read if isinstance(value, Tensor)]
+            for name, value in vars(module).items():
+                if name in _LEFT_OUT or name.startswith(OURS):
+                    continue
+                kind = type(value)  # a config is slow to say what it is an instance of
+                if issubclass(kind, PLAIN):
+                    modules.append(value)
+                else:
+                    modules.append(id(value))
+                    if not _opaque(kind):  # type: ignore[arg-type]  # types are hashable
+                        held.append(_content(value, DEPTH))
+                    elif issubclass(kind, PreTrainedConfig):
+                        configs[id(value)] = value
+        modules += [config_state(config, _other_content) for config in configs.values()]
+        code = hooks_everywhere(), forward_code(dict.fromkeys(map(type, parts)))
+        return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(state_of, (*tensors, *loose))))
+
+    def replaces(self, other: WeightState) -> bool:
+        """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
+        return self.modules == other.modules and self.code == other.code
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """All tensors that modules of `model` hold, this process's parts of them: parameters, buffers, and plain attributes."""
+    loose = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Tensor)]
+    return [local_part(tensor) for tensor in with_parts((*model.parameters(), *model.buffers(), *loose))]
+
+
+def _content(value: Any, depth: int) -> object:
+    """Something that differs whenever what `value` holds does."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), *state_of(value)
+    if isinstance(value, (np.ndarray, array, bytearray)):
+        numbers = np.asarray(value).reshape(-1)
+        return id(value), hash(numbers[:: len(numbers) // _SAMPLES + 1].tobytes())
+    if depth == 0 or _opaque(type(value)):  # type: ignore[arg-type]
+        return id(value)
+    if isinstance(value, (set, frozenset)):
+        return id(value), frozenset(entry if isinstance(entry, PLAIN) else id(entry) for entry in value)
+    if isinstance(value, (list, tuple, deque)):
+        entries: Iterable[tuple[Any, Any]] = enumerate(value)
+        count = len(value)
+    else:
+        held = value if isinstance(value, dict) else _attributes(value)
+        entries, count = held.items(), len(held)
+    if count > _ENTRIES:
+        return id(value), count
+    return id(value), tuple((key if isinstance(key, PLAIN) else id(key), _content(v, depth - 1)) for key, v in entries)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object keeps, in slots too."""
+    slots = [name for kind in type(value).__mro__ for name in _names_of(vars(kind).get("__slots__", ()))]
+    return {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+
+
+def _names_of(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _other_content(value: Any) -> object:
+    return _content(value, DEPTH)
+
+
+def read_by(hook: Any, depth: int = HELPERS) -> list[object]:
+    """What a hook of a user's reads beside its arguments: tensors, plain values, and those in what it keeps."""
+    if isinstance(hook, functools.partial):
+        kept: list[Any] = [hook.func, *hook.args, *hook.keywords.values()]
+    elif isinstance(hook, types.MethodType):
+        kept = [hook.__self__, hook.__func__]
+    elif isinstance(hook, types.FunctionType):
+        if is_of_library(hook):
+            return []
+        named = [hook.__globals__.get(name) for name in global_names(hook.__code__)]
+        kept = [*captured(hook), *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *named]
+    else:
+        kept = [hook]
+    read: list[object] = []
+    for value in kept:
+        if isinstance(value, (*PLAIN, Tensor)):
+            read.append(value)
+        elif isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
+            read += read_by(value, depth - 1) if depth else []
+        elif not _opaque(type(value)):  # type: ignore[arg-type]
+            entries = value if isinstance(value, dict) else _attributes(value)
+            read += [entry for entry in entries.values() if isinstance(entry, PLAIN)]
+    return read
+
+
+@functools.cache
+def _opaque(kind: type) -> bool:
+    """Whether objects of this class are not looked into: modules, configs, functions, and what libraries made."""
+    if issubclass(kind, (dict, list, tuple, set, frozenset, bytearray, types.SimpleNamespace, Tensor)):
+        return False
+    made_by = kind.__module__.partition(".")[0]
+    own = {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "builtins",
+        "functools",
+        "types",
+        "threading",
+        "_thread",
+        "enum",
+        "decoders",
+    }
+    return issubclass(kind, (nn.Module, PreTrainedConfig, type)) or made_by in own
+
+
+#: Values of a config that are compared as they are.
+_VALUES = frozenset(PLAIN)
+
+
+def config_state(config: PreTrainedConfig, other: Callable[[Any], object], depth: int = DEPTH) -> tuple[object, ...]:
+    """Something that differs whenever a value of `config`, or of a config in it, does.
+
+    It is asked for before every call, hence no copy and no ``to_dict``: some five microseconds.
+
+    Args:
+        other: the same for what is neither a plain value nor a container nor a config.
+    """
+    return tuple(
+        [
+            (name, value if type(value) in _VALUES else _state(value, other, depth))
+            for name, value in vars(config).items()
+            if name not in NO_PART_OF_NETWORK
+        ]
+    )
+
+
+def _state(value: Any, other: Callable[[Any], object], depth: int) -> object:
+    if type(value) in _VALUES:
+        return value
+    if depth == 0:
+        return id(value)
+    if isinstance(value, PreTrainedConfig):
+        return id(value), config_state(value, other, depth - 1)
+    if isinstance(value, (list, tuple)):
+        # Entries for each layer: a kind of attention, a window.
+        return (
+            tuple(value) if _VALUES.issuperset(map(type, value)) else tuple(_state(v, other, depth - 1) for v in value)
+        )
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    if isinstance(value, dict):
+        return tuple([(key, _state(entry, other, depth - 1)) for key, entry in value.items()])
+    return other(value)
+
+
+#: What a place holds now: functions with their code and defaults, classes and other callables, plain values.
+Code = tuple[object, ...]
+
+
+class _Watched:
+    """Where the functions lie that the forward pass of one class names, and what lay there last.
+
+    Attributes:
+        code: what lies there, functions of the class first.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        attributes, names = _places(kind)
+        self._read = [(_several(attrgetter, attributes), kind), *((_several(itemgetter, n), s) for s, n in names)]
+        self.code = self.read()
+
+    def read(self) -> Code:
+        read = [get(place) for get, place in self._read]
+        functions = [
+            f for each in read for f in (each if type(each) is tuple else (each,)) if type(f) is types.FunctionType
+        ]
+        return tuple(read), tuple([(f.__code__, f.__defaults__) for f in functions])
+
+
+_watched: dict[type, _Watched] = {}
+
+
+def forward_code(kinds: Iterable[type[nn.Module]]) -> tuple[Code, ...]:
+    """The functions that modules of these classes run: ``forward``, methods that it calls, and functions of their modeling files.
+
+    It differs whenever one of them, or its code, was exchanged, or a plain value that they name in their class or file. Functions of
+    torch, and those of transformers outside its modeling files, are taken as they are named there: what they call themselves is
+    not looked at.
+    """
+    return tuple([_code_of(kind) for kind in kinds])
+
+
+def _code_of(kind: type[nn.Module]) -> Code:
+    known = _watched.get(kind)
+    if known is not None:
+        try:
+            if known.read() == known.code:
+                return known.code
+        except (AttributeError, KeyError):  # taken away since
+            pass
+    known = _watched[kind] = _Watched(kind)  # what runs now may name others
+    return known.code
+
+
+def _several(getter: Callable[..., Callable[[Any], Any]], names: list[str]) -> Callable[[Any], Any]:
+    return getter(*names) if names else lambda _: ()
+
+
+def _places(kind: type[nn.Module]) -> tuple[list[str], list[tuple[dict[str, Any], list[str]]]]:
+    """The attributes of `kind`, and names by the globals they are in, that hold what its forward pass may call."""
+    attributes = {"forward": None}
+    spaces: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+    waiting: list[Any] = [kind.forward]
+    seen: set[int] = set()
+    while waiting:
+        function = _plain(waiting.pop())
+        if function is None or id(function) in seen:
+            continue
+        seen.add(id(function))
+        waiting.extend(captured(function))
+        if not _looked_into(function):
+            continue
+        space = function.__globals__
+        for name in global_names(function.__code__):
+            held = space.get(name)
+            if held is None:
+                if name in vars(nn.Module) or name not in _class_names(kind):
+                    continue
+                held = getattr(kind, name)
+                if isinstance(held, (types.FunctionType, types.MethodType, property, *PLAIN)):
+                    attributes[name] = None
+                    waiting.append(held.fget if isinstance(held, property) else held)
+            elif callable(held) or isinstance(held, PLAIN):
+                spaces.setdefault(id(space), (space, {}))[1][name] = None
+                waiting.append(held)
+    return list(attributes), [(space, list(names)) for space, names in spaces.values()]
+
+
+def _plain(value: Any) -> types.FunctionType | None:
+    """The function of Python that is called where `value` is, if there is one."""
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _class_names(kind: type) -> set[str]:
+    return {name for base in kind.__mro__ for name in vars(base)}
+
+
+def captured(function: types.FunctionType) -> Iterator[Any]:
+    """What a function made within another one, by a decorator say, keeps of that."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not there yet
+            continue
+
+
+def is_of_library(function: types.FunctionType) -> bool:
+    """Whether it is one of torch or transformers, or of what hangs hooks on their models."""
+    return str(function.__globals__.get("__name__", "")).partition(".")[0] in _LIBRARIES
+
+
+def _looked_into(function: types.FunctionType) -> bool:
+    module = str(function.__globals__.get("__name__", ""))
+    package = module.partition(".")[0]
+    return package != "torch" and (package != "transformers" or module.startswith("transformers.models."))
+
+
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function's code, and in that of functions within."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from global_names(constant)

@@ -1,0 +1,15 @@
+"""What users type. Signatures are read for the help, so that nothing heavy is imported before a command runs."""
+
+from collections.abc import Callable
+
+from .beside import beside, load_beside
+from .device import device
+from .grammar import grammar
+from .precision import precision
+from .sampling import sampling
+from .serve import serve
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "bench beside": beside, "bench load-beside": load_beside, "bench device": device, "bench grammar": grammar,
+    "bench precision": precision, "bench sampling": sampling, "bench serve": serve,
+}  # fmt: skip

@@ -1,0 +1,127 @@
+"""``decoders bench device``: what decoding comes to on this card, beside its memory's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decoders.cli.benches import consoles, footnote, importing, numbers, write_json
+from decoders.cli.console import waiting
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..device import Exactness, Figure
+
+
+def device(
+    model: Annotated[
+        str, typer.Option(help='Folder, hub name or GGUF file, a shape such as llama-1b, or "demo".')
+    ] = "demo",
+    scale: Annotated[
+        str | None,
+        typer.Option(help="Pad the model to the size of a larger one: 110m, 0.5b, 1b or 3b; see decoders bench."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: bfloat16; on a CPU float32.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Nodes of blocks. Default: 4,16,64,128; on a CPU 4,16.")] = None,
+    prompt_length: Annotated[
+        str | None, typer.Option(help="Tokens of prompts. Default: 64,512,2048; on a CPU 64,256.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option("--new-tokens", "-n", min=16, help="Of a call. Default: 128; on a CPU 48.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of every measurement; the median counts.")] = 3,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Measure compiled steps; exactness is checked as by default.")
+    ] = True,
+    seconds: Annotated[
+        float,
+        typer.Option(min=0, help="After so many no other size of a block is begun: each may have to be compiled."),
+    ] = 60.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+    ] = None,
+) -> None:
+    """Measure this device in two minutes: copy speed, plain decoding, blocks of nodes, first token, sampling, exactness."""
+    progress_console, console = consoles(json_file)
+    counts = None if nodes is None else numbers(nodes, "--nodes takes nodes of a block such as 4,16")
+    lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,512")
+    with importing(progress_console):
+        import torch
+
+        from decoders import bench
+        from decoders.bench import machine
+        from decoders.bench.call import vocabulary_size
+        from decoders.bench.prompts import read_prompts
+        from decoders.cli.bench_run import Subjects
+
+        from ..device import DeviceBench, exactness, plain_decoding
+        from ..scaling import ScaledSubjects
+
+    on_cpu = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cpu"
+    dtype = dtype or ("float32" if on_cpu else "bfloat16")
+    size = new_tokens or (48 if on_cpu else 128)
+    with waiting(progress_console, f"loading {model} in {dtype}") as status:
+        subjects = Subjects() if scale is None else ScaledSubjects(scale)
+        target, tokenizer, draft = subjects.load(model, None, dtype, device)
+        measured = DeviceBench(
+            plain_decoding(target, compile), counts or ([4, 16] if on_cpu else [4, 16, 64, 128]),
+            lengths or ([64, 256] if on_cpu else [64, 512, 2048]), size, repeats, seconds, status.update,
+        )  # fmt: skip
+        figures = list(measured.figures())
+        if tokenizer is None:
+            text = bench.random_workloads(vocabulary_size(target), [64], rows=2)[0]
+        else:
+            text = bench.workloads(tokenizer, read_prompts("code", 2), rows=2)[0]
+        strategies = exactness(target, draft, text, size, status.update)
+    facts = machine.facts(target.device) | {"copy_bandwidth": figures[0].value and figures[0].value * 1e9}
+    name = ", ".join(filter(None, (model, getattr(target.config, "cost_scaled", ""))))
+    console.print(device_table(figures, strategies, f"{name} · {dtype} · {facts['device']}"))
+    console.print(footnote(facts), style="dim")
+    if json_file is not None:
+        run = {
+            "model": model, "scale": scale, "dtype": dtype, "new_tokens": size, "repeats": repeats, "compile": compile,
+            "nodes": list(measured.nodes), "prompt_lengths": list(measured.prompts),
+        }  # fmt: skip
+        results = {"figures": [asdict(f) for f in figures], "strategies": [asdict(s) for s in strategies]}
+        write_json({"machine": facts, "run": run, **results}, json_file)
+
+
+def device_table(figures: Sequence[Figure], strategies: Sequence[Exactness], title: str) -> Table:
+    """A line for each figure, and one for exactness; what is missing or differs is said below."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for figure in figures:
+        value = "–" if figure.value is None else f"{_number(figure.value)} {figure.unit}"
+        table.add_row(figure.name, value, Text(_beside(figure)))
+    compared = [s for s in strategies if s.identical is not None]
+    count = f"{sum(bool(s.identical) for s in compared)} of {len(compared)}"
+    table.add_row("exact", count, "greedy and sampled")
+    notes = [f"{s.strategy}: {s.reason}" for s in strategies if not s.identical]
+    if notes:
+        table.caption, table.caption_justify = Text("\n".join(notes)), "left"
+    return table
+
+
+def _beside(figure: Figure) -> str:
+    if figure.ratio is None:
+        return figure.reason
+    return f"{figure.ratio:.0%} of {figure.to}" if figure.to == "copy speed" else f"{figure.ratio:.2f} x {figure.to}"
+
+
+def _number(value: float) -> str:
+    """Three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,64 @@
+"""``decoders bench serve``: what a server adds to a request."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decoders.cli.benches import conclude, consoles
+from decoders.cli.console import waiting
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Model: a folder, a name on the hub, or demo.")] = "demo",
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="Strategy of all requests.")] = "autoregressive",
+    prompt: Annotated[str, typer.Option(help="Of all requests.")] = "def add(a, b):",
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Of each request.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="How many there are, each way.")] = 100,
+    dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
+    compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+    ] = None,
+) -> None:
+    """Measure the time that `decoders serve` adds to a request: the same ones to a scheduler and through HTTP, in turns."""
+    from rich.table import Table
+
+    from decoders.cli.serve import check_installed
+
+    check_installed()
+    progress_console, console = consoles(json_file)
+
+    import torch
+
+    from decoders.cli import models
+
+    from ..serving import overhead
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with waiting(progress_console, f"loading {model}"):
+        loaded, tokenizer = models.load(model, dtype)
+    with waiting(progress_console, "asking"):
+        results = overhead(loaded, tokenizer, strategy, prompt, new_tokens, requests, compile)
+    table = Table(
+        "",
+        "scheduler ms",
+        "server ms",
+        "added ms",
+        title=f"{model}, {requests} requests, {new_tokens} new tokens, medians",
+    )
+    for result in results:
+        table.add_row(
+            result.method, *(f"{1e3 * value:.2f}" for value in (result.scheduler, result.server, result.added))
+        )
+    console.print(table)
+    run = {
+        "model": model, "strategy": strategy, "requests": requests, "new_tokens": new_tokens, "dtype": dtype,
+        "compile": compile,
+    }  # fmt: skip
+    conclude(console, json_file, run, results=[asdict(result) for result in results])

@@ -1,0 +1,127 @@
+"""A model of the Llama design as a GGUF file, in the number formats that llama.cpp and OpenVINO read.
+
+Both engines get the very weights that are measured here. Prompts and texts travel as token ids, so the file need not hold a tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from decoders.errors import DecodersError, UnknownNameError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel
+
+#: Number format of matrices, as in ``--beside llama.cpp[q8_0]``, and its name in the library ``gguf``.
+FORMATS = {"f32": "F32", "bf16": "BF16", "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
+#: Bits of one weight of a matrix, scales of its block among them.
+BITS = {"f32": 32.0, "bf16": 16.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0}
+#: Name of a part of a layer in transformers, and in the file.
+_PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class ExportError(DecodersError, ValueError):
+    """A model cannot be written for another engine."""
+
+
+def check_exportable(model: PreTrainedModel) -> None:
+    """Whether the file would say the same as `model`.
+
+    Raises:
+        ExportError: another design than Llama's, or one of its options that the file cannot express here.
+    """
+    config: Any = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    reasons = {
+        f"its design is {config.model_type!r}, and only 'llama' is written": config.model_type != "llama",
+        "its projections have biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
+        f"its rotary embedding is {rope.get('rope_type')!r}": rope.get("rope_type", "default") != "default",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ExportError(f"{config.name_or_path or 'the model'} cannot be written as GGUF: {reason}")
+
+
+def write(
+    model: PreTrainedModel, path: Path, number_format: str, tokens: Sequence[str] = (), merges: Sequence[str] = ()
+) -> None:
+    """Writes `model` to `path` with its matrices in `number_format` and its norms in float32.
+
+    Args:
+        tokens, merges: of a byte-level tokenizer, in its own spelling; without them the file holds none.
+
+    Raises:
+        UnknownNameError: no such number format.
+        ExportError: see :func:`check_exportable`.
+    """
+    if number_format not in FORMATS:
+        raise UnknownNameError("number format", number_format, FORMATS)
+    check_exportable(model)
+    import gguf
+
+    config: Any = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kind = gguf.GGMLQuantizationType[FORMATS[number_format]]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES[number_format]]))
+    writer.add_tokenizer_model("gpt2" if tokens else "no_vocab")
+    if tokens:
+        writer.add_token_list(list(tokens))
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+        writer.add_token_merges(list(merges))
+    for name, values in _tensors(model, head):
+        if values.ndim < 2 or number_format == "f32":
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+_FILE_TYPES = {
+    "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
+    "q4_1": "MOSTLY_Q4_1",
+}  # fmt: skip
+
+
+def _tensors(model: PreTrainedModel, head: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Names in the file and float32 values; tied embeddings once."""
+    config: Any = model.config
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module == "lm_head" and config.tie_word_embeddings:
+            continue
+        values = tensor.detach().to("cpu", torch.float32).numpy()
+        if module in _WHOLE:
+            yield f"{_WHOLE[module]}.weight", values
+            continue
+        _, _, layer, part = module.split(".", 3)
+        if part.endswith(("q_proj", "k_proj")):
+            # llama.cpp rotates neighbouring pairs, transformers the two halves of a head.
+            halves = values.reshape(-1, 2, head // 2, values.shape[1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        yield f"blk.{layer}.{_PARTS[part]}.weight", values

@@ -1,0 +1,129 @@
+"""What choosing a token costs beside a forward pass: processors and draw over a block's logits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from decoders.bench.tables import plain_table, shown
+from decoders.sampling.choice import candidates
+from decoders.sampling.processors import SamplingInputs, SamplingPlan, choose, process, row_keys
+
+#: Plans worth a row: operations with their values.
+PLANS: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.7},
+    "temperature + top_k + top_p": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    "top_p": {"top_p": 0.9},
+    "temperature + top_p": {"temperature": 0.7, "top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "typical_p": {"typical_p": 0.9},
+}
+
+
+@dataclass(frozen=True)
+class SamplingTime:
+    """Milliseconds for choosing the token after every node of one row.
+
+    Attributes:
+        plan: name of the plan.
+        nodes: nodes of the block, N.
+        vocabulary: V.
+        median: of the engine's selection among candidates.
+        least: the smallest of the same.
+        definition: median of the processors' definitions over the whole vocabulary, None if they were not timed.
+    """
+
+    plan: str
+    nodes: int
+    vocabulary: int
+    median: float
+    least: float
+    definition: float | None
+
+
+def time_sampling(
+    plans: dict[str, dict[str, float]], nodes: Sequence[int], vocabulary: int, repeats: int = 20,
+    logits: Callable[[int, int], Tensor] | None = None, definitions: int = 3,
+) -> list[SamplingTime]:  # fmt: skip
+    """Times every plan over every number of nodes, plans in turn so that a slow moment of the machine meets all of them.
+
+    Args:
+        plans: name to operations with their values; without any, greedy.
+        repeats: measurements of each.
+        definitions: measurements of the definitions, which may be slow; 0 for none.
+        logits: of (N, V), ``[1, N, V]``; default :func:`text_like`. Every measurement has positions of its own.
+    """
+    rows = []
+    for n in nodes:
+        scores = (logits or text_like)(n, vocabulary)
+        times: dict[str, list[float]] = {name: [] for name in plans}
+        slow: dict[str, list[float]] = {name: [] for name in plans}
+        for repeat in range(repeats + 1):
+            for name, operations in plans.items():
+                elapsed = _timed(_candidates, scores, operations, repeat)
+                if repeat:  # the first finds nothing in the caches
+                    times[name].append(elapsed)
+                if repeat < definitions:
+                    slow[name].append(_timed(_definitions, scores, operations, repeat))
+        for name in plans:
+            definition = _median(slow[name]) if slow[name] else None
+            rows.append(SamplingTime(name, n, vocabulary, _median(times[name]), min(times[name]), definition))
+    return rows
+
+
+def text_like(nodes: int, vocabulary: int) -> Tensor:
+    """``[1, N, V]`` float32 logits that fall with the logarithm of the rank, as language models' do, tokens shuffled."""
+    generator = torch.Generator().manual_seed(0)
+    rank = torch.arange(1, vocabulary + 1).log()
+    shuffled = torch.rand(nodes, vocabulary, generator=generator).argsort(-1)
+    slopes = torch.linspace(1.3, 3.0, nodes)[:, None]  # from a wide choice to a narrow one
+    noise = 0.5 * torch.randn(nodes, vocabulary, generator=generator)
+    return (14 - slopes * rank + noise).gather(-1, shuffled)[None]
+
+
+def flat(nodes: int, vocabulary: int) -> Tensor:
+    """``[1, N, V]`` float32 normal logits, thousands of which share the probability: what truncation finds hardest."""
+    return 3 * torch.randn(1, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
+
+
+def _candidates(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+    return candidates(scores, plan, inputs, positions).choose(plan, inputs, positions)
+
+
+def _definitions(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
+    return choose(process(scores, plan, inputs, positions), plan, inputs, positions)
+
+
+def _timed(choice: Callable[..., Tensor], scores: Tensor, operations: dict[str, float], repeat: int) -> float:
+    plan = SamplingPlan(tuple(operations), sample=bool(operations))
+    values = [1 - value if name == "top_p" else value for name, value in operations.items()] or [0.0]
+    keys = row_keys(0, 1, scores.device)
+    inputs = SamplingInputs(torch.tensor(values), keys, torch.tensor([0]))
+    positions = torch.arange(scores.shape[1])[None] + repeat
+    started = time.perf_counter()
+    choice(scores, plan, inputs, positions)
+    return 1000 * (time.perf_counter() - started)
+
+
+def _median(times: list[float]) -> float:
+    return sorted(times)[len(times) // 2]
+
+
+def sampling_table(times: Sequence[SamplingTime], title: str = "") -> Table:
+    """A row for each plan and number of nodes, of one vocabulary."""
+    table = plain_table(title, "nodes", "median", "least", "by definition")
+    previous = None
+    for each in sorted(times, key=lambda each: list(dict.fromkeys(t.plan for t in times)).index(each.plan)):
+        table.add_row(
+            Text(each.plan if each.plan != previous else "", style="bold"), str(each.nodes), shown(each.median, ".2f"),
+            shown(each.least, ".2f"), shown(each.definition, ".1f"),
+        )  # fmt: skip
+        previous = each.plan
+    return table
