@@ -208,13 +208,13 @@ MUTATIONS = (
         ("engine/test_verify.py",),
     ),
     Mutation(
-        "a-replay-overwrites-what-a-strategy-was-shown", "decoders/engine/model/compiled/tiers.py",
+        "a-replay-overwrites-what-a-strategy-was-shown", "decoders/engine/model/compiled/forward_pass.py",
         "        return copied(result) if copy else result\n",
         "        return result\n",
         ("engine/test_replays.py",),
     ),
     Mutation(
-        "a-recording-serves-another-tier", "decoders/engine/model/compiled/tiers.py",
+        "a-recording-serves-another-tier", "decoders/engine/model/compiled/forward_pass.py",
         "(self, key, self.tier(rows, plan)), function, given)",
         "(self, key), function, given)",
         ("engine/test_replays.py",),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine.model import target as target_module
+from decoders.engine.model import self_check
 from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.layout import CountedTokens
 from decoders.engine.model.self_check import target_of
@@ -65,7 +65,7 @@ def test_a_length_scale_that_is_ignored_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_window_that_a_design_does_not_keep_bounds_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module, "check_tree_logits", lambda *_: 24)
+    monkeypatch.setattr(self_check, "check_tree_logits", lambda *_: 24)
     model, inputs = decoders.enable(tiny_model("mistral")), prompts(1, length=20)
     decode(model, inputs, "prompt_lookup", max_new_tokens=4, decoders_config=EAGER)
     with pytest.raises(ContextLengthError, match="no more than the 24 tokens of that window"):

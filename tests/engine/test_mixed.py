@@ -13,8 +13,8 @@ from decoders.engine.model import mixed, self_check
 from decoders.engine.model.blocks import LeadingText, PromptPiece, after_text
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
+from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.compiled.functions import compilations
-from decoders.engine.model.compiled.tiers import ForwardPass
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
 from decoders.report import Report

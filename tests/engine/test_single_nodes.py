@@ -21,7 +21,7 @@ def test_plain_steps_of_several_rows_get_a_graph_of_their_own(
     passes = vars(model)["generate"].engine().forward_pass
     compiled = dict(max_new_tokens=8, decoders_config={"compile": True})
     padded = decode(model, inputs, "autoregressive", **compiled)
-    job = passes._tiers[PassKind(True, single_node=True)].job
+    job = passes.kinds[PassKind(True, single_node=True)].job
     assert padded.report.nodes >= 3 and job is not None and job.wait()
     block_sizes.clear()
     single = decode(model, inputs, "autoregressive", **compiled)

@@ -218,7 +218,7 @@ def test_a_call_changes_over_between_two_steps_when_the_compiler_is_ready(monkey
             steps += 1
             if steps == 4:
                 passes = vars(model)["generate"].engine().forward_pass
-                assert passes._tiers[PassKind(False)].job.wait()
+                assert passes.kinds[PassKind(False)].job.wait()
             return super().propose(state, sequences)
 
     out = decode(model, inputs, Waits(), max_new_tokens=12, decoders_config={"compile": "auto"})
@@ -287,7 +287,7 @@ def test_in_lower_precision_a_call_ends_in_the_tier_in_which_it_began(monkeypatc
     model, inputs = decoders.enable(one_layer().bfloat16()), prompts()
     auto = dict(max_new_tokens=8, decoders_config={"compile": "auto"})
     first = decode(model, inputs, "autoregressive", **auto)
-    assert vars(model)["generate"].engine().forward_pass._tiers[PassKind(False)].job.wait()
+    assert vars(model)["generate"].engine().forward_pass.kinds[PassKind(False)].job.wait()
     second = decode(model, inputs, "autoregressive", **auto)
     assert (first.report.compiled_steps, second.report.compiled_steps) == (
         0,

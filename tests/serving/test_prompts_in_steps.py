@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from decoders.engine.decode.lane import Lane
 from decoders.engine.model import mixed
+from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.compiled.functions import compilations
-from decoders.engine.model.compiled.tiers import ForwardPass
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
 
 

@@ -22,7 +22,7 @@ import decoders
 from decoders.engine.decode.lane import Lane, in_place
 from decoders.engine.decode.session import Session
 from decoders.engine.decode.sharing import share_steps
-from decoders.engine.model.compiled.tiers import ForwardPass
+from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.errors import (
     CancelledError,
     ContextLengthError,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.engine.decode.drafts.counts import MIN_PENDING
-from decoders.engine.model.compiled.tiers import ForwardPass
+from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy

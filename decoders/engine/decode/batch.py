@@ -156,7 +156,7 @@ class Batch:
 
     @property
     def prefill(self) -> Callable[..., None]:
-        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.tiers.ForwardPass.prefill`."""
+        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
         return partial(self.forward_pass.prefill, recordings=self.session.recordings)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:

@@ -65,7 +65,7 @@ class StepOutput:
 
 
 class RunsForward(Protocol):
-    """How a model's passes are run, and their results settled (:class:`~decoders.engine.model.compiled.tiers.ForwardPass`)."""
+    """How a model's passes are run, and their results settled (:class:`~decoders.engine.model.compiled.forward_pass.ForwardPass`)."""
 
     def __call__(
         self,

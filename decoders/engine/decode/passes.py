@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ...tree import Topology, TreeTensors
+from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
 from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
-from ..model.compiled.tiers import ForwardPass
 from ..model.target import Target
 from .core import draw_tokens, settle
 

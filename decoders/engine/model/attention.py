@@ -214,6 +214,18 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
     setattr(mask, "decoders_shape", shape)  # noqa: B010  (by its annotations a tensor has no such attribute)
 
 
+def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
+    """`mask` as :func:`tree_attention` is handed it: a long block beginning with `text` is attended to in stretches, and otherwise
+    its rows are repeated for the `group` of query heads here, once for all layers.
+    """
+    if text is not None and mask.shape[2] > STRETCH:
+        tell_shape(mask, MaskShape(text=text))
+    elif group > 1:
+        mask = repeat_for_group(mask, group)
+        tell_shape(mask, MaskShape(group))
+    return mask
+
+
 def repeat_for_group(mask: Tensor, group: int) -> Tensor:
     """``[B, T, N, view]`` → ``[B, T, group·N, view]``: the mask of queries that are packed as rows of one head."""
     if group == 1:

@@ -321,9 +321,7 @@ class Target:
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
         with self._quick(), self._products(tokens):
-            tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-            text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers)
-            self.backbone(**self.inputs(tokens, start, tree, buffers, view, text, text_pass))
+            self.backbone(**self._text_inputs(tokens, start, buffers, view, latest))
         if self._layer_states is not None:
             self._layer_states.forget()
 
@@ -336,9 +334,7 @@ class Target:
         Args:
             valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
         """
-        tree = causal_block(tokens.shape[0], tokens.shape[1], tokens.device)
-        text, text_pass = LeadingText(tokens.shape[1], latest), self._text_pass(tokens, start, buffers, valid)
-        inputs = self.inputs(tokens, start, tree, buffers, view, text, text_pass)
+        inputs = self._text_inputs(tokens, start, buffers, view, latest, valid)
         with self._products(tokens):
             return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
@@ -354,14 +350,18 @@ class Target:
         layers = self._layer_states.taken() if self._layer_states is not None else None
         return ForwardResult(_ordinary(output.logits.float()), _ordinary(self._head.taken()), layers)
 
-    def _text_pass(
-        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, valid: Tensor | None = None
-    ) -> recurrent.TextPass | None:
-        """How recurrent layers read a stretch of text."""
-        if buffers.states is None:
-            return None
-        counts = valid.sum(1).tolist() if valid is not None else [tokens.shape[1]] * len(tokens)
-        return recurrent.TextPass(buffers.states, [spec.states for spec in self.layout], start.tolist(), counts)
+    def _text_inputs(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
+    ) -> dict:  # fmt: skip
+        """:meth:`inputs` for a stretch of text, which recurrent layers read in another way than a block of nodes."""
+        rows, count = tokens.shape
+        text_pass = None
+        if buffers.states is not None:
+            counts = valid.sum(1).tolist() if valid is not None else [count] * rows
+            specs = [spec.states for spec in self.layout]
+            text_pass = recurrent.TextPass(buffers.states, specs, start.tolist(), counts)
+        tree = causal_block(rows, count, tokens.device)
+        return self.inputs(tokens, start, tree, buffers, view, LeadingText(count, latest), text_pass)
 
     def inputs(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
@@ -379,11 +379,7 @@ class Target:
             mask = kernel.pack_mask(base, tree.offsets, None if whole_text else visible)
         else:
             mask = attention.build_mask(self.kinds, base, tree.offsets, visible, view.shape[0], self.dtype)
-            if text is not None and n > attention.STRETCH:
-                attention.tell_shape(mask, attention.MaskShape(text=text))
-            elif self.group > 1:
-                mask = attention.repeat_for_group(mask, self.group)
-                attention.tell_shape(mask, attention.MaskShape(self.group))
+            mask = attention.shaped(mask, self.group, text)
         positions, counts = base[:, None] + offsets, None
         if self.counted is not None and self.counted.by_node and len(positions) == 1:
             counts = positions[0] - torch.arange(n, device=nodes.device)

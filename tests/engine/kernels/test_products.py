@@ -22,6 +22,7 @@ from decoders.engine.model.weights import same_bits
 from decoders.engine.model.weights.freed import free_originals
 from decoders.engine.model.weights.packing import pack
 from decoders.engine.model.weights.twin import share_weights
+from decoders.settings import RuntimeSettings
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_model
 
@@ -187,9 +188,8 @@ def test_a_setting_gives_exact_products_up() -> None:
     for exact in (False, True):
         settings = AS_IT_IS | {"exact_products": exact}
         decode(model, prompts(1), "autoregressive", max_new_tokens=1, decoders_config=settings)
-        layers = [
-            module for module in engine(exact_products=exact).target.model.modules() if isinstance(module, nn.Linear)
-        ]
+        target = engine(RuntimeSettings(exact_products=exact)).target
+        layers = [module for module in target.model.modules() if isinstance(module, nn.Linear)]
         assert {isinstance(layer, same_bits.FewRowsLinear) for layer in layers} == {exact}
 
 

@@ -10,6 +10,7 @@ order, so a query's result does not depend on how many queries or rows there are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ from . import operator, runs_kernels
 NAME = "decoders_kernel"
 #: Bits of a word of visibility.
 WORD = 64
-#: Most nodes of a block whose visibility is read bit by bit.
-MOST_NODES = 1024
 #: Widths of heads that the kernel takes; the products of its tiles are 16 numbers wide at least, and padded to that.
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,6 +131,29 @@ def kernel_attention(
     return attend(query, key, value, attention_mask, s_aux, kind_of(module), scaling, softcap), None
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a layer attends: what it may see, and how its queries and keys are dealt out to programs.
+
+    Attributes:
+        tile: rows of a tile, of queries and heads of one group.
+        tiles: of one row of the batch and key head.
+        splits: of the keys, 0 where they are not split.
+        window: positions that each query looks back, 0 for all.
+        chunk: likewise.
+        scale: of the scores.
+        softcap: their bound, 0 for none.
+    """
+
+    tile: int
+    tiles: int
+    splits: int
+    window: int
+    chunk: int
+    scale: float
+    softcap: float
+
+
 def _tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, window: int, chunk: int, scale: float,
     softcap: float,
@@ -145,34 +167,21 @@ def _tree_attention(
     splits = split_count(key.shape[2])
     if text and tiles * rows * key.shape[1] >= ENOUGH_PROGRAMS:
         splits = 0
+    launch = Launch(tile, tiles, splits, window, chunk, scale, softcap)
     at_once = max(MOST_SCRATCH // max(tiles * tile * key.shape[1] * splits * (value_width + 2) * 4, 1), 1)
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
-        _launch(
-            query[part],
-            key[part],
-            value[part],
-            mask[part],
-            sinks,
-            out[part],
-            tile,
-            tiles,
-            splits,
-            window,
-            chunk,
-            scale,
-            softcap,
-        )
+        _launch(launch, query[part], key[part], value[part], mask[part], sinks, out[part])
     return out
 
 
 def _launch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, out: Tensor, tile: int, tiles: int,
-    splits: int, window: int, chunk: int, scale: float, softcap: float,
-) -> None:  # fmt: skip
-    """Attention of some rows, written to `out`. splits: of the keys, 0 where they are not split."""
+    launch: Launch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, out: Tensor
+) -> None:
+    """Attention of some rows, written to `out`."""
     from .attention_triton import attend_kernel, merge_kernel
 
+    tile, tiles, splits, window, chunk = launch.tile, launch.tiles, launch.splits, launch.window, launch.chunk
     (rows, heads, queries, width), (_, kv_heads, view, value_width) = query.shape, value.shape
     nodes, columns = mask.shape[2:]
     wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
@@ -192,9 +201,9 @@ def _launch(
     )  # fmt: skip
     attend_kernel[(max(splits, 1), tiles, pairs)](
         query, key, value, mask, sinks, out, part_out, part_max, part_sum,
-        scale, softcap, window, chunk, view, nodes, queries, splits,
+        launch.scale, launch.softcap, window, chunk, view, nodes, queries, splits,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
-        D=width, WIDTH=wide, SPLIT=splits > 0, CAP=softcap > 0, IEEE=query.dtype == torch.float32,
+        D=width, WIDTH=wide, SPLIT=splits > 0, CAP=launch.softcap > 0, IEEE=query.dtype == torch.float32,
         num_warps=4, num_stages=stages, enable_fp_fusion=True, **shared,
     )  # fmt: skip
     if splits:

@@ -18,7 +18,7 @@ from decoders.bench.tables import plain_table, shown
 from decoders.engine.model.blocks import causal_block
 from decoders.engine.model.buckets import view_bucket
 from decoders.engine.model.cache import CacheBuffers
-from decoders.engine.model.compiled.tiers import ForwardPass
+from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision

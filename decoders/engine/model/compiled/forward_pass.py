@@ -1,0 +1,158 @@
+"""The forward pass of a model as all that run it call it: compiled or not, replayed or not, mixed with a piece of a prompt or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....sampling.processors import SamplingPlan
+from ....tree import TreeTensors
+from .. import mixed
+from ..attention import STRETCH
+from ..blocks import LeadingText, PromptPiece, causal_block
+from ..buckets import LEAST_NODES
+from ..cache import CacheBuffers
+from ..recordings import Recordings
+from ..static_inputs import copied
+from ..target import ForwardResult, Target
+from .regions import laid_out, laid_out_piece
+from .tiers import PassKind, Tiers
+
+#: Nodes that get logits where nobody wants them: of one Dynamo would make a graph of its own.
+FEWEST_LOGITS = 2
+
+
+class ForwardPass(Tiers):
+    """The forward pass of one model, shared by all that runs it: as target, draft model or stage.
+
+    Attributes:
+        compiled_passes: how many passes ran compiled so far.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.compiled_passes = 0
+
+    def __call__(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
+        text: LeadingText = LeadingText(), piece: PromptPiece | None = None,
+    ) -> ForwardResult:  # fmt: skip
+        """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at.
+
+        Args:
+            piece: is read as well, in the same pass if :meth:`mixes` says so.
+        """
+        if piece is not None:
+            compiled, single = self.runs_compiled(several=True), nodes.shape[1] == 1
+            faster_alone = self.target.dequantizes(piece.tokens.numel())
+            if not faster_alone and self.mixes(len(nodes), single=single):
+                return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
+            # Otherwise the block has other sizes than was foreseen, or a graph became ready meanwhile.
+            started = time.perf_counter()
+            self.prefill(*piece.alone)
+            self.book_mixed(time.perf_counter() - started, len(nodes), single=single)
+        if self.runs_compiled(len(nodes) > 1):
+            kept = torch.arange(text.length, nodes.shape[1], device=nodes.device)
+            return self._run(nodes, base, tree, buffers, view, kept).behind(text.length)
+        with self._counted(nodes):
+            return self.target.forward(nodes, base, tree, buffers, view, text)
+
+    def prefill(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
+        recordings: Recordings | None = None,
+    ) -> None:  # fmt: skip
+        """As :meth:`Target.prefill`. recordings: of the session that the rows are of."""
+        if recordings is not None:
+            # How far a stretch looks is a size: in a recording at all slots.
+            key = "prefill", buffers.place, len(view)
+            read = lambda tokens, start: self.prefill(tokens, start, buffers, view, buffers.slots)  # noqa: E731
+            self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=False)
+            return
+        if self._reads_compiled(tokens):
+            self._run(tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view)
+            return
+        with self._counted(tokens):
+            self.target.prefill(tokens, start, buffers, view, latest)
+
+    def features(
+        self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
+        valid: Tensor | None = None, recordings: Recordings | None = None,
+    ) -> ForwardResult:  # fmt: skip
+        """As :meth:`Target.features`; without `logits` these are those of some tokens. recordings: as of :meth:`prefill`."""
+        if recordings is not None:
+            key = "features", buffers.place, len(view), logits
+
+            def read(tokens: Tensor, start: Tensor) -> ForwardResult:
+                return self.features(tokens, start, buffers, view, buffers.slots, logits=logits)
+
+            return self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=True)
+        if self._reads_compiled(tokens):
+            kept = torch.arange(tokens.shape[1], device=tokens.device) if logits else None
+            return self._run(
+                tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view, kept
+            )
+        with self._counted(tokens):
+            return self.target.features(tokens, start, buffers, view, latest, logits=logits, valid=valid)
+
+    def replayed(
+        self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
+        plan: SamplingPlan | None = None, *, copy: bool,
+    ) -> Any:  # fmt: skip
+        """``function(*given)``, which runs this pass over so many rows: as a replay, once it has been recorded.
+
+        Args:
+            key, given: as of :meth:`~decoders.engine.model.recordings.Recordings.run`.
+            plan: by which it draws.
+            copy: whether the result is to outlive the next replay.
+        """
+        if recordings is None:
+            return function(*given)
+        replays = recordings.replays
+        result = recordings.run(lambda: (self, key, self.tier(rows, plan)), function, given)
+        if recordings.replays == replays:
+            return result
+        self.compiled_passes += self.tier(rows, plan).compiled
+        return copied(result) if copy else result
+
+    def _run(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor | None = None
+    ) -> ForwardResult:  # fmt: skip
+        """A compiled pass. kept: ``[K]`` int64, the nodes that get logits; None: as few as a graph for any number of them gives."""
+        assert self.regional is not None
+        self.compiled_passes += 1
+        kept = torch.arange(FEWEST_LOGITS, device=nodes.device) if kept is None else kept
+        return ForwardResult(*self.regional(nodes, base, laid_out(tree), buffers, view, kept))
+
+    def _mixed(
+        self, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, text: int, piece: PromptPiece, compiled: bool
+    ) -> ForwardResult:  # fmt: skip
+        if not compiled:
+            with self._counted(nodes):
+                return mixed.forward(self.target, nodes, base, tree, view, text, piece)
+        assert self.regional_mixed is not None
+        self.compiled_passes += 1
+        rows, n = nodes.shape
+        kept = mixed.with_logits(rows, n, text, nodes.device)
+        given = self.regional_mixed(nodes, base, laid_out(tree), view, laid_out_piece(piece), kept)
+        return mixed.by_row(ForwardResult(*given), rows, n).behind(text)
+
+    def _reads_compiled(self, tokens: Tensor) -> bool:
+        """Whether a stretch of text is read compiled."""
+        return (
+            not self.target.dequantizes(tokens.numel())
+            and tokens.shape[1] >= LEAST_NODES
+            and self.runs_compiled(len(tokens) > 1)
+        )
+
+    @contextmanager
+    def _counted(self, nodes: Tensor) -> Iterator[None]:
+        """Counts the time of an uncompiled pass; of a long one as much as a short one takes: the rest is matrix products."""
+        started = time.perf_counter()
+        yield
+        share = min(STRETCH / nodes.shape[1], 1.0)
+        self.kinds[PassKind(len(nodes) > 1)].seconds += share * (time.perf_counter() - started)
