@@ -21,7 +21,7 @@ from .memory import parts_of
 from .models import VOCAB
 from .naming import check_name_and_summary
 from .spy import spied
-from .syncs import HostReadError, RecordingError
+from .tape import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 from .wrapped import Replayed, ShapeError
 
