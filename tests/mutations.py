@@ -94,7 +94,7 @@ MUTATIONS = (
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
     ),
     Mutation(
-        "the-end-of-a-long-text-has-the-bits-of-other-products", "decoders/engine/decode/prefill_plan.py",
+        "the-end-of-a-long-text-has-the-bits-of-other-products", "decoders/engine/decode/prompts.py",
         "        end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last\n",
         "        end = last\n",
         ("engine/test_quantization.py",),
@@ -112,19 +112,19 @@ MUTATIONS = (
         ("engine/test_quantization.py",),
     ),
     Mutation(
-        "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/decode/prefill_plan.py",
+        "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/decode/prompts.py",
         "again = multiple if multiple > 1 else 0",
         "again = 0",
         ("generate/test_compiled.py",),
     ),
     Mutation(
-        "one-token-too-many-is-committed", "decoders/engine/decode/core.py",
+        "one-token-too-many-is-committed", "decoders/engine/decode/verify.py",
         "emitted = torch.minimum(acceptance.depth + 1, room)",
         "emitted = torch.minimum(acceptance.depth + 2, room)",
         ("exactness/test_architectures.py",),
     ),
     Mutation(
-        "rows-that-have-ended-write-on", "decoders/engine/decode/core.py",
+        "rows-that-have-ended-write-on", "decoders/engine/decode/verify.py",
         "room = torch.where(finished, 0, limit - length)",
         "room = limit - length",
         ("engine/test_commit.py",),
@@ -160,7 +160,7 @@ MUTATIONS = (
         ("engine/test_cache.py",),
     ),
     Mutation(
-        "stop-token-behind-the-first-new-one-is-ignored", "decoders/engine/decode/core.py",
+        "stop-token-behind-the-first-new-one-is-ignored", "decoders/engine/decode/verify.py",
         "is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])",
         "is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < 1)",
         ("generate/test_stopping.py",),
@@ -473,7 +473,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plain-steps-cost-as-much-as-blocks", "decoders/engine/decode/calibration.py",
-        "        engine.forward_pass.fit(session.blocks, rows)\n",
+        "        forward_pass.fit(session.blocks, rows)\n",
         "",
         ("engine/test_calibration.py",),
     ),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
-import torch
-
-from ...costs.worth import DraftWorth
+from ...errors import UnsupportedError
 from ...report import Stopwatch
 from ..model.locks import release_threads
-from .agreement import agreed
+from ..model.ranks import Ranks
 from .batch import Batch
 from .engine import Engine
 from .recording import StepRecording, recordable
@@ -19,7 +18,7 @@ from .rows import sampling_inputs
 from .step import step
 from .watch import StepWatch
 
-#: Slots behind the prompts that a call takes at once. It grows with texts that come to more: most end sooner than they may.
+#: Slots behind the prompts that a call takes at once. Longer texts get more: most texts end before they must.
 SLOTS_AHEAD = 2048
 
 
@@ -28,17 +27,8 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
 
     An exception on the way gets a note, and ``partial``: what was committed before.
     """
-    # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
-    own_precision = torch.autocast(engine.target.device.type, enabled=False)
     try:
-        with (
-            engine.lock,
-            engine.active(),
-            own_precision,
-            torch.inference_mode(False),
-            torch.no_grad(),
-            ExitStack() as stack,  # gives sessions back, whatever happens
-        ):
+        with engine.decoding(), ExitStack() as stack:  # the stack gives sessions back, whatever happens
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)
             output = RequestOutput(request, batch.report, engine.target.ranks)
@@ -71,9 +61,6 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
     strategy, timings = request.strategy, batch.report.timings
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
-    if request.runtime.prune and batch.batch > 1:  # one row waits for no other
-        ends = [length + request.new_tokens for length in batch.lengths]
-        batch.worth = DraftWorth(batch.resources.step_costs, batch.batch, ends, strategy.grade_rates)
     timings.pack, engine.preparing = engine.preparing, 0.0
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
     stopwatch = Stopwatch(timings)
@@ -113,3 +100,26 @@ def close(batch: Batch, output: RequestOutput, error: BaseException | None = Non
     """Completes the report, and tells observers that the call is over."""
     batch.report.stages = [drafter.report() for drafter in batch.drafters]
     output.close(error)
+
+
+def agreed(request: Request, ranks: Ranks) -> Request:
+    """`request` as all processes that share the model decode it.
+
+    Raises:
+        RanksError: they were asked for different things. UnsupportedError: for compiled passes.
+    """
+    if not ranks.several:
+        return request
+    runtime = request.runtime
+    if runtime.compile is True:
+        raise UnsupportedError(
+            f"compile=True: {ranks.size} processes share this model, and what they share runs uncompiled. Leave compile='auto'"
+        )
+    ranks.check(
+        "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
+        request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
+        runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.keep_scores, request.criteria is None,
+        request.processors is None, [grammar is None for grammar in request.grammars],
+        [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
+    )  # fmt: skip
+    return replace(request, runtime=runtime.model_copy(update={"compile": False}))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from ...common import devices
 from ...errors import UnsupportedError
 from ...report import Report
-from ...sampling.processors import SamplingPlan
 from ...settings import Attention
 from ...strategy import Strategy
 from ..model.compiled.functions import CompiledFunction, TieredFunction
@@ -31,8 +30,6 @@ from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
-from .core import Core
-from .drafts.core import DraftCore
 from .drafts.modules import ModuleTwin
 from .passes import StepPass
 from .sessions import Sessions
@@ -84,7 +81,7 @@ class Engine:
         self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
-        self.calibration = Calibrator(self)
+        self.calibration = Calibrator(self.forward_pass, self.sessions)
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
@@ -123,6 +120,19 @@ class Engine:
     def active(self) -> AbstractContextManager:
         """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
         return devices.current(self.target.device)
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Within it a call, or a step of a lane, has the model to itself; others wait for it."""
+        with (
+            self.lock,
+            self.active(),
+            # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context a call is made.
+            torch.autocast(self.target.device.type, enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
 
     @property
     def compiled_passes(self) -> int:
@@ -223,13 +233,6 @@ class Engine:
     def is_part(self, model: object) -> bool:
         """Whether `model` is what :meth:`first_layers` has made."""
         return any(part is model for part in self._cut.values())
-
-    def core(self, plan: SamplingPlan, forward_pass: StepPass | None = None) -> Core:
-        forward_pass = forward_pass or self.forward_pass
-        return Core(forward_pass.target, plan, forward_pass)
-
-    def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.target, plan, vocabulary, children, self.forward_pass)
 
     @property
     def functions_ready(self) -> int:

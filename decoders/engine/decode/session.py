@@ -17,8 +17,7 @@ from ..model.blocks import Blocks, PromptPiece
 from ..model.buckets import slots_for, view_bucket
 from ..model.recordings import Recordings
 from ..model.target import Target
-from .prefill_plan import PrefillPlan
-from .prefixes import NOTHING, KeptText, PrefixIndex
+from .prompts import NOTHING, KeptText, PrefillPlan, PrefixIndex
 from .rows import Rows
 
 
@@ -34,7 +33,7 @@ class Session:
         batch: number of all rows.
         blocks: drafts as the core wants them.
         recordings: what was recorded on these very tensors; None where nothing can be.
-        texts: per row, what its slots hold of a text that nobody decodes.
+        texts: per row, the text that its slots hold, while no request decodes it.
         used: per row, when that text was left there, by the user's clock.
         shared: sessions of drafts that are so many of the target's first layers (:mod:`~decoders.engine.decode.drafts.shared_slots`).
     """
