@@ -1052,4 +1052,4 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
         one.result(60), other.result(60)
     assert set(modes) == {(False, "speculative"), ("auto", "threshold")}
     passes = vars(llama)["generate"]._assistants.engine(draft, "auto", None).forward_pass
-    assert passes._mode is False and passes._report.strategy == ""
+    assert passes.mode is False and passes.report.strategy == ""
