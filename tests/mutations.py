@@ -118,13 +118,13 @@ MUTATIONS = (
         ("generate/test_compiled.py",),
     ),
     Mutation(
-        "one-token-too-many-is-committed", "decoders/engine/decode/core.py",
+        "one-token-too-many-is-committed", "decoders/engine/decode/verify.py",
         "emitted = torch.minimum(acceptance.depth + 1, room)",
         "emitted = torch.minimum(acceptance.depth + 2, room)",
         ("exactness/test_architectures.py",),
     ),
     Mutation(
-        "rows-that-have-ended-write-on", "decoders/engine/decode/core.py",
+        "rows-that-have-ended-write-on", "decoders/engine/decode/verify.py",
         "room = torch.where(finished, 0, limit - length)",
         "room = limit - length",
         ("engine/test_commit.py",),
@@ -160,7 +160,7 @@ MUTATIONS = (
         ("engine/test_cache.py",),
     ),
     Mutation(
-        "stop-token-behind-the-first-new-one-is-ignored", "decoders/engine/decode/core.py",
+        "stop-token-behind-the-first-new-one-is-ignored", "decoders/engine/decode/verify.py",
         "is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])",
         "is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < 1)",
         ("generate/test_stopping.py",),

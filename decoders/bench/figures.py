@@ -109,16 +109,9 @@ def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int =
             if sample.steps and sample.steps > sample.prefill_steps:
                 step = sum(parts_of_a_step(sample).values()) / 1e3
                 shares.append(stage.forward_seconds / (step * sample.steps))
-        figures.append(
-            StageFigures(
-                stages[0].model,
-                depth,
-                stages[0].drafter,
-                median(passes),
-                tokens_and_passes[0] / tokens_and_passes[1] if tokens_and_passes[1] else None,
-                median(shares) if shares else None,
-            )  # fmt: skip
-        )
+        per_pass = tokens_and_passes[0] / tokens_and_passes[1] if tokens_and_passes[1] else None
+        forward = median(shares) if shares else None
+        figures.append(StageFigures(stages[0].model, depth, stages[0].drafter, median(passes), per_pass, forward))
         inner_calls = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
         figures += stage_figures(inner_calls, depth + 1)
     return figures

@@ -51,11 +51,12 @@ class Job:
         config: ``decoders_config`` of every call; empty are the default settings.
         prompt_lengths: in tokens; the calls take the first, the prefill is measured at every one.
         new_tokens: of each call.
-        repeats: of what is measured in turns.
+        repeats: rounds of the measurements in which methods take turns.
         history: tokens of a chat's first turn; 0 measures no chat.
         question: tokens that its second turn adds.
         patience: seconds to wait for compilation in the background before the turns are taken.
-        threads: of the CPU, None leaves it.
+        threads: of the CPU; None leaves torch's number.
+        device: that the model is on; None is CUDA if there is one.
         spawned: ``time.time()`` at which the process was asked for.
     """
 
@@ -83,7 +84,7 @@ class _Fresh:
         self.prompts_made = 0
 
     def run(self) -> dict[str, Any]:
-        """Everything; what failed is in `error`, and what was measured before stays."""
+        """Measures everything, and returns the figures by name."""
         job, figures = self.job, self.figures
         if job.threads is not None:
             torch.set_num_threads(job.threads)

@@ -244,7 +244,7 @@ def take_turns(
     first_tokens: bool = True,
     deadline: float | None = None,
 ) -> int:
-    """One untimed call per workload (what is written, warm caches for its shape), then `repeats` timed rounds over all
+    """One untimed call per workload (its text is compared, and caches are filled for its shape), then `repeats` timed rounds over all
     workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
     ``time.monotonic``, no other one than the first begins.
     """
@@ -304,8 +304,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
         first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
         second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
         stamps["first_token"], None if before is None or after is None else max(after - before, 0),
-        None if timings is None else timings.pack,
-        None if timings is None else timings.background,
+        None if timings is None else timings.pack, None if timings is None else timings.background,
     )  # fmt: skip
 
 
@@ -339,25 +338,15 @@ def _sample(
     if (report := call.report) is not None:
         t = report.timings
         parts |= dict(
-            steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill,
-            propose=t.propose, mask=t.mask, core=t.core, observe=t.observe,
-            host=t.host,
-            overhead=report.overhead, accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
-            stages=report.stages, compiled_share=compiled_share(report),
+            steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill, propose=t.propose, mask=t.mask,
+            core=t.core, observe=t.observe, host=t.host, overhead=report.overhead,
+            accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report), stages=report.stages,
+            compiled_share=compiled_share(report),
         )  # fmt: skip
-    entry.samples.append(
-        Measurement(
-            workload.name,
-            repeat,
-            position,
-            call.decoding,
-            call.compile_seconds,
-            call.compilations,
-            count,
-            first,
-            **parts,
-        )  # fmt: skip
+    sample = Measurement(
+        workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts
     )
+    entry.samples.append(sample)
 
 
 def draft_passes(report: Report) -> int | None:

@@ -48,7 +48,7 @@ class Record:
         leading: of each row, new tokens before the first one that is not the baseline's, all rows of all prompts together.
         compared: new tokens of the baseline, to which `leading` compares.
         looping: share of the new tokens that go on with a loop (:func:`~decoders.common.repetition.in_loops`), which flatters
-            whoever drafts from the text so far.
+            methods that draft from the text so far.
         incomparable: what to expect instead where they need not be equal ("same distribution").
         verifier: the rule that accepts our drafts.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over

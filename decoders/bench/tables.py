@@ -207,11 +207,8 @@ def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
         tables.append(decoding_table(run, f"{title} · {run['method']} · decoding, in turns"))
         tables.append(prefill_table(run, f"{title} · {run['method']} · first token by prompt length, in turns"))
     errors = [Text(f"{run['method']}: {run['error']}", style="red") for run in runs if "error" in run]
-    lines = [
-        *errors,
-        *([Text(RANDOM_WEIGHTS)] if runs[0]["shape"] else []),
-        *(Text(line) for run in complete_runs for line in notes(run)),
-    ]
+    random = [Text(RANDOM_WEIGHTS)] if runs[0]["shape"] else []
+    lines = [*errors, *random, *(Text(line) for run in complete_runs for line in notes(run))]
     tables[-1].caption, tables[-1].caption_justify = Text("\n").join(lines), "left"
     return tables
 
@@ -279,15 +276,10 @@ def notes(run: Mapping[str, Any]) -> list[str]:
     """Lines about compilation and about the chat's second turn."""
     lines = []
     for name, end in run.get("settled", {}).items():
-        if end["compiled_share"] == 1:
-            lines.append(
-                f"{run['method']}, {name}: all steps compiled {end['seconds']:.0f} s after the first call began"
-            )
-        else:
-            share = shown(end["compiled_share"], ".0%")
-            lines.append(
-                f"{run['method']}, {name}: {share} of the steps compiled {end['seconds']:.0f} s after the first call began"
-            )
+        share = "all" if end["compiled_share"] == 1 else f"{shown(end['compiled_share'], '.0%')} of the"
+        lines.append(
+            f"{run['method']}, {name}: {share} steps compiled {end['seconds']:.0f} s after the first call began"
+        )
     if chat := run.get("chat"):
         reused = sum(chat["reused"])
         lines.append(

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SettingsError
-from .benches import by_strategy, consoles, footnote, importing, numbers, pieces, with_options_of, write_json
+from .benches import (
+    JsonFile,
+    Threads,
+    by_strategy,
+    consoles,
+    footnote,
+    importing,
+    numbers,
+    pieces,
+    with_options_of,
+    write_json,
+)
 from .extensions import ExtensibleGroup
 
 app = typer.Typer(invoke_without_command=True, cls=ExtensibleGroup)
@@ -79,7 +90,7 @@ def measure(
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
     seed: Annotated[int, typer.Option(help="Of the first round when sampling; each round takes the next.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
+    threads: Threads = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
     check_capacity: Annotated[
         bool, typer.Option("--check-capacity", help="Only compare step times of a small and a large cache.")
@@ -88,9 +99,7 @@ def measure(
         bool, typer.Option("--compile/--no-compile", help="Measure the compiled tier, which the warm-up brings about.")
     ] = True,
     tiers: Annotated[bool, typer.Option("--tiers", help="Measure every strategy uncompiled, too.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    json_file: JsonFile = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the speeds (PNG, SVG or PDF).")
     ] = None,

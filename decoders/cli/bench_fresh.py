@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SettingsError, UnknownNameError
-from .benches import conclude, consoles, numbers, pieces
+from .benches import JsonFile, Threads, conclude, consoles, numbers, pieces
 from .console import waiting
 
 
@@ -49,11 +49,9 @@ def fresh(
     baseline: Annotated[
         bool, typer.Option("--baseline/--no-baseline", help="A process with nothing but transformers' generate, too.")
     ] = True,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
+    threads: Threads = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure first tokens, compilation, memory, prefill and a chat's second turn, in processes started for it.
 

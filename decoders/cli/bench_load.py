@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import UnknownNameError
-from .benches import conclude, consoles, pieces, progress_bar, with_options_of
+from .benches import JsonFile, Threads, conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
 from .models import set_aside
 
@@ -52,10 +51,8 @@ def measure_load(
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    threads: Threads = None,
+    json_file: JsonFile = None,
     load_model: Any = None,
     others: Mapping[str, Any] = {},
     facts: Mapping[str, Any] = {},
@@ -120,7 +117,7 @@ def measure_load(
             for (method, strategy), done in zip(runs, all_runs, strict=True):
                 if repeat == 0 and method != CONTINUOUS:
                     run_of(method, strategy, first)
-                    set_aside()  # or a collection would fall into somebody's turn
+                    set_aside()  # or a collection would fall into the turn of one of the methods
                 done.append(run_of(method, strategy, waves))
                 advance(done[-1].method)
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]

@@ -13,13 +13,21 @@ import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..errors import SettingsError
 from .console import plain_console, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
 
 
 def pieces(texts: Sequence[str] | None) -> list[str] | None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.status import Status
 
-#: Columns of what is written to a file or a pipe: there nothing is cut to a screen's width.
+#: Width of output that goes to a file or a pipe, in columns.
 FILE_WIDTH = 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,45 +23,28 @@ def strategies(as_json: Json = False) -> None:
     """List the decoding strategies and their settings."""
     from ..plugins import registry
 
-    listed = [describe(entry) for entry in registry().strategies().values()]
-    if as_json:
-        typer.echo(json.dumps(listed, indent=2, default=str))
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("strategy", "exact", "needs", "what it does", "settings", pad_edge=False, show_lines=True)
-    for item in listed:
-        table.add_row(
-            Text(item["name"], style="bold"),
-            "yes" if item["exact"] else "no",
-            "\n".join(what for what in ("assistant", "grammar") if item[f"needs_{what}"]),
-            Text(item["summary"]),
-            Text("\n".join(f"{s['name']} = {s['default']!r}" for s in item["settings"])),
-        )
-    plain_console().print(table)
+    _list(
+        [describe(entry) for entry in registry().strategies().values()], as_json,
+        strategy=lambda item: item["name"],
+        exact=lambda item: _yes(item["exact"]),
+        needs=lambda item: "\n".join(what for what in ("assistant", "grammar") if item[f"needs_{what}"]),
+        what_it_does=lambda item: item["summary"],
+        settings=lambda item: "\n".join(f"{s['name']} = {s['default']!r}" for s in item["settings"]),
+    )  # fmt: skip
 
 
 def describe(entry: Entry[Strategy]) -> dict[str, Any]:
     """A registered strategy as JSON-safe data."""
-    return {
-        "name": entry.name,
-        "summary": entry.cls.summary,
-        "exact": entry.cls.exact,
-        "needs_assistant": entry.cls.needs_assistant,
-        "needs_grammar": entry.cls.needs_grammar,
-        "provider": entry.provider,
-        "version": entry.version,
-        "settings": [
-            {
-                "name": name,
-                "default": None if field.is_required() else field.get_default(call_default_factory=True),
-                "required": field.is_required(),
-                "description": field.description or "",
-            }
-            for name, field in entry.cls.settings_class.model_fields.items()
-        ],
-    }
+    settings = [
+        {
+            "name": name,
+            "default": None if field.is_required() else field.get_default(call_default_factory=True),
+            "required": field.is_required(),
+            "description": field.description or "",
+        }
+        for name, field in entry.cls.settings_class.model_fields.items()
+    ]
+    return _facts(entry, "summary", "exact", "needs_assistant", "needs_grammar") | {"settings": settings}
 
 
 def verifiers(as_json: Json = False) -> None:
@@ -68,50 +52,53 @@ def verifiers(as_json: Json = False) -> None:
     from ..plugins import registry
 
     entries = registry().verifiers().values()
-    if as_json:
-        attributes = ("summary", "exact", "trees", "coupled")
-        listed = [
-            {"name": entry.name}
-            | {attribute: getattr(entry.cls, attribute) for attribute in attributes}
-            | {"provider": entry.provider, "version": entry.version}
-            for entry in entries
-        ]
-        typer.echo(json.dumps(listed, indent=2))
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("verifier", "exact", "trees", "what it does", "provider", pad_edge=False, show_lines=True)
-    for entry in entries:
-        table.add_row(
-            Text(entry.name, style="bold"),
-            "yes" if entry.cls.exact else "no",
-            "yes" if entry.cls.trees else "no",
-            Text(entry.cls.summary),
-            f"{entry.provider} {entry.version}".strip(),
-        )
-    plain_console().print(table)
+    _list(
+        [_facts(entry, "summary", "exact", "trees", "coupled") for entry in entries], as_json,
+        verifier=lambda item: item["name"],
+        exact=lambda item: _yes(item["exact"]),
+        trees=lambda item: _yes(item["trees"]),
+        what_it_does=lambda item: item["summary"],
+        provider=_provider,
+    )  # fmt: skip
 
 
 def grammar_backends(as_json: Json = False) -> None:
     """List the grammar backends: what turns a grammar into masks over the next token."""
     from ..plugins import registry
 
-    entries = registry().grammar_backends().values()
+    _list(
+        [_facts(entry, "summary") for entry in registry().grammar_backends().values()], as_json,
+        backend=lambda item: item["name"], what_it_does=lambda item: item["summary"], provider=_provider,
+    )  # fmt: skip
+
+
+def _facts(entry: Entry[Any], *attributes: str) -> dict[str, Any]:
+    """What a registered class says of itself, and where it comes from."""
+    own = {attribute: getattr(entry.cls, attribute) for attribute in attributes}
+    return {"name": entry.name} | own | {"provider": entry.provider, "version": entry.version}
+
+
+def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[str, Any]], str]) -> None:
+    """Prints `items` as JSON, or as a table with a column for each of `columns`."""
     if as_json:
-        listed = [
-            {"name": e.name, "summary": e.cls.summary, "provider": e.provider, "version": e.version} for e in entries
-        ]
-        typer.echo(json.dumps(listed, indent=2))
+        typer.echo(json.dumps(items, indent=2, default=str))
         return
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("backend", "what it does", "provider", pad_edge=False, show_lines=True)
-    for entry in entries:
-        provider = f"{entry.provider} {entry.version}".strip()
-        table.add_row(Text(entry.name, style="bold"), Text(entry.cls.summary), provider)
+    table = Table(*(name.replace("_", " ") for name in columns), pad_edge=False, show_lines=True)
+    for item in items:
+        first, *others = (column(item) for column in columns.values())
+        table.add_row(Text(first, style="bold"), *map(Text, others))
     plain_console().print(table)
+
+
+def _provider(item: dict[str, Any]) -> str:
+    return f"{item['provider']} {item['version']}".strip()
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
 
 
 def grammars(

@@ -128,9 +128,9 @@ def _placed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def set_aside() -> None:
-    """Takes what is in memory out of collections, until ``gc.unfreeze()`` or the end of the process.
+    """Exempts the objects that exist now from Python's garbage collector, until ``gc.unfreeze()`` or the end of the process.
 
-    A full one would walk through it, for up to a second in which nobody is given a token.
+    A full collection would walk through all of them, which takes up to a second, and no request gets a token meanwhile.
     """
     gc.collect()
     gc.freeze()

@@ -22,7 +22,7 @@ from .models import VOCAB
 from .naming import check_name_and_summary
 from .replayed import Replayed, ShapeError
 from .spy import spied
-from .syncs import HostReadError, RecordingError
+from .tape import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 
 #: Seeds and temperatures that sampling is compared at.

@@ -12,9 +12,19 @@ from collections.abc import Iterable, Sequence
 
 from ..constraints import Backend, CompiledGrammar, Language, Policy
 from ..errors import GrammarError
-from .grammar_case import Check, GrammarCase
-from .grammar_moves import check_advance, check_apart, check_rollback, check_tree
-from .grammar_positions import check_ends, check_forced, check_masks, check_special_tokens, check_tables
+from .grammar_checks import (
+    Check,
+    GrammarCase,
+    check_advance,
+    check_apart,
+    check_ends,
+    check_forced,
+    check_masks,
+    check_rollback,
+    check_special_tokens,
+    check_tables,
+    check_tree,
+)
 from .languages import Reference, byte_vocabulary, references
 from .naming import check_name_and_summary
 

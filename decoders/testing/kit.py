@@ -20,15 +20,11 @@ from transformers import PreTrainedModel
 
 from ..strategy import Strategy
 from . import checks
-from .acceptance import check_draft_tokens_are_accepted
-from .arrivals import check_rows_come_and_go, check_rows_draft_apart
+from .calls import check_calls_share_no_state, check_finish, check_memory, check_prompt_chunks
+from .company import check_merged, check_rests, check_rows_come_and_go, check_rows_draft_apart
 from .conditions import Conditions
-from .distribution import check_draft_scores
-from .features import check_finish, check_memory, check_prompt_chunks
-from .isolation import check_calls_share_no_state
+from .drafts import check_draft_scores, check_draft_tokens_are_accepted
 from .memory import parts_of
-from .merging import check_merged
-from .resting import check_rests
 from .surroundings import kept
 
 Check = Callable[..., None]

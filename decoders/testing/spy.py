@@ -18,7 +18,7 @@ from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
 from . import memory
 from .surroundings import undisturbed
-from .syncs import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingError
+from .tape import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingError
 from .wrapped import Wrapped
 
 if TYPE_CHECKING:

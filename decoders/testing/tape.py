@@ -1,4 +1,6 @@
-"""A device on the CPU that records: operations are noted once and run again, as a CUDA graph's kernels are."""
+"""A device on the CPU that records, and what no recording may hold: operations are noted once and run again, as a CUDA graph's kernels
+are. What makes the host wait for the device, or brings data of the host to it, is noticed while hooks run, on any device.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,127 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from ..engine.model.torch_compat import TorchDispatchMode, schema_of
-from .syncs import NoHostData, refuse_host_data, refuse_waiting
+from ..engine.model.torch_compat import TorchDispatchMode, schema_of, waiting_operators
+
+aten = torch.ops.aten
+#: Functions that make the host wait for the device, or whose result has a size only the device knows.
+HOST_READS = frozenset(
+    {
+        "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__",
+        "__repr__", "__str__", "__format__", "__contains__", "nonzero", "argwhere", "masked_select", "unique",
+        "unique_consecutive", "bincount", "equal", "allclose", "is_nonzero",
+    }
+)  # fmt: skip
+#: Functions that make tensors of data of the host.
+MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
+HOST_DATA = "a tensor is made of data of the host, whose copy would have to be waited for; make it in start"
+#: Operations that wait for the device, or whose result has a size that only the device knows.
+WAITING = frozenset(
+    {
+        *waiting_operators(), aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.unique_dim,
+        aten.unique_consecutive, aten.bincount,
+    }
+)  # fmt: skip
+INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
+#: What ``torch.tensor`` and its like run: data of the host becomes a tensor.
+FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
+
+
+class HostReadError(AssertionError):
+    """A hook of a strategy that claims ``on_device`` read the device."""
+
+
+class RecordingError(AssertionError):
+    """What ran cannot be part of a recording."""
+
+
+class NoHostReads(TorchFunctionMode):
+    """Raises HostReadError at whatever reads the device."""
+
+    off = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        read = None if self.off else host_read(func, args, kwargs)
+        if read is not None:
+            raise HostReadError(f"{read} waits for the device; set on_device = False or use torch.where / gather")
+        return func(*args, **kwargs)
+
+
+class NoHostData(NoHostReads):
+    """Also raises at whatever makes a tensor of data of the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self.off and (func in MAKERS or any(isinstance(i, list) for i in _index(func, args))):
+            raise RecordingError(HOST_DATA)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises RecordingError at operations that wait for the device, whatever Python they are behind.
+
+    Args:
+        host_data: allow operations that make tensors of data of the host.
+    """
+
+    off = False
+
+    def __init__(self, host_data: bool) -> None:
+        super().__init__()
+        self.host_data = host_data
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not self.off:
+            refuse_waiting(func, args)
+            if not self.host_data:
+                refuse_host_data(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def host_read(func: Any, args: tuple, kwargs: dict) -> str | None:
+    """How a call of PyTorch waits for the device, for a message; None if it does not."""
+    name = getattr(func, "__name__", "")
+    if name in HOST_READS:
+        return f"{name}()"
+    for index in _index(func, args):
+        if isinstance(index, slice) and any(isinstance(b, Tensor) for b in (index.start, index.stop, index.step)):
+            return "slicing up to a number that is on the device"
+        if name == "__getitem__" and isinstance(index, Tensor) and index.dtype == torch.bool:
+            return "indexing with a bool mask"
+        if isinstance(index, Tensor) and index.dim() == 0:
+            return "indexing with a number that is on the device"
+    if name == "to" and "cpu" in [argument for argument in (*args, *kwargs.values()) if isinstance(argument, str)]:
+        return "to('cpu')"
+    if name == "where" and len(args) == 1 and not kwargs:
+        return "where() without values"
+    if name == "repeat_interleave" and kwargs.get("output_size") is None and isinstance((*args, None)[1], Tensor):
+        return "repeat_interleave() without output_size"
+    return None
+
+
+def refuse_waiting(func: Any, args: tuple) -> None:
+    """Raises RecordingError if the operation `func` waits for the device."""
+    packet = func.overloadpacket
+    if packet in WAITING:
+        raise RecordingError(f"{packet.__name__} waits for the device")
+    # One value for all that a mask picks needs no count of them.
+    counts = packet in INDEXING and not (len(args) > 2 and args[2].numel() == 1)
+    if counts and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
+        raise RecordingError("indexing with a bool mask waits for the device")
+
+
+def refuse_host_data(func: Any, args: tuple) -> None:
+    """Raises RecordingError if the operation `func` makes a tensor of data of the host."""
+    if func.overloadpacket in FROM_HOST and args[0].dim():  # a single number is an argument of a kernel
+        raise RecordingError(HOST_DATA)
+
+
+def _index(func: Any, args: tuple) -> Iterator[Any]:
+    """The parts of the index, if `func` reads or writes by one."""
+    if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
+        yield from args[1] if isinstance(args[1], tuple) else args[1:2]
 
 
 class Tape(TorchDispatchMode):

@@ -15,8 +15,7 @@ from decoders.engine.decode.core import StepOutput
 from decoders.engine.model import recordings as recorders
 from decoders.engine.model.recordings import CudaRecorder, RecordedCapacity, Recording, Recordings
 from decoders.engine.model.static_inputs import StaticInputs, find_tensors
-from decoders.testing.syncs import HostReadError, RecordingError
-from decoders.testing.tape import Tape, TapeRecorder
+from decoders.testing.tape import HostReadError, RecordingError, Tape, TapeRecorder
 
 
 @dataclass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from decoders.engine.decode.core import append
-from decoders.engine.decode.verify import follow_matches
+from decoders.engine.decode.verify import append, follow_matches
 from decoders.tree import Topology
 
 LENGTHS = [3, 2]

@@ -21,7 +21,7 @@ from decoders.engine.model.target import Target
 from decoders.strategies import EarlyExit, Lookahead, Mtp, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
-from decoders.testing import decode, prompts, tiny_model
+from decoders.testing import decode, prompts, reference, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
 from decoders.testing.tape import TapeRecorder
 
@@ -228,5 +228,5 @@ def test_a_draft_in_slots_that_grow_is_recorded_anew(device: TapeRecorder) -> No
     target, strategy = model(), EarlyExit(length=3)
     for new in (8, 300, 300, 300):
         out = decode(target, prompts(2), strategy, max_new_tokens=new)
-        assert torch.equal(out.sequences, decode(target, prompts(2), max_new_tokens=new).sequences)
+        assert torch.equal(out.sequences, reference(target, prompts(2), max_new_tokens=new).sequences)
     assert device.recorded == 3 and sum(kept.reused for kept in recordings(target)) == 1

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.engine.decode.core import settle
-from decoders.engine.decode.verify import draw
+from decoders.engine.decode.verify import draw, settle
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.self_check import target_of
 from decoders.heads.medusa import HeadsConfig, MedusaHeads
@@ -34,6 +33,8 @@ PLANS = {
     "typical_p": SamplingPlan(("typical_p",), sample=True),
     "min_new_tokens": SamplingPlan(("min_new_tokens",), sample=True),
 }
+#: Of the plans that draw the one with several operations is compiled quickly enough for every run.
+ONE_OPERATION = ("min_p", "typical_p", "min_new_tokens")
 VALUES = {"temperature": 0.7, "top_k": 9.0, "top_p": 0.1, "min_p": 0.1, "typical_p": 0.8, "min_new_tokens": 2.0}
 
 
@@ -57,6 +58,7 @@ def chosen_from(logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, posi
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("positions", ["given", "index", "constant"])
+@pytest.mark.in_turns(2)
 def test_noise_is_the_same(positions, dynamic, tmp_path):
     def noise(keys: Tensor, given: Tensor) -> Tensor:
         index = {"given": given, "index": torch.arange(3).expand(2, 3), "constant": torch.full((2, 3), -2)}[positions]
@@ -67,7 +69,9 @@ def test_noise_is_the_same(positions, dynamic, tmp_path):
     torch.testing.assert_close(run_as_triton_code(tmp_path, noise, *arguments, dynamic=dynamic), noise(*arguments))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ONE_OPERATION else name for name in PLANS]
+)
 def test_choice_is_the_same(name, tmp_path):
     plan, positions = PLANS[name], torch.tensor([[0, 1], [5, 6]])
     arguments = scores_of(2, 2, VOCAB), plan, inputs_of(plan, 2), positions
@@ -81,7 +85,7 @@ def test_what_is_left_of_a_large_vocabulary_is_the_same(tmp_path):
     assert same(run_as_triton_code(tmp_path, process, *arguments), process(*arguments))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_medusas_draft_tokens_are_the_same(dynamic, tmp_path):
     heads = MedusaHeads(HeadsConfig(heads=3, layers=1, hidden_size=8, vocab_size=VOCAB), scores_of(VOCAB, 8))
     plan = SamplingPlan(("temperature",), sample=True)

@@ -22,9 +22,9 @@ from decoders.strategies import Auto, Speculative
 from decoders.strategies.auto_candidates import Candidate
 from decoders.strategy import no_costs, no_memory
 from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
+from decoders.testing.company import check_rests
 from decoders.testing.conditions import Conditions
 from decoders.testing.kit import CHECKS
-from decoders.testing.resting import check_rests
 
 EAGER = {"compile": False}
 SAMPLED = dict(do_sample=True, seed=4, temperature=0.9, top_k=30)

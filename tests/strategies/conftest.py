@@ -19,7 +19,7 @@ from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.strategy import Strategy
 from decoders.testing import checks_for, tiny_draft, tiny_model
-from decoders.testing.acceptance import check_draft_tokens_are_accepted
+from decoders.testing.drafts import check_draft_tokens_are_accepted
 from decoders.testing.kit import Check, label
 from decoders.testing.models import VOCAB
 

@@ -14,8 +14,8 @@ from decoders.strategies import PromptLookup, Speculative
 from decoders.strategies.merged import Merged, MergedSettings, MergedState
 from decoders.strategy import Sequences, Step
 from decoders.testing import Replay, assert_same_tokens, decode, prompts
+from decoders.testing.company import check_rests
 from decoders.testing.conditions import Conditions
-from decoders.testing.resting import check_rests
 
 EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)

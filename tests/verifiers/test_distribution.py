@@ -9,8 +9,7 @@ import torch
 
 from decoders.plugins import registry
 from decoders.testing import check_verifier
-from decoders.testing.enumeration import EnumerationCase
-from decoders.testing.verifiers import cases
+from decoders.testing.verifiers import EnumerationCase, cases
 from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection, Verifier
 
 BUILT_IN = [entry.cls for entry in registry().verifiers().values() if entry.provider == "hf-decoders"]

@@ -1,4 +1,4 @@
-"""Requests on their way into a batch: each gets a place in the pool, and its prompt is read there while others are decoded."""
+"""Admission of requests to a batch: each gets a row of the pool, and its prompt is read there while others are decoded."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ class Seat:
     """A request and its place in the pool.
 
     Attributes:
-        member: the request, and what it has come to.
+        member: the request, with what is written for it.
         place: its row in the pool.
         plan: how its prompt is prefilled, None before that has begun.
         to_read: chunks of the plan that are still to come.
-        chunks: what its strategy is to be shown of the prompt, if it reads prompts: at the beginning of its first step. Without
-            logits.
+        chunks: the prompt as its strategy is shown it before the first step, if it reads prompts; without logits, which are large.
         weights: those that its prompt is read with, None before that has begun.
-        row: the row of the batch that it is, None while it is read.
-        turns: passes that it had, and those that others had had when it came; who has had fewest is next.
+        row: of the batch; None while the prompt is read.
+        turns: passes over its prompt, counted on from the fewest of those that were waiting when it came. The fewest are next.
     """
 
     member: RequestOutput
@@ -70,7 +69,7 @@ class Admission:
         reserved: places of the pool that are no request's.
 
     Attributes:
-        seats: the requests that are here, in the order in which they came.
+        seats: all requests, in the order in which they came.
     """
 
     def __init__(self, batch: Batch, pool: Session, reserved: int) -> None:
@@ -94,19 +93,19 @@ class Admission:
 
     @property
     def _rows(self) -> int:
-        """How many rows wait while prompts are read."""
+        """Rows that wait while prompts are read."""
         return sum(seat.row is not None for seat in self.seats)
 
     @property
     def mixes(self) -> bool:
-        """Whether a step reads prompts on the way: then nobody waits for passes of their own."""
+        """Whether a step reads a piece of a prompt in its own pass, so that no row waits for a pass over prompts."""
         batch = self.batch
         return not batch.request.strategy.reads_prompt and batch.forward_pass.mixes(
             self._rows, single=batch.blocks.single
         )
 
     def read(self, pause: float) -> None:
-        """Reads prompts, pass by pass in turns; at least one pass, and all of them if nobody waits meanwhile."""
+        """Reads prompts, pass by pass in turns: for about `pause` seconds, at least one pass; all of them where no row waits."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -131,7 +130,7 @@ class Admission:
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
-        """Whose prompt the next step reads on the way, from which slot on, and how many tokens."""
+        """The request whose prompt the next step reads from, the first slot of that piece, and its tokens."""
         if (seat := self._next(pause)) is None:
             return None
         assert seat.plan is not None
@@ -145,7 +144,7 @@ class Admission:
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """Who has had fewest passes of those with some to come, the first of equals.
+        """Of the requests with passes to come, the one that has had the fewest; the first of equals.
 
         Args:
             together: whether prompts may share passes.
@@ -221,7 +220,7 @@ class Admission:
             seat.member.report.reused = [start]
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """How a pass is run: for a strategy that reads prompts what it gives is kept, all but logits, which are large."""
+        """Runs a pass; for a strategy that reads prompts, the results are kept to be shown."""
         if not seat.member.request.strategy.reads_prompt:
             return self.batch.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from ...costs.worth import DraftWorth
 from ...strategy import Draft, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
-from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece, without_empty_end
-from ..model.buckets import row_bucket
+from ..model.blocks import LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.cache import CacheBuffers
 from . import guard
 from .core import StepOutput
@@ -27,40 +25,32 @@ from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .guard import check_tree, untouched
 from .request import Request
-from .request_output import RequestOutput, empty_report
+from .request_output import RequestOutput
 from .resources import CallResources
+from .roster import Roster
 from .rows import Rows
 from .rules import decider
-from .session import Session
 from .verify import step_keys
 
 
-class Batch:
+class Batch(Roster):
     """Rows that are decoded together, and what their steps need; what belongs to one request is its :class:`RequestOutput`.
 
     A call of ``generate`` has one to itself (:mod:`~decoders.engine.decode.call`). In a scheduler's
     (:mod:`~decoders.engine.decode.lane`) requests of one row join and leave.
 
     Attributes:
-        request: what the members have in common; its prompts are the rows' texts.
-        members: the requests and the first row of each, in the order of rows; every row is a member's.
-        capacity: most rows there can be.
-        shared: whether requests join and leave, so that errors and reports are one request's and not the batch's.
-        width: rows of a step; where sizes are static there are more than asked for, which have ended.
-        worth: says how much of a draft is verified, where it is counted.
         resources: what the strategy may use.
-        where: what is being done, for notes on errors.
+        state: the strategy's.
         decide: forward, verification and commit of a block.
-        session: where the rows' tokens, keys and values are.
-        longest: most tokens that a row can come to.
-        noise_keys: ``[B]``, the keys of the rows' noise.
+        worth: says how much of a draft is verified, where rows wait for one another and it is counted.
+        where: what is being done, for notes on errors.
         arranged: whether there have been any rows.
         skipped: whether this step goes without a draft, because making one does not pay.
-        pending: committed tokens that the next step runs once more in front of the root.
-        prompt_left: how many of these are the end of the prompts, which nothing has read yet.
         next_piece: gives what the next step reads of another row's prompt, where it does.
         piece_seconds: what such a step has spent on that.
         learning_seconds: what the strategy has spent on observing what became of its last draft, where that goes with making one.
+        may_err: whether a hook can do wrong what only the device sees.
 
     Args:
         stack: closes what is opened here.
@@ -68,67 +58,27 @@ class Batch:
     """
 
     decide: Callable[[Draft, NodeBlock, Rows], StepOutput]
-    session: Session
-    longest: int
-    noise_keys: Tensor
 
     def __init__(self, engine: Engine, request: Request, stack: ExitStack, capacity: int | None = None) -> None:
-        self.engine, self.request, self.stack = engine, request, stack
-        self.forward_pass = engine.forward_pass_for(request.strategy)
-        self.target = self.forward_pass.target
-        self.width = row_bucket(len(request.prompts), self.target.static)
-        self.shared, self.capacity = capacity is not None, self.width if capacity is None else capacity
-        chosen = request.verifier
-        # Where nothing is drawn, all exact rules are one: keep what matches.
-        built_in = chosen is None or chosen.coupled or (chosen.exact and not request.plan.sample)
-        self.verifier = None if built_in else chosen
-        self.where = "while the prompt was read"
-        self.report = empty_report(request, self.target)
-        self.members: list[tuple[RequestOutput, int]] = []
+        super().__init__(engine, request, capacity)
+        self.resources = CallResources(self, stack)
+        self.state: Any = None
         self.worth: DraftWorth | None = None
+        if request.runtime.prune and (self.shared or len(request.prompts) > 1):  # one row waits for no other
+            ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
+            rows, last = (0, None) if self.shared else (len(ends), ends)
+            self.worth = DraftWorth(self.resources.step_costs, rows, last, request.strategy.grade_rates)
+        self.where = "while the prompt was read"
         self.next_piece: Callable[[], PromptPiece] | None = None
         self.piece_seconds = self.learning_seconds = 0.0
-        self.may_err = self.verifier is not None  # whether a hook can do wrong what only the device sees
-        self.resources = CallResources(self, stack)
-        self.state: Any = None  # the strategy's
-        self.guide: Guide | None = None
-        self.pending = self.prompt_left = 0
+        self.may_err = self.verifier is not None
         self.skipped = self.arranged = self._started = False
         self._verified: int | None = None  # the nodes of a draft that was cut off
-
-    @property
-    def rows(self) -> Rows:
-        return self.session.rows
-
-    @property
-    def blocks(self) -> Blocks:
-        """The sizes of the rows' blocks."""
-        return self.session.blocks
 
     @property
     def drafters(self) -> list[ModelDrafter]:
         """The draft models that the strategy has opened."""
         return self.resources.drafters
-
-    @property
-    def batch(self) -> int:
-        """Rows that the host looks at."""
-        return sum(member.rows for member, _ in self.members)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of every row."""
-        return [length for member, _ in self.members for length in member.lengths]
-
-    @property
-    def finished(self) -> list[bool]:
-        return [ended for member, _ in self.members for ended in member.finished]
-
-    @property
-    def culprit(self) -> str:
-        """The strategy as messages name it."""
-        strategy = self.request.strategy
-        return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
     def read_prompts(self, lengths: list[int], reusable: list[int], *, leave_last_chunk: bool = False) -> None:
         """Prefills the rows.
@@ -144,20 +94,7 @@ class Batch:
             lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows
         )
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
-        self.report.reused = reused[: self.batch]
-
-    def read_rest(self) -> None:
-        """Reads what was left to the first step: a draft in the target's own slots begins behind it."""
-        if not self.prompt_left:
-            return
-        starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
-        self.session.read_rows(0, starts, 0, self.prompt_left, self.prefill)
-        self.pending = self.prompt_left = 0
-
-    @property
-    def prefill(self) -> Callable[..., None]:
-        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
-        return partial(self.forward_pass.prefill, recordings=self.session.recordings)
+        self.report.reused = reused[: self.row_count]
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
@@ -171,23 +108,6 @@ class Batch:
         strategy = self.request.strategy
         with untouched("prefill", strategy, chunk):
             strategy.prefill(self.state, chunk)
-
-    def read_chunk(
-        self, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
-    ) -> PromptChunk:  # fmt: skip
-        """Runs a stretch of texts for a strategy that reads prompts.
-
-        Args:
-            lengths: ``[B]``, of the texts.
-            tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
-            logits: whether the chunk has them.
-        """
-        positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        valid = positions < lengths[:, None] - 1
-        result = self.forward_pass.features(
-            tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
-        )
-        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
 
     def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: list[int]) -> bool:
         """Makes the rows those of `members`, with their tokens, keys and values in the session already, and tells the strategy.
@@ -207,7 +127,7 @@ class Batch:
         self.noise_keys = self.rows.sampling.keys.clone()
         self.where = "rebatch" if self.shared else "start"
         if self.worth is not None:
-            self.worth.rebatch(sources[: self.batch])
+            self.worth.rebatch(sources[: self.row_count])
         self.guide = self._guide(sources)
         if not same:
             core = self.engine.core(request.plan, self.forward_pass)
@@ -240,10 +160,6 @@ class Batch:
             return HostGuide.of(grammars, target.vocab_size, target.device)
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
-    def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
-        """``Context.compile`` for strategies that draft for the model of `engine`."""
-        return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
-
     def finish(self, cause: BaseException | None = None) -> None:
         """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
         if self._started:
@@ -252,7 +168,7 @@ class Batch:
 
     def fit_blocks(self) -> None:
         """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
-        self.forward_pass.fit(self.blocks, self.batch)
+        self.forward_pass.fit(self.blocks, self.row_count)
         # Text that is run in front of a block is a multiple of nodes, and then the block is one as well.
         if self.pending:
             self.blocks.single = False
@@ -325,7 +241,7 @@ class Batch:
             check_tree(draft.topology, self.rows, self.culprit, wait=not self.target.static)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
-        # Where steps may be recorded there is room from the beginning: nobody looks later.
+        # Where steps may be recorded there is room from the beginning: the host does not look at lengths later.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)

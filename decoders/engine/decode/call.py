@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-import torch
-
-from ...costs.worth import DraftWorth
 from ...report import Stopwatch
 from ..model.locks import release_threads
 from .agreement import agreed
@@ -19,7 +16,7 @@ from .rows import sampling_inputs
 from .step import step
 from .watch import StepWatch
 
-#: Slots behind the prompts that a call takes at once. It grows with texts that come to more: most end sooner than they may.
+#: Slots behind the prompts that a call takes at once. Longer texts get more: most texts end before they must.
 SLOTS_AHEAD = 2048
 
 
@@ -28,17 +25,8 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
 
     An exception on the way gets a note, and ``partial``: what was committed before.
     """
-    # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context the call is made.
-    own_precision = torch.autocast(engine.target.device.type, enabled=False)
     try:
-        with (
-            engine.lock,
-            engine.active(),
-            own_precision,
-            torch.inference_mode(False),
-            torch.no_grad(),
-            ExitStack() as stack,  # gives sessions back, whatever happens
-        ):
+        with engine.decoding(), ExitStack() as stack:  # the stack gives sessions back, whatever happens
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)
             output = RequestOutput(request, batch.report, engine.target.ranks)
@@ -71,9 +59,6 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
     strategy, timings = request.strategy, batch.report.timings
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
-    if request.runtime.prune and batch.batch > 1:  # one row waits for no other
-        ends = [length + request.new_tokens for length in batch.lengths]
-        batch.worth = DraftWorth(batch.resources.step_costs, batch.batch, ends, strategy.grade_rates)
     timings.pack, engine.preparing = engine.preparing, 0.0
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
     stopwatch = Stopwatch(timings)

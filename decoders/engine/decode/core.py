@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...sampling.choice import candidates
-from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
+from ...sampling.processors import Masks, SamplingPlan
 from ...strategy import Draft, Sequences, Step
 from ...tree import TreeTensors
-from ..model.blocks import LeadingText, NodeBlock, PromptPiece, after_text
-from ..model.cache import CacheBuffers, move_slots
+from ..model.blocks import NodeBlock, after_text
+from ..model.cache import move_slots
 from ..model.recordings import Recordings
-from ..model.target import ForwardResult, Target
+from ..model.target import ForwardResult
+from .passes import StepPass
 from .rows import Rows
-from .verify import Acceptance, Verdict, follow_matches
+from .verify import Verdict, append, follow_matches
 
 
 @dataclass(frozen=True)
@@ -64,45 +64,15 @@ class StepOutput:
         )  # fmt: skip
 
 
-class RunsForward(Protocol):
-    """How a model's passes are run, and their results settled (:class:`~decoders.engine.model.compiled.forward_pass.ForwardPass`)."""
-
-    def __call__(
-        self,
-        nodes: Tensor,
-        base: Tensor,
-        tree: TreeTensors,
-        buffers: CacheBuffers,
-        view: Tensor,
-        text: LeadingText = LeadingText(),
-        piece: PromptPiece | None = None,
-    ) -> ForwardResult: ...
-    def draw(
-        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-    ) -> tuple[Tensor, Tensor | None]: ...
-    def settle(self, nodes: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
-    def replayed(
-        self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
-        plan: SamplingPlan | None = None, *, copy: bool,
-    ) -> Any: ...  # fmt: skip
-
-
 class Core:
     """Forward + verify + commit for one target and one sampling plan.
 
     Args:
-        run: how the target's passes are run; without it, as :class:`Target` has them.
-
-    Attributes:
-        vocabulary: how many tokens a grammar's masks speak of: those of the target that decides.
+        run: the target's passes.
     """
 
-    def __init__(self, target: Target, plan: SamplingPlan, run: RunsForward | None = None) -> None:
-        self.target, self.plan, self.vocabulary = target, plan, target.vocab_size
-        self.runs = run
-        self.run: Callable[..., ForwardResult] = run or target.forward
-        self.draw: Callable[..., tuple[Tensor, Tensor | None]] = run.draw if run is not None else draw_tokens
-        self.settle: Callable[..., tuple[Tensor, Tensor, Tensor]] = run.settle if run is not None else settle
+    def __init__(self, run: StepPass, plan: SamplingPlan) -> None:
+        self.run, self.target, self.plan = run, run.target, plan
 
     def key(self, method: str) -> tuple:
         """What a recording of `method` depends on, besides the model."""
@@ -119,7 +89,7 @@ class Core:
             recordings: of the session of the rows; None where nothing can be recorded.
             copy: whether the result is to outlive the next replay.
         """
-        if self.runs is None or block.text.length or block.piece is not None:
+        if block.text.length or block.piece is not None:
             return function(block, rows)
 
         def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
@@ -129,7 +99,7 @@ class Core:
             (method, self.key(method), rows.place, len(block.view)),
             (block.draft_tokens, block.tree, block.masks),
         )
-        return self.runs.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
+        return self.run.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
 
     def forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
         """The block's nodes ``[B, N]`` and the target's results for them."""
@@ -141,15 +111,14 @@ class Core:
             positions = begin[:, None] + torch.arange(count, device=base.device)
             tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
             tree = after_text(count, tree)
-        piece = (block.piece,) if block.piece is not None else ()
-        return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, *piece)
+        return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece)
 
     def choose(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verdict:
         """Draws the target's token after every node: accepted is what matches."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
-        return Verdict(*self.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks))
+        return Verdict(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks))
 
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict
@@ -163,7 +132,7 @@ class Core:
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
         chosen = verdict.chosen
         if verdict.acceptance is None and verdict.most is None:
-            path, new, summary = self.settle(nodes, chosen, tree, *rewritten)
+            path, new, summary = self.run.settle(nodes, chosen, tree, *rewritten)
         else:
             acceptance = verdict.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
@@ -172,57 +141,3 @@ class Core:
         return StepOutput(
             nodes, chosen, path, new, summary, result.logits, verdict.scores, result.hidden, result.layers
         )
-
-
-def draw_tokens(
-    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The target's token after each node, ``[B, N]`` int64, and the processed scores if the plan keeps them.
-
-    Args:
-        logits: ``[B, N, V]``.
-        positions: ``[B, N]`` int64, how many tokens were generated before each.
-    """
-    left = candidates(logits, plan, inputs, positions, masks)
-    if plan.keep_scores:
-        left = left.settled()
-    return left.choose(plan, inputs, positions), left.dense() if plan.keep_scores else None
-
-
-def settle(
-    nodes: Tensor, chosen: Tensor, tree: TreeTensors, tokens: Tensor, length: Tensor, limit: Tensor, finished: Tensor,
-    stop_tokens: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Accepts the path that matches the choices and appends its tokens: path, new tokens and summary of the step."""
-    acceptance = follow_matches(nodes, chosen, tree)
-    return acceptance.path, *append(nodes, chosen, tree, acceptance, tokens, length, limit, finished, stop_tokens)
-
-
-def append(
-    nodes: Tensor, chosen: Tensor, tree: TreeTensors, acceptance: Acceptance, tokens: Tensor, length: Tensor,
-    limit: Tensor, finished: Tensor, stop_tokens: Tensor, most: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Appends an accepted path's tokens to the rows, in place; see :class:`Rows` for the tensors, stop_tokens: ``[E]`` or ``[B, E]``.
-
-    Returns:
-        the new tokens ``[B, N]`` and the summary ``[4, B]`` of the step, as in :class:`StepOutput`.
-    """
-    n = nodes.shape[1]
-    index = torch.arange(n, device=nodes.device)
-    new = chosen.gather(1, acceptance.path)
-    room = torch.where(finished, 0, limit - length)
-    if most is not None:
-        room = torch.minimum(room, most)
-    candidate = tree.ancestors[:, 1:, 0]  # a lookahead window is not drafted: it can never be accepted
-    drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
-    emitted = torch.minimum(acceptance.depth + 1, room)
-    is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])
-    first_stop = torch.where(is_stop, index, n).amin(-1)
-    emitted = torch.minimum(emitted, first_stop + 1)
-    # Rejected tokens land behind the new length, where the next step overwrites them.
-    row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
-    tokens[row, length[:, None] + index] = new
-    length.add_(emitted)
-    finished.logical_or_((first_stop < n) | (length >= limit))
-    accepted = torch.minimum(acceptance.depth, emitted)  # an accepted stop token has no bonus token after it
-    return new, torch.stack([emitted, accepted, drafted, finished.long()])

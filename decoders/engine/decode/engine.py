@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -124,6 +124,19 @@ class Engine:
         """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
         return devices.current(self.target.device)
 
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Within it a call, or a step of a lane, has the model to itself; others wait for it."""
+        with (
+            self.lock,
+            self.active(),
+            # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context a call is made.
+            torch.autocast(self.target.device.type, enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
+
     @property
     def compiled_passes(self) -> int:
         """Passes that ran compiled so far."""
@@ -226,10 +239,10 @@ class Engine:
 
     def core(self, plan: SamplingPlan, forward_pass: StepPass | None = None) -> Core:
         forward_pass = forward_pass or self.forward_pass
-        return Core(forward_pass.target, plan, forward_pass)
+        return Core(forward_pass, plan)
 
     def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.target, plan, vocabulary, children, self.forward_pass)
+        return DraftCore(self.forward_pass, plan, vocabulary, children)
 
     @property
     def functions_ready(self) -> int:

@@ -82,7 +82,7 @@ def choose_along_path(
 
     Processors see whole batches at one length, as in plain decoding. The walk therefore ends for all rows where it ends
     for the first: rows stay level, at the price of some accepted draft tokens. What a grammar forbids is masked already. Rows behind
-    those of `padded_rows` fill the batch up: nobody is asked about them.
+    those of `padded_rows` fill the batch up: processors are not asked about them.
 
     Returns:
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many

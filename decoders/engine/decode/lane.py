@@ -1,4 +1,4 @@
-"""Requests of one row that come and go while others are decoded: admitted, read and retired between two steps of a :class:`Batch`."""
+"""Requests of one row in a scheduler: they join and leave a :class:`Batch` between two of its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...costs.worth import DraftWorth
 from ...strategy import PromptChunk
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
@@ -51,8 +50,6 @@ class Lane:
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, self.stack, capacity)
-        if request.runtime.prune:
-            batch.worth = DraftWorth(batch.resources.step_costs, grade_rates=request.strategy.grade_rates)
         static = engine.target.static
         # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
         reserved = row_bucket(capacity) if static else 0
@@ -67,7 +64,7 @@ class Lane:
 
     @property
     def seats(self) -> list[Seat]:
-        """The requests that are here, in the order in which they came."""
+        """All requests of the lane, in the order in which they came."""
         return self.admission.seats
 
     @property
@@ -76,7 +73,7 @@ class Lane:
         return self.capacity - len(self.seats)
 
     def fits(self, engine: Engine, request: Request) -> bool:
-        """Whether a request can share steps with those that are here."""
+        """Whether a request can share steps with those of the lane."""
         return engine is self.engine and share_steps(self.template, request)
 
     def offer(self, request: Request) -> RequestOutput:
@@ -101,7 +98,7 @@ class Lane:
         with self._running():
             if self.template.runtime.compile is True and not self.batch.arranged:
                 self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
-            # Decided once: what a pause is for is not read twice.
+            # Decided once per step: either passes of their own read the prompts, or the step does.
             mixes = self.admission.mixes
             if not mixes:
                 self.admission.read(pause)
@@ -130,14 +127,10 @@ class Lane:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The model is this lane's for a step; calls take turns with it."""
-        engine = self.engine
+        batch = self.batch
         with (
-            engine.lock,
-            engine.active(),
-            torch.autocast(engine.target.device.type, enabled=False),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            self.batch.forward_pass.during(self.template.runtime.compile, self.batch.report, self._tiers),
+            self.engine.decoding(),
+            batch.forward_pass.during(self.template.runtime.compile, batch.report, self._tiers),
         ):
             yield
 
@@ -148,7 +141,7 @@ class Lane:
             self._rebatch(rows)
 
     def _step(self, pause: float | None) -> None:
-        """A step of the batch, which reads a piece of a prompt on the way if it can.
+        """A step of the batch, which also reads a piece of a prompt if it can.
 
         Args:
             pause: how long that may take; None for not at all.

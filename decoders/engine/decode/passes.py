@@ -14,7 +14,7 @@ from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
 from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
 from ..model.target import Target
-from .core import draw_tokens, settle
+from .verify import draw_tokens, settle
 
 
 class StepPass(ForwardPass):
@@ -28,7 +28,7 @@ class StepPass(ForwardPass):
     def settle(
         self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:func:`decoders.engine.decode.core.settle` in the tier of the passes."""
+        """:func:`decoders.engine.decode.verify.settle` in the tier of the passes."""
         if self.runs_compiled(len(nodes) > 1):
             return self._settle(nodes, chosen, _laid_out(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
@@ -40,7 +40,7 @@ class StepPass(ForwardPass):
     def draw(
         self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """:func:`decoders.engine.decode.core.draw_tokens`.
+        """:func:`decoders.engine.decode.verify.draw_tokens`.
 
         On the CPU it is faster than what the compiler makes of it; elsewhere it is many small kernels, and compiled where the
         passes are.

@@ -67,7 +67,7 @@ class StepRecording:
                 step(self.batch, StepWatch(self.batch))
 
     def _earlier(self, key: tuple) -> Recording | None:
-        """What an earlier call has recorded, if it fits; its tensors then hold what this call has come to."""
+        """What an earlier call has recorded, if it fits; from then on its tensors are the state of this call."""
         if key in self._seen:
             return None
         self._seen.add(key)
@@ -115,7 +115,7 @@ class StepRecording:
         begun, first = time.perf_counter(), report.steps
         compiled, last = key[-1][0].compiled, begun
         for summary, new in recorded.steps(lambda: self._key == key):
-            book(batch, Outcome.of(summary, new, batch.batch), None)
+            book(batch, Outcome.of(summary, new, batch.row_count), None)
             now = time.perf_counter()
             if not first and report.steps == 1:
                 report.time_to_first_token = report.timings.prefill + now - begun

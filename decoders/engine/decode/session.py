@@ -34,7 +34,7 @@ class Session:
         batch: number of all rows.
         blocks: drafts as the core wants them.
         recordings: what was recorded on these very tensors; None where nothing can be.
-        texts: per row, what its slots hold of a text that nobody decodes.
+        texts: per row, the text that its slots hold, while no request decodes it.
         used: per row, when that text was left there, by the user's clock.
         shared: sessions of drafts that are so many of the target's first layers (:mod:`~decoders.engine.decode.drafts.shared_slots`).
     """

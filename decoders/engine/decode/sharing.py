@@ -36,7 +36,7 @@ def sampling_of(requests: list[Request], added: int, device: torch.device) -> Sa
     """The tensors that the plan reads for requests of one row each: one row for all where all ask for the same.
 
     Args:
-        added: rows behind them that nobody has asked for.
+        added: rows behind them that fill the batch up.
     """
     values = [request.values or (0.0,) for request in requests]
     stops = [request.stop_tokens for request in requests]
@@ -72,5 +72,5 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     try:
         return one is other or bool(one == other)
-    except Exception:  # tensors and the like: whoever cannot say is not the same
+    except Exception:  # tensors and the like: what cannot be compared is not the same
         return False

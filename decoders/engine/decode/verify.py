@@ -1,4 +1,4 @@
-"""How much of a block is kept: by the target's own choices, or by a draw from what a verifier allows."""
+"""How much of a block is kept, by the target's own choices or by a draw from what a verifier allows, and how rows are continued."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...sampling.processors import first_best, gumbel_noise, mix64
+from ...sampling.choice import candidates
+from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, first_best, gumbel_noise, mix64
 from ...tree import TreeTensors
 from ...verifiers.verifier import Outcomes
 
@@ -123,3 +124,57 @@ def _path_to(best: Tensor, tree: TreeTensors) -> Acceptance:
     at_depth = tree.offsets[:, None, :] == index[None, :, None]  # [B, depth, node]
     path = torch.where(on_path & at_depth, index, 0).sum(-1)
     return Acceptance(torch.where(index[None] <= deepest, path, index), deepest[:, 0])
+
+
+def draw_tokens(
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The target's token after each node, ``[B, N]`` int64, and the processed scores if the plan keeps them.
+
+    Args:
+        logits: ``[B, N, V]``.
+        positions: ``[B, N]`` int64, how many tokens were generated before each.
+    """
+    left = candidates(logits, plan, inputs, positions, masks)
+    if plan.keep_scores:
+        left = left.settled()
+    return left.choose(plan, inputs, positions), left.dense() if plan.keep_scores else None
+
+
+def settle(
+    nodes: Tensor, chosen: Tensor, tree: TreeTensors, tokens: Tensor, length: Tensor, limit: Tensor, finished: Tensor,
+    stop_tokens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Accepts the path that matches the choices and appends its tokens: path, new tokens and summary of the step."""
+    acceptance = follow_matches(nodes, chosen, tree)
+    return acceptance.path, *append(nodes, chosen, tree, acceptance, tokens, length, limit, finished, stop_tokens)
+
+
+def append(
+    nodes: Tensor, chosen: Tensor, tree: TreeTensors, acceptance: Acceptance, tokens: Tensor, length: Tensor,
+    limit: Tensor, finished: Tensor, stop_tokens: Tensor, most: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Appends an accepted path's tokens to the rows, in place; see ``Rows`` for the tensors, stop_tokens: ``[E]`` or ``[B, E]``.
+
+    Returns:
+        the new tokens ``[B, N]`` and the summary ``[4, B]`` of the step, as in :class:`~decoders.engine.decode.core.StepOutput`.
+    """
+    n = nodes.shape[1]
+    index = torch.arange(n, device=nodes.device)
+    new = chosen.gather(1, acceptance.path)
+    room = torch.where(finished, 0, limit - length)
+    if most is not None:
+        room = torch.minimum(room, most)
+    candidate = tree.ancestors[:, 1:, 0]  # a lookahead window is not drafted: it can never be accepted
+    drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
+    emitted = torch.minimum(acceptance.depth + 1, room)
+    is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])
+    first_stop = torch.where(is_stop, index, n).amin(-1)
+    emitted = torch.minimum(emitted, first_stop + 1)
+    # Rejected tokens land behind the new length, where the next step overwrites them.
+    row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
+    tokens[row, length[:, None] + index] = new
+    length.add_(emitted)
+    finished.logical_or_((first_stop < n) | (length >= limit))
+    accepted = torch.minimum(acceptance.depth, emitted)  # an accepted stop token has no bonus token after it
+    return new, torch.stack([emitted, accepted, drafted, finished.long()])

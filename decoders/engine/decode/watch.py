@@ -49,7 +49,7 @@ class StepWatch(Watch):
         report.replayed_steps += self._replayed
         # The one place where the host waits for the device.
         summary, new = batch.session.lists(out.summary, out.new)
-        outcome = Outcome.of(summary, new, batch.batch)
+        outcome = Outcome.of(summary, new, batch.row_count)
         core = self._stopwatch.next()
         if self._replayed:
             batch.book_replay(self._drafting + core)
@@ -109,7 +109,7 @@ class StepWatch(Watch):
             return
         timings.core += core
         if not draft.tokens.shape[1]:
-            batch.forward_pass.book_single(core, batch.batch)
+            batch.forward_pass.book_single(core, batch.row_count)
         worth, costs = batch.worth, batch.resources.costs
         if worth is None and costs is None:
             return
@@ -125,7 +125,7 @@ class StepWatch(Watch):
 
 
 def book(batch: Batch, outcome: Outcome, out: StepOutput | None) -> None:
-    """Writes a step down and tells whoever streams; `out` is needed for logits and scores only."""
+    """Adds a step to the outputs of the requests, and tells their streamers and observers. out: needed for logits and scores only."""
     batch.where = "streamer"
     if batch.shared:
         batch.report.steps += 1  # otherwise its only request counts them

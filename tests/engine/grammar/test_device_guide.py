@@ -17,7 +17,7 @@ from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.decode.grammar.device_guide import DeviceGuide, guide_of
 from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.errors import GrammarError
-from decoders.testing.syncs import NoHostReads
+from decoders.testing.tape import NoHostReads
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology, TreeTensors
 

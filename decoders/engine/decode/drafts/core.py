@@ -12,8 +12,9 @@ from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
-from ...model.target import ForwardResult, Target
-from ..core import Core, RunsForward, StepOutput
+from ...model.target import ForwardResult
+from ..core import Core, StepOutput
+from ..passes import StepPass
 from ..rows import Rows
 
 
@@ -32,12 +33,9 @@ class DraftCore(Core):
     Where a grammar guides the rows, its masks come with every pass: one for each node that gets a continuation.
     """
 
-    def __init__(
-        self, target: Target, plan: SamplingPlan, vocab: int, children: int = 1,
-        run: RunsForward | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(target, plan, run)
-        self.vocabulary = vocab
+    def __init__(self, run: StepPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
+        super().__init__(run, plan)
+        target = self.target
         self.vocab, self.padding = min(vocab, target.vocab_size), max(vocab - target.vocab_size, 0)
         self.children = min(children, self.vocab)
 

@@ -21,7 +21,7 @@ from ....tree import TreeTensors
 from ...model.blocks import Blocks
 from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
-from ..batch_view import BatchView, Verifies
+from ..roster import Roster, Verifies
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
         seldom: whether it may be asked late or never: then it reads the prompts when it first drafts.
 
     Attributes:
-        proposed: nodes of the block that is verified next, its padding not counted; set by whoever puts it to the model.
+        proposed: nodes of the block that is verified next, its padding not counted; set by the batch or stage that verifies it.
         reach: most committed tokens of a row, as far as the host knows.
         pending: committed tokens that it has not run yet.
         inner: draft models of the strategy that drafts for it, if there is one (:mod:`.staged`).
@@ -56,7 +56,7 @@ class ModelDrafter(Drafter):
     drafted_by: str | None = None
 
     def __init__(
-        self, batch: BatchView, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
+        self, batch: Roster, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
         self.batch, self.above, self.stack, self.level, self.ahead = batch, above, stack, context.level + 1, ahead
@@ -277,7 +277,7 @@ class ModelDrafter(Drafter):
 
     @property
     def room(self) -> int:
-        """How many committed tokens a row may come to before a round like those so far writes behind its slots."""
+        """How many committed tokens a row may have before a round like those so far writes behind its slots."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
@@ -350,7 +350,7 @@ class ModelDrafter(Drafter):
         return result
 
     def _masks(self) -> tuple[Masks, ...]:
-        """What may follow the rows' last tokens, if a grammar has a say in it."""
+        """What may follow the rows' last tokens, if rows have grammars."""
         return (self.guide.end(),) if self.guide is not None else ()
 
     def _expanded(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:

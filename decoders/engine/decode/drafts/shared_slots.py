@@ -15,7 +15,7 @@ class SharedSlots(Session):
     """Rows with tokens and lengths of their own, and with the keys and values of another session's first layers.
 
     What is committed is there already: the target has computed it, and with the same weights. A draft writes from the root on
-    only. The target's pass over the block overwrites what it has written there, and nobody sees what is behind.
+    only. The target's pass over the block overwrites what it has written there, and nothing reads what is behind.
 
     Args:
         target: the first layers.

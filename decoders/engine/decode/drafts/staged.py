@@ -14,10 +14,10 @@ from ....errors import UnsupportedError
 from ....report import Stopwatch
 from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
-from ..batch_view import BatchView, Verifies
 from ..core import StepOutput
 from ..criteria import Outcome
 from ..guard import untouched
+from ..roster import Roster, Verifies
 from ..rows import Rows
 from ..step import Watch, step
 from .drafter import ModelDrafter
@@ -38,7 +38,7 @@ class StagedDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, batch: BatchView, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
+        self, batch: Roster, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int, strategy: Strategy,
     ) -> None:  # fmt: skip
         super().__init__(batch, above, stack, context, model, ahead, children)
@@ -179,7 +179,7 @@ class StageWatch(Watch):
 
 
 def context_draft(
-    batch: BatchView, above: Verifies, stack: ExitStack, context: Context, opened: list[ModelDrafter]
+    batch: Roster, above: Verifies, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context` and drafts for `above`; what it opens is listed in `opened`."""
 

@@ -148,7 +148,7 @@ class DeviceGuide(Guide):
         return guide
 
     def follow(self) -> None:
-        assert self.outer is not None, "the target's guide follows nobody"
+        assert self.outer is not None, "the target's guide follows no other"
         self.positions.copy_(self.outer.positions)
 
     def block(
@@ -157,7 +157,7 @@ class DeviceGuide(Guide):
         tree, automaton = shape.padded(draft_tokens.shape[1] + 1), self.automaton
         if isinstance(tree, Topology):
             tree = tree.tensors(len(draft_tokens), draft_tokens.device)
-        tokens = torch.nn.functional.pad(draft_tokens, (1, 0), value=-1)  # nobody asks for the root's
+        tokens = torch.nn.functional.pad(draft_tokens, (1, 0), value=-1)  # the root has none
         drafted = tree.candidates & (tokens >= 0)
         column, still = automaton.column(tokens), self._still(len(tree))
         reached = still

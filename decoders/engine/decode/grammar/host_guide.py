@@ -49,7 +49,7 @@ class HostGuide(Guide):
     def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
         """A guide of other rows: each is the row of this one with that number, or for -1 a new one, at its text's beginning.
 
-        The masks of tabulated grammars stay in the table; a new guide drops those that nobody follows any more.
+        The masks of tabulated grammars stay in the table; a new guide drops those that no row follows any more.
         """
         guide = HostGuide([], self.table)
         guide._shifts = self._shifts
@@ -75,7 +75,7 @@ class HostGuide(Guide):
         return HostGuide(self.texts, self.table, self)
 
     def follow(self) -> None:
-        assert self.outer is not None, "the target's guide follows nobody"
+        assert self.outer is not None, "the target's guide follows no other"
         self.positions = list(self.outer.positions)
 
     def block(

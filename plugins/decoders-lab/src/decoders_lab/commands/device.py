@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoders.cli.benches import consoles, footnote, importing, numbers, write_json
+from decoders.cli.benches import JsonFile, consoles, footnote, importing, numbers, write_json
 from decoders.cli.console import waiting
 
 if TYPE_CHECKING:
@@ -45,9 +44,7 @@ def device(
         float,
         typer.Option(min=0, help="After so many no other size of a block is begun: each may have to be compiled."),
     ] = 60.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure this device in two minutes: copy speed, plain decoding, blocks of nodes, first token, sampling, exactness."""
     progress_console, console = consoles(json_file)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import conclude, consoles, pieces, progress_bar
+from decoders.cli.benches import JsonFile, conclude, consoles, pieces, progress_bar
 from decoders.errors import SettingsError, UnknownNameError
 
 
@@ -24,9 +23,7 @@ def grammar(
         str, typer.Option(help="Tokens of the vocabularies, comma-separated; k is 1000.")
     ] = "4k,32k,128k",
     repeats: Annotated[int, typer.Option(min=1, help="Walks along each text, and turns at each tree.")] = 5,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure what grammars cost: to compile, until the first mask, per mask and per tree of draft tokens, in memory.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import conclude, consoles, numbers, pieces, progress_bar
+from decoders.cli.benches import JsonFile, Threads, conclude, consoles, numbers, pieces, progress_bar
 from decoders.cli.console import waiting
 from decoders.errors import UnknownNameError
 
@@ -29,10 +29,8 @@ def precision(
     nodes: Annotated[str, typer.Option(help="Nodes of the steps that are timed.")] = "4,8,12,20",
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 20,
     compile: Annotated[bool, typer.Option(help="Time compiled steps.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    threads: Threads = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure what quantized weights and a quantized cache change: perplexity, the next token, step times, memory."""
     progress_console, console = consoles(json_file)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import conclude, consoles, numbers, pieces, progress_bar
+from decoders.cli.benches import JsonFile, Threads, conclude, consoles, numbers, pieces, progress_bar
 from decoders.errors import UnknownNameError
 
 from .grammar import vocabulary_sizes
@@ -33,10 +32,8 @@ def sampling(
     flat: Annotated[
         bool, typer.Option("--flat", help="Logits of which thousands share the probability: the hardest to truncate.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    threads: Threads = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure what choosing the tokens of a block costs beside a forward pass: temperature, top_k, top_p and the like.
 

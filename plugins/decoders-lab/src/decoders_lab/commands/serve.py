@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from decoders.cli.benches import conclude, consoles
+from decoders.cli.benches import JsonFile, Threads, conclude, consoles
 from decoders.cli.console import waiting
 
 
@@ -20,10 +19,8 @@ def serve(
     requests: Annotated[int, typer.Option(min=1, help="How many there are, each way.")] = 100,
     dtype: Annotated[str, typer.Option(help="Precision of the model.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Run compiled steps.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
-    ] = None,
+    threads: Threads = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure the time that `decoders serve` adds to a request: the same ones to a scheduler and through HTTP, in turns."""
     from rich.table import Table

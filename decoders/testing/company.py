@@ -1,8 +1,8 @@
-"""Rows that come and go while others are decoded, as in a scheduler."""
+"""A strategy in company: as a part of a merged one, left out of steps, and with rows that come and go as in a scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,98 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..plugins import registry
 from ..serving.scheduler import Scheduler
-from ..strategy import Draft, Strategy
+from ..strategies.merged import Merged, MergedSettings
+from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..tree import MAX_NODES
 from .conditions import Conditions, needs, run
 from .exactness import assert_same_tokens, prompts, reference
+from .memory import parts_of
 from .spy import Spy, spied
+
+#: Strategies that need nothing and often are right; the first one that the strategy has not in it is its partner.
+PARTNERS = ("prompt_lookup", "ngram", "lookahead")
+
+
+def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """As a part of a merged strategy, before another part and behind it, its hooks keep the contract, and the tokens are the
+    same.
+    """
+    parts = parts_of(strategy) or (strategy,)
+    free = [name for name in PARTNERS if name not in {part.name for part in parts}]
+    if not free:
+        return
+    partner = registry().strategy(free[0])()
+    name, inputs = conditions.models[0], prompts(3)
+    eager = replace(conditions, compile=False)
+    with conditions.enabled(name) as model:
+        expected = reference(model, inputs, max_new_tokens=16)
+        for order in ((partner, *parts), (*parts, partner)):
+            merged = Merged(order, MergedSettings(nodes=MAX_NODES))
+            out = run(model, name, spied(merged), inputs, eager, max_new_tokens=16)
+            if strategy.exact:
+                assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"as {merged.name}")
+
+
+class Resting(Strategy):
+    """Asks `inner` in two steps of four, and verifies the first half of what it drafts, or nothing of it, or a token of its own."""
+
+    name = "resting"
+
+    def __init__(self, inner: Strategy) -> None:
+        super().__init__()
+        self.inner = inner
+        self.needs_assistant, self.needs_grammar = inner.needs_assistant, inner.needs_grammar
+
+    def finish(self, state: dict[str, Any]) -> None:
+        self.inner.finish(state["inner"])
+
+    def start(self, context: Context) -> dict[str, Any]:
+        return {"inner": self.inner.start(context), "step": 0, "own": None}
+
+    def propose(self, state: dict[str, Any], sequences: Sequences) -> Draft:
+        state["step"] += 1
+        turn, state["own"] = state["step"] % 4, 0
+        if turn in (1, 2):
+            self.inner.limit(state["inner"], turn)
+            draft = self.inner.propose(state["inner"], sequences)
+            if turn == 1:
+                kept = draft.tokens.shape[1] // 2
+                state["own"] = kept + 1
+                return draft.head(kept)
+        if turn == 3:
+            return Draft.chain(sequences.last)
+        return Draft.nothing(len(sequences.length), sequences.length.device)
+
+    def observe(self, state: dict[str, Any], step: Step) -> None:
+        missed = self.inner.misses_steps and state["step"] % 4 in (3, 0)
+        if self.inner.observes and not missed:
+            self.inner.observe(state["inner"], replace(step, own_nodes=state["own"]))
+
+    def details(self, state: dict[str, Any]) -> Mapping[str, Any]:
+        return self.inner.details(state["inner"])
+
+
+def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
+    """One that says it `rests` can be left out of steps, and be shown steps with other nodes than its own, as ``auto`` does: its
+    hooks do not mind, and the tokens are the same.
+    """
+    if (strategy.observes and not strategy.rests) or not strategy.exact:
+        return
+    if strategy.reads_layers:  # auto leaves such out
+        return
+    name, inputs = conditions.models[0], prompts(3)
+    eager = replace(conditions, compile=False)
+    with conditions.enabled(name) as model, torch.no_grad():
+        expected = reference(model, inputs, max_new_tokens=16)
+        out = run(model, name, Resting(strategy), inputs, eager, max_new_tokens=16)
+        assert_same_tokens(model, inputs, expected.sequences, out.sequences, "left out of every other step")
+        out = run(
+            model, name, strategy, inputs, eager, max_new_tokens=16, decoders_config={"compile": False, "prune": True}
+        )
+        assert_same_tokens(model, inputs, expected.sequences, out.sequences, "with what is not worth its time left out")
+
 
 #: New tokens of each row: they end at different times, and a row that was waiting takes the place of one that has ended.
 NEW_TOKENS = (6, 17, 3, 12, 9)

@@ -1,0 +1,143 @@
+"""Who is decoded together: requests, and the rows that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...strategy import PromptChunk
+from ..model.blocks import Blocks
+from ..model.buckets import row_bucket
+from ..model.cache import CacheBuffers
+from .engine import Engine
+from .grammar.guide import Guide
+from .request import Request
+from .request_output import RequestOutput, empty_report
+from .rows import Rows
+from .session import Session
+
+
+class Verifies(Protocol):
+    """A model that is drafted for: the target with its batch, or a draft model that has a drafter of its own."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a row can have."""
+
+    @property
+    def blocks(self) -> Blocks:
+        """The sizes of the blocks in which it verifies."""
+
+    @property
+    def guide(self) -> Guide | None:
+        """Where its rows stand in their grammars."""
+
+
+class Roster:
+    """Requests and their rows. What their steps need besides has :class:`~decoders.engine.decode.batch.Batch`.
+
+    Attributes:
+        request: what the members have in common; its prompts are the rows' texts.
+        members: the requests and the first row of each, in the order of rows; every row is a member's.
+        capacity: most rows there can be.
+        shared: whether requests join and leave, so that errors and reports are one request's and not those of all.
+        width: rows of a step; where sizes are static there are more than asked for, which have ended.
+        verifier: decides what is accepted; None where the built-in rule does.
+        report: of all steps.
+        session: where the rows' tokens, keys and values are.
+        longest: most tokens that a row can have, prompt included.
+        noise_keys: ``[B]``, the keys of the rows' noise.
+        guide: where the rows stand in their grammars; None where no row has one.
+        pending: committed tokens that the next step runs once more in front of the root.
+        prompt_left: how many of these are the end of the prompts, which nothing has read yet.
+
+    Args:
+        request: the first or only one.
+        capacity: given where requests join and leave.
+    """
+
+    session: Session
+    longest: int
+    noise_keys: Tensor
+
+    def __init__(self, engine: Engine, request: Request, capacity: int | None) -> None:
+        self.engine, self.request = engine, request
+        self.forward_pass = engine.forward_pass_for(request.strategy)
+        self.target = self.forward_pass.target
+        self.width = row_bucket(len(request.prompts), self.target.static)
+        self.shared, self.capacity = capacity is not None, self.width if capacity is None else capacity
+        chosen = request.verifier
+        # Where nothing is drawn, all exact rules are one: keep what matches.
+        built_in = chosen.coupled or (chosen.exact and not request.plan.sample)
+        self.verifier = None if built_in else chosen
+        self.report = empty_report(request, self.target)
+        self.members: list[tuple[RequestOutput, int]] = []
+        self.guide: Guide | None = None
+        self.pending = self.prompt_left = 0
+
+    @property
+    def rows(self) -> Rows:
+        return self.session.rows
+
+    @property
+    def blocks(self) -> Blocks:
+        """The sizes of the rows' blocks."""
+        return self.session.blocks
+
+    @property
+    def row_count(self) -> int:
+        """Rows that the host looks at."""
+        return sum(member.rows for member, _ in self.members)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        return [length for member, _ in self.members for length in member.lengths]
+
+    @property
+    def finished(self) -> list[bool]:
+        return [ended for member, _ in self.members for ended in member.finished]
+
+    @property
+    def culprit(self) -> str:
+        """The strategy as messages name it."""
+        strategy = self.request.strategy
+        return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
+
+    def read_rest(self) -> None:
+        """Reads what was left to the first step: a draft in the target's own slots begins behind it."""
+        if not self.prompt_left:
+            return
+        starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
+        self.session.read_rows(0, starts, 0, self.prompt_left, self.prefill)
+        self.pending = self.prompt_left = 0
+
+    @property
+    def prefill(self) -> Callable[..., None]:
+        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
+        return partial(self.forward_pass.prefill, recordings=self.session.recordings)
+
+    def read_chunk(
+        self, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
+    ) -> PromptChunk:  # fmt: skip
+        """Runs a stretch of texts for a strategy that reads prompts.
+
+        Args:
+            lengths: ``[B]``, of the texts.
+            tokens, begin, buffers, view, latest: as of :meth:`Target.features`.
+            logits: whether the chunk has them.
+        """
+        positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        valid = positions < lengths[:, None] - 1
+        result = self.forward_pass.features(
+            tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
+        )
+        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
+
+    def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
+        """``Context.compile`` for strategies that draft for the model of `engine`."""
+        return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
