@@ -108,7 +108,7 @@ class Limits:
 
 
 class Gate:
-    """Turns away what has no key, a foreign host, too large a body, or a body that a web page could send unasked.
+    """Refuses requests without a key, for a foreign host, with too large a body, or with one that a web page could send by itself.
 
     Args:
         app: who answers the others.

@@ -39,7 +39,7 @@ class _Entry:
 
 
 class SchedulerPool:
-    """Submits requests to the scheduler of their strategy.
+    """Submits requests to the scheduler of their strategy, which is made when it is first needed.
 
     Args:
         model, tokenizer: of all of them.

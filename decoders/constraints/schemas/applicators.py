@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
 from ...errors import GrammarError
 from . import arrays, objects, shapes
 from .document import Place
-from .nodes import FALSE, TRUE, Node, NodeAlgebra
+from .nodes import FALSE, TRUE, Node
 from .objects import Objects, Property
-from .shapes import ALL, NONE, Shapes
-
-
-class SchemaAlgebra(NodeAlgebra):
-    """What applying a schema takes: nodes of schemas, and their shapes.
-
-    Attributes:
-        dropped: (path, keyword) of keywords that are left out.
-        evaluation: whether a keyword asks what others have evaluated.
-    """
-
-    dropped: frozenset[tuple[str, str]]
-    evaluation: bool
-
-    @abstractmethod
-    def place(self, content: Place | bool) -> Node:
-        """The node of a schema."""
-
-    @abstractmethod
-    def opposite(self, place: Place) -> Place:
-        """`place` for a keyword that subtracts: what is left out in it then allows nothing where it allowed everything."""
-
-    @abstractmethod
-    def normalise(self, node: Node) -> Shapes:
-        """The shapes of `node`."""
-
-    def intersect(self, current: Shapes, node: Node) -> Shapes:
-        """The values of `current` that are of `node`."""
-        return current if current.empty else shapes.intersection(current, self.normalise(node), self)
+from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 
 
 def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
@@ -50,7 +21,7 @@ def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
     """
     if not isinstance(place.schema[keyword], list):
         raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
-    return [algebra.place(place.child(keyword, index)) for index in range(len(place.schema[keyword]))]
+    return [algebra.node(place, keyword, index) for index in range(len(place.schema[keyword]))]
 
 
 def _all_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
@@ -88,7 +59,7 @@ def one_of_as_any_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> S
 
 
 def _not(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
-    excluded = algebra.place(algebra.opposite(place).child("not"))
+    excluded = algebra.node(algebra.opposite(place), "not")
     return shapes.difference(current, algebra.normalise(excluded), algebra)
 
 
@@ -96,13 +67,13 @@ def _if(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
     schema = place.schema
     if "then" not in schema and "else" not in schema and not algebra.evaluation:
         return current
-    then = algebra.intersect(current, algebra.place(place.child("if")))
+    then = algebra.intersect(current, algebra.node(place, "if"))
     if "then" in schema:
-        then = algebra.intersect(then, algebra.place(place.child("then")))
-    condition = algebra.place(algebra.opposite(place).child("if"))
+        then = algebra.intersect(then, algebra.node(place, "then"))
+    condition = algebra.node(algebra.opposite(place), "if")
     otherwise = shapes.difference(current, algebra.normalise(condition), algebra)
     if "else" in schema:
-        otherwise = algebra.intersect(otherwise, algebra.place(place.child("else")))
+        otherwise = algebra.intersect(otherwise, algebra.node(place, "else"))
     return shapes.union(then, otherwise)
 
 
@@ -118,7 +89,7 @@ def _dependent(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shapes]
                 required = Objects(tuple(Property(need, TRUE, True) for need in needs))
                 with_name = shapes.intersection(with_name, Shapes(objects=(required,)), algebra)
             else:
-                with_name = algebra.intersect(with_name, algebra.place(place.child(keyword, name)))
+                with_name = algebra.intersect(with_name, algebra.node(place, keyword, name))
             current = shapes.union(shapes.intersection(current, absent, algebra), with_name)
         return current
 
@@ -127,7 +98,7 @@ def _dependent(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shapes]
 
 def _unevaluated(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shapes]:
     def combine(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
-        node = algebra.place(place.child(keyword))
+        node = algebra.node(place, keyword)
         if keyword == "unevaluatedItems":
             arrays_allowed = [arrays.evaluate(shape, node, algebra) for shape in current.arrays]
             return replace(current, arrays=tuple(dict.fromkeys(shape for shape in arrays_allowed if shape is not None)))

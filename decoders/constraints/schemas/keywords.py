@@ -12,14 +12,11 @@ from ..patterns import ecma
 from . import formats, limits, numbers, strings
 from .arrays import Arrays, Count, Items
 from .document import Place, known
-from .nodes import FALSE, TRUE, Node, NodeAlgebra
+from .nodes import FALSE, TRUE, Node
 from .numbers import Numbers
 from .objects import Keys, Objects, Property
-from .shapes import Shapes
+from .shapes import SchemaAlgebra, Shapes
 from .strings import Strings
-
-#: Gives the node of the schema under some keys of a place.
-NodeOf = Callable[..., Node]
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 STRINGS = ("minLength", "maxLength", "pattern", "format")
@@ -96,29 +93,24 @@ def of_strings(schema: dict[str, Any]) -> Strings | None:
     return result
 
 
-def of_arrays(
-    place: Place, schema: dict[str, Any], node_of: NodeOf, opposite: NodeOf, algebra: NodeAlgebra
-) -> Arrays | None:
-    """The arrays that `schema`, the keywords that are read, allows; None if there are none.
-
-    `opposite` is `node_of` for a keyword that subtracts.
-    """
+def of_arrays(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Arrays | None:
+    """The arrays that `schema`, the keywords of `place` that are read, allows; None if there are none."""
     prefix: tuple[Node, ...] = ()
     rest, evaluated = TRUE, Items()
     dropped = _dropped(place, schema)
     listed = next((k for k in ("prefixItems", "items") if isinstance(schema.get(k), list)), None)
     if listed is not None:
-        prefix = tuple(node_of(listed, i) for i in range(len(schema[listed])))
+        prefix = tuple(algebra.node(place, listed, i) for i in range(len(schema[listed])))
         evaluated = Items(len(prefix))
     others_keyword = "additionalItems" if listed == "items" else "items"
     others_begin = listed is not None or (others_keyword == "items" and "prefixItems" not in dropped)
     if others_keyword in schema and others_begin:
-        rest, evaluated = node_of(others_keyword), Items(None)
+        rest, evaluated = algebra.node(place, others_keyword), Items(None)
     counts: tuple[Count, ...] = ()
     if "contains" in schema:
         low, high = read_count(schema, "minContains"), read_count(schema, "maxContains")
         low = low if low is not None else int("minContains" not in dropped)
-        kind, kind_at_most = node_of("contains"), opposite("contains")
+        kind, kind_at_most = algebra.node(place, "contains"), algebra.node(algebra.opposite(place), "contains")
         if high is None or kind == kind_at_most:
             counts = (Count(0, kind, low, high),)
         else:
@@ -130,19 +122,19 @@ def of_arrays(
     return Arrays(prefix, rest, low, high, counts, unique, evaluated).simplified(algebra)
 
 
-def of_objects(
-    place: Place, schema: dict[str, Any], node_of: NodeOf, algebra: NodeAlgebra, normalise: Callable[[Node], Shapes]
-) -> Objects | None:
-    """The objects that `schema`, the keywords that are read, allows; None if there are none. `normalise` gives a node's shapes."""
+def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Objects | None:
+    """The objects that `schema`, the keywords of `place` that are read, allows; None if there are none."""
     nodes = algebra.nodes
     dropped = _dropped(place, schema)
-    named: dict[str, Node] = {name: node_of("properties", name) for name in read_object(schema, "properties")}
+    named: dict[str, Node] = {
+        name: algebra.node(place, "properties", name) for name in read_object(schema, "properties")
+    }
     if len(named) > limits.PROPERTIES:
         limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
     classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
     patterns = []
     for text in read_object(schema, "patternProperties"):
-        pattern, node = _pattern_of_keys(place, text), node_of("patternProperties", text)
+        pattern, node = _pattern_of_keys(place, text), algebra.node(place, "patternProperties", text)
         patterns.append(pattern)
         with _blaming("patternProperties"):
             classes = [
@@ -154,10 +146,10 @@ def of_objects(
             if len(classes) > limits.ALTERNATIVES:
                 limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys")
             named = {n: nodes.intersection(old, node) if pattern.contains(n) else old for n, old in named.items()}
-    additional = node_of("additionalProperties") if "additionalProperties" in schema else TRUE
+    additional = algebra.node(place, "additionalProperties") if "additionalProperties" in schema else TRUE
     if "properties" in dropped:
         additional = TRUE
-    unread = [node_of("patternProperties", text) for text in read_object(place.schema, "patternProperties")
+    unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
     # A key that may match a pattern which is left out: more or less is allowed, whichever errs on the safe side.
     if unread and place.subtracted:
@@ -175,7 +167,7 @@ def of_objects(
     properties = [Property(n, node, n in required) for n, node in named.items()]
     properties += [Property(name, result.value(name), True) for name in required if name not in named]
     if "propertyNames" in schema:
-        names = normalise(node_of("propertyNames")).strings
+        names = algebra.normalise(algebra.node(place, "propertyNames")).strings
         allowed = [prop if any(keys.contains(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)
                 for prop in properties]  # fmt: skip
         properties = allowed

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
 from ...errors import GrammarError
 from ..patterns.limits import check
 from . import keywords, limits, shapes
-from .applicators import APPLICATORS, SchemaAlgebra, one_of_as_any_of
+from .applicators import APPLICATORS, one_of_as_any_of
 from .document import Place, known
 from .nodes import FALSE, TRUE, Node, Nodes
 from .numbers import canonical
-from .shapes import ALL, NONE, Shapes
+from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 from .strings import Strings
 
 _LOOK_AHEAD = 3
@@ -196,15 +197,11 @@ class Normaliser(SchemaAlgebra):
 
     def schema(self, place: Place) -> Shapes:
         """The values that the schema at `place` allows."""
-        schema = place.schema
-
-        def read(keyword: str) -> bool:
-            return self.reads(place, keyword)
-
+        schema, read = place.schema, partial(self.reads, place)
         if read("$ref") and place.year <= 2018:  # nothing stands beside it
             with self.locating_errors(place, "$ref"):
                 return self.normalise(self.place(place.follow(schema["$ref"])))
-        current = self.types(place, read)
+        current = self.types(place)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if read(keyword):
                 with self.locating_errors(place, keyword):
@@ -242,17 +239,9 @@ class Normaliser(SchemaAlgebra):
                 keyword = problem.keyword
             raise GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path) from problem
 
-    def node_of(self, place: Place) -> keywords.NodeOf:
-        """Makes nodes of the schemas under keys of `place`."""
-
-        def node(*keys: str | int) -> Node:
-            return self.place(place.child(*keys))
-
-        return node
-
-    def types(self, place: Place, read: Callable[[str], bool]) -> Shapes:
+    def types(self, place: Place) -> Shapes:
         """The values that the keywords about single types, ``type``, ``const`` and ``enum`` allow."""
-        schema, current = place.schema, ALL
+        schema, read, current = place.schema, partial(self.reads, place), ALL
         if read("type"):
             with self.locating_errors(place, "type"):
                 names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -262,8 +251,6 @@ class Normaliser(SchemaAlgebra):
                 with self.locating_errors(place, keyword):
                     values = schema[keyword] if keyword == "enum" else [schema[keyword]]
                     current = shapes.intersection(current, self.values(values), self)
-        node_of = self.node_of(place)
-
         read_keywords = {key: value for key, value in schema.items() if read(key)}
         if isinstance(patterns := read_keywords.get("patternProperties"), dict):
             read_keywords["patternProperties"] = {
@@ -284,15 +271,8 @@ class Normaliser(SchemaAlgebra):
 
         current = narrowed("numbers", keywords.NUMBERS, lambda: keywords.of_numbers(read_keywords))
         current = narrowed("strings", keywords.STRINGS, lambda: keywords.of_strings(read_keywords))
-        opposite = self.node_of(self.opposite(place))
-        current = narrowed(
-            "arrays", keywords.ARRAYS, lambda: keywords.of_arrays(place, read_keywords, node_of, opposite, self)
-        )
-        return narrowed(
-            "objects",
-            keywords.OBJECTS,
-            lambda: keywords.of_objects(place, read_keywords, node_of, self, self.normalise),
-        )
+        current = narrowed("arrays", keywords.ARRAYS, lambda: keywords.of_arrays(place, read_keywords, self))
+        return narrowed("objects", keywords.OBJECTS, lambda: keywords.of_objects(place, read_keywords, self))
 
     def without_evaluated(self, shape: Any) -> Any:
         """`shape` without what has been evaluated, where no keyword asks for that."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from . import arrays, limits, numbers, objects, strings
 from .arrays import Arrays
-from .nodes import NodeAlgebra
+from .document import Place
+from .nodes import Node, NodeAlgebra
 from .numbers import Numbers
 from .objects import Objects
 from .strings import Strings
@@ -79,6 +81,38 @@ def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
     """
     of_types = {name: _difference(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()}
     return Shapes(a.units - b.units, **of_types)
+
+
+class SchemaAlgebra(NodeAlgebra):
+    """What reading the keywords of a schema takes: nodes of schemas, and their shapes.
+
+    Attributes:
+        dropped: (path, keyword) of keywords that are left out.
+        evaluation: whether a keyword asks what others have evaluated.
+    """
+
+    dropped: frozenset[tuple[str, str]]
+    evaluation: bool
+
+    @abstractmethod
+    def place(self, content: Place | bool) -> Node:
+        """The node of a schema."""
+
+    def node(self, place: Place, *keys: str | int) -> Node:
+        """The node of the schema under `keys` of `place`."""
+        return self.place(place.child(*keys))
+
+    @abstractmethod
+    def opposite(self, place: Place) -> Place:
+        """`place` for a keyword that subtracts: what is left out in it then allows nothing where it allowed everything."""
+
+    @abstractmethod
+    def normalise(self, node: Node) -> Shapes:
+        """The shapes of `node`."""
+
+    def intersect(self, current: Shapes, node: Node) -> Shapes:
+        """The values of `current` that are of `node`."""
+        return current if current.empty else intersection(current, self.normalise(node), self)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Trie:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
             starts: states.
-            strings: ``[S]``: states inside strings. They are not gone on from where plain characters have led to them.
+            strings: ``[S]``: states inside strings. The walk stops where nothing but plain characters has led to one of them.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()
@@ -161,8 +161,8 @@ class Lexicon:
         texts: the spellings in ascending order.
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
-        longest: most plain characters in a row that a token has where a string may be entered: at its beginning, or at a
-            character after something else. States inside strings are told apart by room for so many.
+        longest: most plain characters in a row of any token where a string may begin: at the token's beginning, or behind another
+            character. States inside strings differ by how many plain characters may follow, up to this number.
         rests: what follows the plain characters of spellings, and of their ends from any later character on; in ascending
             order, the empty one first.
         rest: ``[T]`` int64, which of `rests` follows the plain characters of each spelling.
@@ -287,12 +287,12 @@ def split(text: bytes) -> tuple[int, bytes]:
 
 @dataclass(frozen=True)
 class Room:
-    """How many plain characters states take.
+    """How many plain characters may follow each state.
 
     Attributes:
-        least: ``[S]`` int64: any as many plain characters may come next, at least.
-        exact: ``[S]`` bool: and no plain characters more than that.
-        next: ``[S]`` int64: the state after any plain character where there is room.
+        least: ``[S]`` int64: so many plain characters may come next, whichever they are; perhaps more.
+        exact: ``[S]`` bool: no more than that may come next.
+        next: ``[S]`` int64: the state after any plain character, where one may come next.
     """
 
     least: NDArray[np.int64]
@@ -300,7 +300,7 @@ class Room:
     next: NDArray[np.int64]
 
     def reached(self, states: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`states` and all states that plain characters lead to from them, as far as there is room."""
+        """`states`, and all states that plain characters lead to from them."""
         known = states
         while len(states):
             states = np.setdiff1d(self.next[states], known)
@@ -310,9 +310,9 @@ class Room:
 
 
 def room(transitions: NDArray[np.int32], byte_class: NDArray[np.int64], longest: int) -> Room:
-    """Room for up to `longest` plain characters in the states of an automaton ``[S, C]``.
+    """The room of the states of an automaton ``[S, C]``, counted up to `longest` plain characters.
 
-    Followed as long as all plain characters lead from a state to the same state, as they do in strings.
+    Counting goes on as long as all plain characters lead from a state to the same state, as they do in strings.
     """
     low = np.full(len(transitions), len(transitions), np.int64)
     high = np.zeros(len(transitions), np.int64)

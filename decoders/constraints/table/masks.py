@@ -176,8 +176,8 @@ def _by_classes(
 ) -> StateMasks:
     """Masks where every byte is a token: every state then leads to the end of a text, and every token that leads anywhere is legal.
 
-    Inside strings, masks are put together by class. Elsewhere few tokens are legal: they are walked, from one state for
-    all that cannot be told apart by as many bytes as that takes.
+    Inside strings, masks are composed from those of classes. Elsewhere few tokens are legal, and they are walked: from one state of
+    each group that no walk of that many bytes can tell apart.
     """
     strings = StringStates.of(transitions, byte_class, lexicon)
     text_masks: list[NDArray[np.int32]] = strings.masks()

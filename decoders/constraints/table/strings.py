@@ -1,7 +1,7 @@
-"""States inside strings: their legal tokens, from the number of plain characters that may follow.
+"""Legal tokens of states inside strings, from the number of plain characters that may follow.
 
-Any plain character leads to the same state there, so what matters of a token is how many it begins with and what is left
-of it; only that rest is walked, and many tokens share it.
+All plain characters lead to the same state there. So what matters of a token is how many it begins with, and its rest behind
+them: only the rest is walked, and many tokens share it.
 """
 
 from __future__ import annotations
