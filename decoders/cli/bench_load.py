@@ -125,7 +125,7 @@ def measure_load(
     subject = ", ".join(filter(None, (model, getattr(loaded.config, "cost_scaled", ""))))
     console.print(load_table(results, within, f"{subject}, {requests} requests, {come}, {rows} rows"))
     run = {
-        "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
+        "model": model, "scale": None, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
         "longest": longest, "spread": spread, "repeats": repeats, "seed": seed, "compile": compile,
         **facts,
     }  # fmt: skip

@@ -78,7 +78,8 @@ class Plan:
         """What the JSON file says of it."""
         return {
             "model": None if self.of_shapes else self.subjects[0], "shapes": self.subjects if self.of_shapes else [],
-            "draft": self.draft, "new_tokens": self.new_tokens, "repeats": self.repeats, "compile": self.config["compile"],
+            "draft": self.draft, "scale": None, "beside": [], "new_tokens": self.new_tokens, "repeats": self.repeats,
+            "compile": self.config["compile"],
             "slots": self.capacity, "prompts": self.prompts, "prompt_lengths": self.prompt_lengths,
             "loop": self.loop_settings, "sampling": self.sampling and asdict(self.sampling),
         }  # fmt: skip

@@ -216,7 +216,8 @@ def command_line() -> Iterator[Any]:
         patch.syspath_prepend(str(ROOT / "plugins" / "decoders-lab" / "src"))
         lab = importlib.import_module("decoders_lab")
     reset_registry()
-    registry().register(lab, "lab")
+    if "lab" not in {info.name for info in registry().plugins()}:  # it may be installed
+        registry().register(lab, "lab")
     yield get_command(app)
     reset_registry()
 
