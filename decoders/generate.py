@@ -15,9 +15,8 @@ from .engine.decode.engine import MemoryKey
 from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments
 from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
-from .hf.call import PreparedCall
+from .hf.call import DecodersOutput, PreparedCall
 from .hf.options import Options, OwnDefaults
-from .hf.output import DecodersOutput
 from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
 from .hf.wrapper import Generate
 from .strategy import Strategy

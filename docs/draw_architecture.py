@@ -59,7 +59,7 @@ STATIONS = (
     ("strategies.lookahead", "Lookahead.observe"),
     ("engine.decode.watch", "book"),
     ("hf.grammars", "Grammars.judge"),
-    ("hf.output", "assemble"),
+    ("hf.call", "PreparedCall.partial"),
 )
 
 

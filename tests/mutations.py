@@ -473,7 +473,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plain-steps-cost-as-much-as-blocks", "decoders/engine/decode/calibration.py",
-        "        engine.forward_pass.fit(session.blocks, rows)\n",
+        "        forward_pass.fit(session.blocks, rows)\n",
         "",
         ("engine/test_calibration.py",),
     ),

@@ -31,7 +31,7 @@ def test_points_are_measured_for_every_size_once_and_kept(engine: Engine, tmp_pa
     curve = calibration.measured(tmp_path, [1, 2], [32], False)
     assert {(p.rows, p.context) for p in curve.points} == {(1, 32), (2, 32)}
     assert [p.nodes for p in curve.points if p.rows == 1] == [3, 5, 9, 17, 33, 65]  # a block has three nodes at least
-    assert curve_files.read(tmp_path, subject_of(engine)) == curve
+    assert curve_files.read(tmp_path, subject_of(engine.target)) == curve
     assert calibration.measured(tmp_path, [1], [40], False) is not None
     assert calibration.known(tmp_path) == curve  # 40 tokens are near enough to 32
 
@@ -128,14 +128,14 @@ def test_what_steps_show_of_sizes_is_kept_until_they_are_measured_anew(tmp_path:
 
 
 def test_what_the_curve_depends_on_is_in_its_subject(engine: Engine) -> None:
-    subject = subject_of(engine)
+    subject = subject_of(engine.target)
     assert subject.model.startswith("LlamaConfig-2-32-48-4-2-") and subject.model.endswith("-128")
     assert (
         subject.dtype == "float32" and subject.torch == torch.__version__ and subject.threads == torch.get_num_threads()
     )
     assert subject.package == decoders.__version__ and subject.device.endswith(torch_compat.instructions())
-    assert subject_of(Engine(tiny_model("gpt2"))).key != subject.key
-    assert subject_of(Engine(tiny_model("llama").to(torch.bfloat16))).dtype == "bfloat16"
+    assert subject_of(Engine(tiny_model("gpt2")).target).key != subject.key
+    assert subject_of(Engine(tiny_model("llama").to(torch.bfloat16)).target).dtype == "bfloat16"
 
 
 def test_measuring_leaves_no_text_behind(engine: Engine, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ...tree import TreeTensors
 from ..model.blocks import LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.cache import CacheBuffers
 from . import guard
-from .core import StepOutput
+from .core import Core, StepOutput
 from .criteria import Outcome
 from .drafts.drafter import ModelDrafter
 from .engine import Engine
@@ -130,7 +130,7 @@ class Batch(Roster):
             self.worth.rebatch(sources[: self.row_count])
         self.guide = self._guide(sources)
         if not same:
-            core = self.engine.core(request.plan, self.forward_pass)
+            core = Core(self.forward_pass, request.plan)
             self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
         self.resources.costs = None
         self.fit_blocks()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +23,12 @@ from ..model.blocks import NodeBlock
 from ..model.buckets import row_bucket
 from ..model.compiled.tiers import Compile, PassKind
 from ..model.recordings import PLAIN_RUNS
+from ..model.target import Target
+from .core import Core
+from .passes import StepPass
 from .rows import sampling_inputs
+from .sessions import Sessions
 from .step import Parts, forward_verify_commit
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 #: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
 NODES = (1, 2, 3, 5, 9, 17, 33, 65)
@@ -36,9 +36,8 @@ NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 REPEATS = 5
 
 
-def subject_of(engine: Engine) -> Subject:
-    """What the curve of `engine` depends on."""
-    target = engine.target
+def subject_of(target: Target) -> Subject:
+    """What the curve of `target` depends on."""
     config = target.model.config
     text = config.get_text_config()
     names = (
@@ -82,8 +81,8 @@ class Calibrator:
         line: through the steps of calls for which nothing was measured.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, forward_pass: StepPass, sessions: Sessions) -> None:
+        self.forward_pass, self.sessions, self.target = forward_pass, sessions, forward_pass.target
         self._curve: CostCurve | None = None
         self._read: set[Path | None] = set()
         self._ratios: dict[int, dict[bool, SizeRatios]] = {}
@@ -97,7 +96,7 @@ class Calibrator:
         """The curve as far as it was ever measured; None if it has no points. folder: None reads no files."""
         if folder is not None and folder not in self._read:
             self._read.add(folder)
-            kept = self.engine.target.ranks.first_object(lambda: read(folder, self._empty().subject))
+            kept = self.target.ranks.first_object(lambda: read(folder, self._empty().subject))
             if kept is not None:
                 self._curve = kept.with_points(self._curve.points if self._curve is not None else ())
         return self._curve if self._curve is not None and self._curve.points else None
@@ -125,44 +124,43 @@ class Calibrator:
                 wanted.append((row_count, near, (1,)))
         if not wanted:
             return curve
-        clock = self.engine.target.ranks.clock
+        clock = self.target.ranks.clock
         end = clock() + seconds
         points: list[CostPoint] = []
         for row_count, context, sizes in wanted:
             if not points or clock() < end:
-                points += measure(self.engine, row_count, context, sizes, compile, end)
+                points += measure(self.forward_pass, self.sessions, row_count, context, sizes, compile, end)
                 self._ratios.pop(row_count, None)
         self._curve = curve.with_points(points)
-        if folder is not None and self.engine.target.ranks.writes:
+        if folder is not None and self.target.ranks.writes:
             write(folder, self._curve)
         return self._curve
 
     def _empty(self) -> CostCurve:
-        return CostCurve(subject=subject_of(self.engine))
+        return CostCurve(subject=subject_of(self.target))
 
     def _runs_single(self, rows: int, compile: Compile) -> bool:
         """Whether a plain step of a call has one node per row now."""
-        forward = self.engine.forward_pass
-        with forward.during(compile, Report("calibration")):
-            return forward.runs_single(rows)
+        with self.forward_pass.during(compile, Report("calibration")):
+            return self.forward_pass.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
-        forward = self.engine.forward_pass
-        return bool(compile) and (compile is True or forward.ready(PassKind(max(rows) > 1)))
+        return bool(compile) and (compile is True or self.forward_pass.ready(PassKind(max(rows) > 1)))
 
 
 @torch.no_grad()
 def measure(
-    engine: Engine, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float
-) -> list[CostPoint]:
+    forward_pass: StepPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float
+) -> list[CostPoint]:  # fmt: skip
     """Median seconds of steps of a greedy call, one point per size. Sizes for which there is no time until `end`, of
-    ``engine.target.ranks.clock`` and compiling apart, are left out but for the smallest and one more.
+    the target's ``ranks.clock`` and compiling apart, are left out but for the smallest and one more.
 
     The sizes take turns, so that a machine that is slower for a while does not make one of them look dear; in each turn the second
     step counts, since the first one finds another size's work in the processor's caches. Keys and values of the rows are never
     computed: what they are does not change how long a step takes.
     """
-    target, device, clock = engine.target, engine.target.device, engine.target.ranks.clock
+    target = forward_pass.target
+    device, clock = target.device, target.ranks.clock
     rows = row_bucket(rows, target.static)
     context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
     context = max(context, 1)
@@ -171,12 +169,12 @@ def measure(
     report = Report("calibration")
     points: list[CostPoint] = []
     with (
-        engine.forward_pass.during(compile, report),
-        engine.sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
+        forward_pass.during(compile, report),
+        sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
     ):
         session = opened.session
-        engine.forward_pass.fit(session.blocks, rows)
-        core = engine.core(SamplingPlan())
+        forward_pass.fit(session.blocks, rows)
+        core = Core(forward_pass, SamplingPlan())
         step = partial(
             forward_verify_commit, Parts(core.forward, core.choose, core.commit), Draft.nothing(rows, device)
         )
@@ -204,10 +202,10 @@ def measure(
             if index >= 2 and clock() + needed > end:
                 break
             first = sum(seconds(size) for _ in range(runs))  # what compiles compiles, and what is recorded is
-            passes = engine.compiled_passes
+            passes = forward_pass.compiled_passes
             times[size] = [seconds(size)]
             end += max(first - times[size][0], 0.0)
-            compiled[size] = engine.compiled_passes > passes
+            compiled[size] = forward_pass.compiled_passes > passes
         for _ in range(REPEATS - 1):
             for size, taken in times.items():
                 seconds(size)

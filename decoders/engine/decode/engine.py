@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from ...common import devices
 from ...errors import UnsupportedError
 from ...report import Report
-from ...sampling.processors import SamplingPlan
 from ...settings import Attention
 from ...strategy import Strategy
 from ..model.compiled.functions import CompiledFunction, TieredFunction
@@ -31,8 +30,6 @@ from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
-from .core import Core
-from .drafts.core import DraftCore
 from .drafts.modules import ModuleTwin
 from .passes import StepPass
 from .sessions import Sessions
@@ -84,7 +81,7 @@ class Engine:
         self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
-        self.calibration = Calibrator(self)
+        self.calibration = Calibrator(self.forward_pass, self.sessions)
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
@@ -236,13 +233,6 @@ class Engine:
     def is_part(self, model: object) -> bool:
         """Whether `model` is what :meth:`first_layers` has made."""
         return any(part is model for part in self._cut.values())
-
-    def core(self, plan: SamplingPlan, forward_pass: StepPass | None = None) -> Core:
-        forward_pass = forward_pass or self.forward_pass
-        return Core(forward_pass, plan)
-
-    def draft_core(self, plan: SamplingPlan, vocabulary: int, children: int) -> DraftCore:
-        return DraftCore(self.forward_pass, plan, vocabulary, children)
 
     @property
     def functions_ready(self) -> int:

@@ -25,6 +25,7 @@ from ..roster import Roster, Verifies
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
+from .core import DraftCore
 from .counts import DraftCounts, PendingTokens
 from .shared_slots import SharedSlots, fits
 
@@ -69,7 +70,7 @@ class ModelDrafter(Drafter):
             )
         # A verifier that is not coupled asks for the draft's distribution.
         plan = replace(batch.request.plan, keep_scores=batch.verifier is not None and batch.request.plan.sample)
-        self.core = self.engine.draft_core(plan, context.vocab_size, children)
+        self.core = DraftCore(self.engine.forward_pass, plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
         self._tiers = self.engine.forward_pass.steady_tiers(batch.request.runtime.compile)
         # How far a row may be drafted is set anew in every round, as its length is.
