@@ -1,7 +1,7 @@
-"""How often draft tokens turn out right, by who proposes them and where they stand; what is verified is decided by.
+"""How often draft tokens are accepted, by drafter and by their place in the draft.
 
-What a row writes does not depend on what was drafted. So every proposal can be judged by the tokens that the row gets,
-whether it was put to the target or not: looking at a drafter costs its drafting, and no forward pass.
+The tokens that a row writes do not depend on its drafts. So every draft can be judged by them, whether it was verified or not: to
+judge a drafter costs its drafting, and no forward pass.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ KEEP, KEEP_DEEPEST = 0.85, 0.98
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
 #: Depths and ranks from here on are one.
 DEEPEST, LOWEST_RANK = 4, 3
-#: How many draft tokens of a drafter what is said of its grades counts as, before it is held against what they turn out to be.
+#: How many draft tokens the rates that a drafter declares for its grades (`Strategy.grade_rates`) count as.
 GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook.
 OUTLOOK_WEIGHT = 1 / 8
 
-#: How many times the tokens that its time would bring a node has to be expected to bring. The nodes that seem to pay are, on
-#: average, those whose chances are overrated.
+#: A node is verified if it is expected to bring this many times the tokens that its time is worth: the nodes that seem to pay
+#: are, on average, those whose probability is overrated.
 CAUTION = 1.15
 
-#: Who proposes a token (their bits; minus a bit: that drafter, whoever else does), its depth, and its place among the siblings of
-#: its drafter; and the grade its drafter gives it, -1 for whichever.
+#: Of a draft token: the bits of the drafters that propose it (minus a bit: that drafter, whoever else proposes it), its depth, its rank
+#: among the siblings of its drafter, and the grade that its drafter gives it, -1 for any.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
@@ -36,9 +36,9 @@ class AcceptanceRates:
     """Probability that a draft token is right if its parent is, by kind; recent ones count more.
 
     Args:
-        common: what holds for all rows, where these are the rates of one; it is the expectation of what the row has not seen.
-        grade_rates: by drafter's bit, how often its tokens of each grade are right as a rule (:attr:`Strategy.grade_rates`): the
-            expectation of grades that were not seen, in proportion to how far the rule holds for those that were.
+        common: the rates of all rows, where these are those of one row: what is expected of kinds that the row has not seen.
+        grade_rates: by drafter's bit, the rates that it declares for its grades (:attr:`Strategy.grade_rates`): what is expected of
+            grades that were not seen, scaled by how far the declared rates are right for those that were.
     """
 
     def __init__(

@@ -62,9 +62,9 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Looking at what does not pay may cost this share of the time.
+#: Drafting for judgement alone, while drafts do not pay, may cost this share of the time.
 LOOKING = 0.005
-#: Weight of the newest look in the mean of what looks bring.
+#: Weight of the newest draft in the mean of what drafts bring.
 LOOK_WEIGHT = 1 / 8
 #: Multiples of it modulo one lie evenly wherever one stops.
 GOLDEN = 0.6180339887498949
@@ -72,12 +72,12 @@ GOLDEN = 0.6180339887498949
 
 @dataclass
 class Looks:
-    """Less and less often while nothing is found, and in every step while it pays.
+    """When to ask a drafter: in every step while that pays, and less and less often while it does not.
 
     Attributes:
-        count: how many there were.
-        net: mean of what one has brought beyond its price, in tokens; None before the first.
-        wait: steps between two of them, on average; 0 while it pays.
+        count: how often it was asked.
+        net: mean of the tokens that a draft has brought beyond its price; None before the first.
+        wait: steps between two drafts, on average; 0 while they pay.
     """
 
     count: int = 0
@@ -85,31 +85,30 @@ class Looks:
     wait: int = 0
 
     def due(self, waited: int, most: int) -> bool:
-        """Whether to look again.
+        """Whether to ask it in this step.
 
         Args:
-            waited: steps since the last look.
+            waited: steps since it was asked.
             most: steps to wait at most, on average.
 
-        Waits are drawn out and cut short in turns: where the text repeats itself every few steps, looks that are as far apart
-        would always come at the same place.
+        Waits vary: in a text that repeats itself every few steps, equal waits would always end at the same place.
         """
         return waited >= int(2 * min(self.wait, most) * (GOLDEN * self.count % 1) + 0.5)
 
     @property
     def pays(self) -> bool:
-        """Whether looks bring more than their price at present."""
+        """Whether drafts bring more than their price at present."""
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:
-        """Learns what a look has brought beyond its price. longest: steps to wait at most."""
+        """Learns what a draft has brought beyond its price, in tokens. longest: steps to wait at most."""
         self.count += 1
         self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
 def affordable(share: float, longest: int) -> int:
-    """Steps between two looks that take `share` of a step each, for them to cost :data:`LOOKING` of the time; `longest` at most."""
+    """Steps between two drafts that take `share` of a step each, for them to cost :data:`LOOKING` of the time; `longest` at most."""
     return min(math.ceil(share / LOOKING), longest)
 
 
@@ -124,7 +123,7 @@ def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
 
 #: The only drafter's bit.
 SOURCE = 1
-#: Drafts are looked at once in so many steps at least.
+#: A draft is made once in so many steps at least.
 LONGEST_WAIT = 64
 #: Weight of the newest draft in the mean of what drafts cost.
 DRAFT_WEIGHT = 1 / 8
@@ -133,14 +132,12 @@ DRAFT_WEIGHT = 1 / 8
 class DraftWorth:
     """Says how many nodes of a draft, from the first on, are worth their time in a step of several rows.
 
-    A block of B rows has as many nodes per row as the longest draft: where one row drafts eight tokens, eight times B nodes are
-    run for them. The tokens that are written are the same whatever is verified, so every draft token can be judged by them,
-    verified or not: looking costs no step. What nodes cost is learnt from the steps.
+    A block of B rows has as many nodes per row as the longest draft: where one row drafts eight tokens, 8 B nodes are run for them.
 
     Args:
         costs: gives those of the batch as it is.
         rows: how many there are.
-        ends: length that no row grows beyond, where all begin together and the call lasts as long as its slowest row.
+        ends: most tokens of each row, where all rows begin together, so that the call lasts as long as its slowest row.
         grade_rates: how often draft tokens of each grade are right as a rule (:attr:`Strategy.grade_rates`).
     """
 
@@ -167,7 +164,7 @@ class DraftWorth:
         self._proposals.clear()
 
     def due(self) -> bool:
-        """Whether drafts are looked at in this step: their making takes time, and may have brought nothing for long."""
+        """Whether a draft is made in this step: making it takes time, and may have brought nothing for long."""
         costs = self._costs()
         if self._drafting is None or not costs.known:
             return True

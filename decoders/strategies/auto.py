@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ..costs import AcceptanceRates, Follower, row_weights
+from ..costs import AcceptanceRates, Follower, StepCosts, row_weights
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
 from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
-from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, PricesSteps, first_price, missing, refuse_unfit
+from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_price, missing, refuse_unfit
 from .auto_plan import AutoState, Memory, Plan
 
 #: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
@@ -72,7 +72,7 @@ class Auto(Strategy):
             )
         self._check_config()
         memory: Memory = context.memory("rates", Memory)
-        costs: PricesSteps = context.costs(measure=True) or _Flat()
+        costs: StepCosts = context.costs(measure=True) or _Flat()
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}
         for name in self.settings.candidates:
@@ -99,7 +99,7 @@ class Auto(Strategy):
                 f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(self.settings.candidates)}"
             )
 
-    def _opened(self, context: Context, name: str, memory: Memory, costs: PricesSteps) -> Candidate | str:
+    def _opened(self, context: Context, name: str, memory: Memory, costs: StepCosts) -> Candidate | str:
         """A candidate that has begun, or why it is left out.
 
         Raises:
@@ -243,8 +243,11 @@ def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
     return dict(zip(active, row_weights(left, [state.rows[row].outlook for row in active]), strict=True))
 
 
-class _Flat:
+class _Flat(StepCosts):
     """Of a context that knows no costs: every node costs a hundredth of a step."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 1, 1)
 
     def step(self, nodes: int) -> float:
         return 0.01 * (1 + 0.01 * nodes)

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from ..costs import Looks, affordable, mean_seconds
+from ..costs import Looks, StepCosts, affordable, mean_seconds
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
 
-#: A drafter that can be looked at every so many steps at little cost is cheap; the dearest is looked at every so many steps.
+#: A drafter is cheap if asking it every so many steps costs little; the most expensive one is asked every so many steps.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
-#: What is looked at so rarely is not taught in between either, if it can miss steps.
+#: A drafter that is asked so rarely is not shown the steps in between either, if it can miss steps.
 UNTAUGHT = 16
-#: A drafter that was right while it was looked at is asked in every one of so many steps.
+#: A cheap drafter that was right is asked in each of the next so many steps.
 PATIENCE = 4
 #: Weight of the newest run in the means of a drafter.
 RUN_WEIGHT = 1 / 4
 #: Tokens that a drafter to which every token costs a pass drafts at first.
 FIRST_DEPTH = 2
-
-
-class PricesSteps(Protocol):
-    """What a step costs, as :class:`~decoders.costs.StepCosts` says."""
-
-    def step(self, nodes: int) -> float:
-        """Seconds."""
 
 
 @dataclass
@@ -37,8 +30,8 @@ class Experience:
         runs: how often it was asked.
         cost: mean seconds of a run; of a token of its draft, where it is limited.
         learning: mean seconds of what it learns from a step, where that can be left out with its draft.
-        lost: seconds of looks that brought nothing. What one call cannot bear is tried in a later one.
-        looks: what runs have brought, and how often it is looked at.
+        lost: seconds of runs that brought nothing. A run that one call cannot afford is made in a later one.
+        looks: what runs have brought, and how often it is asked.
     """
 
     runs: int = 0
@@ -85,7 +78,7 @@ class Candidate:
         self._patience = 0 if experience.runs else PATIENCE
 
     def due(self, rate: float, seconds: float) -> bool:
-        """Whether it is looked at in this step.
+        """Whether it is asked in this step.
 
         Args:
             rate: present tokens per second.
@@ -139,9 +132,9 @@ class Candidate:
         return list(zip(tokens, parents, grades, strict=True))
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Shows it the step, if it learns from steps and does not sleep too deeply for that."""
-        asleep = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
-        if not self._observes or (asleep and self.strategy.misses_steps):
+        """Shows it the step, if it learns from steps and is asked often enough."""
+        rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
+        if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
         begun = self._clock()
         self.strategy.observe(self.state, replace(step, own_nodes=own_nodes))
@@ -165,7 +158,7 @@ class Candidate:
             known.lost += max(price - benefit, 0.0) / rate
 
     def was_right(self) -> None:
-        """A token that it had proposed was written: a closer look, where that costs little."""
+        """A token that it had proposed was written: it is asked in the next steps, where that costs little."""
         self.right += 1
         self._patience = PATIENCE
 
@@ -175,7 +168,7 @@ def _mean(known: float, seconds: float, runs: int) -> float:
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
-def first_price(strategy: Strategy, context: Context, costs: PricesSteps) -> float:
+def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
     """Seconds that the first run of a drafter is expected to take: a draft model reads the prompt, and drafts :data:`FIRST_DEPTH`
     tokens. Its passes are taken to take as long as the target's of so many layers. Drafters that are no model take next to nothing.
     """

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..costs import CAUTION, AcceptanceRates, Follower, Proposals, worthwhile
+from ..costs import CAUTION, AcceptanceRates, Follower, Proposals, StepCosts, worthwhile
 from ..strategy import Draft
 from ..tree import TreeTensors
-from .auto_candidates import COUNTED_AHEAD, Candidate, Experience, Ledger, PricesSteps
+from .auto_candidates import COUNTED_AHEAD, Candidate, Experience, Ledger
 
 #: Most entries of a report's history.
 LONGEST_HISTORY = 1000
@@ -76,7 +76,7 @@ class AutoState:
     memory: Memory
     candidates: list[Candidate]
     left_out: dict[str, str]
-    costs: PricesSteps
+    costs: StepCosts
     rows: list[Follower]
     ledger: Ledger
     new_tokens: int | None = None

@@ -17,8 +17,8 @@ from ..heads.dflash import DFlashConfig, DFlashNetwork, load_network, read_confi
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, DraftTree, NodeBudget, shape_of
-from .feature_drafter import FeatureWindow, ReadsFeatures, dtype_of, embeddings_of
+from .draft_model import Beam, Children, NodeBudget, shape_of
+from .feature_drafter import FeatureState, FeatureWindow, ReadsFeatures, dtype_of, embeddings_of
 
 
 class DFlashSettings(Settings):
@@ -44,26 +44,14 @@ class DFlashSettings(Settings):
 
 
 @dataclass
-class _State:
+class _State(FeatureState):
     """What a call keeps.
 
     Attributes:
-        drafter: the network with its cache.
-        tree: the shape of drafts.
         of_head: which of the layers read is the target's last: of that one the hidden states behind the final norm count.
     """
 
-    drafter: DFlashDrafter
-    tree: DraftTree
     of_head: tuple[bool, ...]
-
-    def features(self, layers: Tensor | None, hidden: Tensor) -> Tensor:
-        """``[B, N, F]`` of what the target has computed of ``N`` tokens."""
-        assert layers is not None
-        if any(self.of_head):
-            parts = [hidden if of_head else part for of_head, part in zip(self.of_head, layers.unbind(2), strict=True)]
-            return torch.cat(parts, dim=-1)
-        return layers.flatten(2)
 
 
 class DFlash(ReadsFeatures):
@@ -78,7 +66,6 @@ class DFlash(ReadsFeatures):
     summary = "A trained network drafts a block of tokens in one pass, over the target's hidden states."
     settings_class = DFlashSettings
     hints = {"num_assistant_tokens": "length"}
-    on_device = True
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         layers = read_config(self._folder).layers
@@ -112,11 +99,13 @@ class DFlash(ReadsFeatures):
         last = context.decoder_layers - 1
         return _State(drafter, tree, tuple(layer == last for layer in config.layers))
 
-    def prefill(self, state: _State, chunk: PromptChunk) -> None:
-        state.drafter.prefill(chunk, state.features(chunk.layers, chunk.hidden))
-
-    def observe(self, state: _State, step: Step) -> None:
-        state.drafter.observe(step, state.features(step.layers, step.hidden))
+    def features(self, state: _State, given: Step | PromptChunk) -> Tensor:
+        layers = given.layers
+        assert layers is not None
+        if not any(state.of_head):
+            return layers.flatten(2)
+        parts = zip(state.of_head, layers.unbind(2), strict=True)
+        return torch.cat([given.hidden if of_head else part for of_head, part in parts], dim=-1)
 
 
 class DFlashDrafter(FeatureWindow):

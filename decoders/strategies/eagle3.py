@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
-from .feature_drafter import FeatureDrafter, ReadsFeatures, dtype_of, tokens_from
+from .draft_model import Beam, Children, NodeBudget, TreeForm, shape_of
+from .feature_drafter import FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 
 class Eagle3Settings(Settings):
@@ -41,19 +40,6 @@ class Eagle3Settings(Settings):
     beam: Beam = 8
 
 
-@dataclass
-class _State:
-    """What a call keeps.
-
-    Attributes:
-        drafter: the head with its cache.
-        tree: the shape of drafts.
-    """
-
-    drafter: Eagle3Drafter
-    tree: DraftTree
-
-
 class Eagle3(ReadsFeatures):
     """One decoder layer reads the embedding of every token and, fused, what three layers of the target made of the token before.
     From the second drafted token on its own output stands in for what the target has not computed. Its vocabulary may be a part
@@ -66,7 +52,6 @@ class Eagle3(ReadsFeatures):
     summary = "A trained layer drafts from the target's hidden states: a chain or a tree."
     settings_class = Eagle3Settings
     hints = {"num_assistant_tokens": "length"}
-    on_device = True
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         s: Eagle3Settings = self.settings
@@ -91,7 +76,7 @@ class Eagle3(ReadsFeatures):
             )
         return layers
 
-    def start(self, context: Context) -> _State:
+    def start(self, context: Context) -> FeatureState:
         s: Eagle3Settings = self.settings
         config = context.model.config
         folder = find_head(s.head, config)
@@ -99,13 +84,11 @@ class Eagle3(ReadsFeatures):
         _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
         tree = shape_of(self.name, s.tree, s.length, children, s.nodes, s.beam, context)
-        return _State(Eagle3Drafter(context, files, s.length, tree.children, tree.ahead), tree)
+        return FeatureState(Eagle3Drafter(context, files, s.length, tree.children, tree.ahead), tree)
 
-    def prefill(self, state: _State, chunk: PromptChunk) -> None:
-        state.drafter.prefill(chunk, features(chunk))
-
-    def observe(self, state: _State, step: Step) -> None:
-        state.drafter.observe(step, features(step))
+    def features(self, state: FeatureState, given: Step | PromptChunk) -> Tensor:
+        """The layers side by side; where none are asked for, what the target's output head reads."""
+        return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
 class Eagle3Drafter(FeatureDrafter):
@@ -144,11 +127,6 @@ class Eagle3Drafter(FeatureDrafter):
         )
         self.states = torch.cat([self.states, states], dim=1)
         return self.head(last)
-
-
-def features(given: Step | PromptChunk) -> Tensor:
-    """``[B, N, F]``: the layers side by side; where none are asked for, what the target's output head reads."""
-    return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
 def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) -> None:

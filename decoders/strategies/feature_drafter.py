@@ -8,6 +8,7 @@ again in every round: that costs next to nothing, and whatever was rejected, or 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,8 +147,25 @@ def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
     return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
 
 
+@dataclass
+class FeatureState:
+    """What a call keeps: the network with its cache, and the shape of drafts."""
+
+    drafter: FeatureWindow
+    tree: DraftTree
+
+
 class ReadsFeatures(Strategy):
-    """A strategy that drafts with a :class:`FeatureWindow` in its state, beside the tree that it fills."""
+    """A strategy that fills a tree by a network which reads what the target computed of every token."""
+
+    on_device = True
+
+    def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
+        """``[B, N, F]``, what the network reads of ``N`` tokens: what the target's output head reads."""
+        return given.hidden
+
+    def prefill(self, state: Any, chunk: PromptChunk) -> None:
+        state.drafter.prefill(chunk, self.features(state, chunk))
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
         state.drafter.rebatch(rows, context)
@@ -156,6 +174,9 @@ class ReadsFeatures(Strategy):
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         return state.drafter.draft(state.tree, sequences)
+
+    def observe(self, state: Any, step: Step) -> None:
+        state.drafter.observe(step, self.features(state, step))
 
 
 def _at(states: Tensor, index: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from ..drafting import DraftVocabulary, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, PromptChunk, Sequences, Step
+from ..strategy import Context, Sequences
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, DraftTree, NodeBudget, TreeForm, shape_of
-from .feature_drafter import FeatureDrafter, ReadsFeatures, dtype_of, tokens_from
+from .draft_model import Beam, Children, NodeBudget, TreeForm, shape_of
+from .feature_drafter import FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,19 +43,6 @@ class MtpSettings(Settings):
     beam: Beam = 4
 
 
-@dataclass
-class _State:
-    """What a call keeps.
-
-    Attributes:
-        drafter: the layers with their cache.
-        tree: the shape of drafts.
-    """
-
-    drafter: MtpDrafter
-    tree: DraftTree
-
-
 class Mtp(ReadsFeatures):
     """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of one token more, and
     predicts the token behind that one. The layers are those of the model's checkpoint, through transformers' ``MtpModel``, or
@@ -69,9 +55,8 @@ class Mtp(ReadsFeatures):
     summary = "The model's own multi-token-prediction layers draft a chain or a tree."
     settings_class = MtpSettings
     hints = {"num_assistant_tokens": "length"}
-    on_device = True
 
-    def start(self, context: Context) -> _State:
+    def start(self, context: Context) -> FeatureState:
         s: MtpSettings = self.settings
         if context.level > 0:
             raise UnsupportedError("mtp cannot draft for a draft model: its layers read the target's hidden states")
@@ -85,13 +70,7 @@ class Mtp(ReadsFeatures):
             raise SettingsError(
                 f"mtp: a node has {tree.children} continuations; the vocabulary has {context.vocab_size}"
             )
-        return _State(drafter, tree)
-
-    def prefill(self, state: _State, chunk: PromptChunk) -> None:
-        state.drafter.prefill(chunk, chunk.hidden)
-
-    def observe(self, state: _State, step: Step) -> None:
-        state.drafter.observe(step, step.hidden)
+        return FeatureState(drafter, tree)
 
 
 class MtpDrafter(FeatureDrafter):

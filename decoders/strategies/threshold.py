@@ -6,14 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import StatisticsError, linear_regression, median
+from statistics import median
 from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..costs import draft_budget
+from ..costs import StepLine, draft_budget
 from ..drafting import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
@@ -211,7 +211,7 @@ class CalibratedThreshold:
     def __init__(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.rows, self._clock = rows, clock
         self._draft: deque[float] = deque(maxlen=WINDOW)  # seconds per pass
-        self._verify: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # nodes, seconds
+        self._verify = StepLine()
         self._steps: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
         self._hits: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # accepted, expected
         self._begun = self._proposed = 0.0
@@ -240,7 +240,7 @@ class CalibratedThreshold:
             self._draft.clear()
             return None
         emitted = int(step.emitted.sum())
-        self._verify.append((step.nodes.shape[1], now - self._proposed))
+        self._verify.observe(step.nodes.shape[1], now - self._proposed, False)
         self._steps.append((emitted, now - self._begun))
         if expected is not None:
             self._hits.append((float(step.accepted.sum()), float(expected)))
@@ -250,10 +250,6 @@ class CalibratedThreshold:
         if not seconds > 0:  # a clock too coarse to say
             return None
         rate = sum(tokens for tokens, _ in self._steps) / seconds
-        try:
-            per_node = max(linear_regression(*zip(*self._verify, strict=True)).slope, 0.0)
-        except StatisticsError:  # all blocks had the same size
-            per_node = 0.0
         accepted, expectation = (sum(values) for values in zip(*self._hits, strict=True)) if self._hits else (1.0, 1.0)
         trust = min(max(accepted / expectation, 0.1), 10.0) if expectation > 0 else 1.0
-        return (median(self._draft) + per_node) / self.rows * rate / trust
+        return (median(self._draft) + self._verify.node) / self.rows * rate / trust

@@ -20,10 +20,10 @@ from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .models import VOCAB
 from .naming import check_name_and_summary
-from .replayed import Replayed, ShapeError
 from .spy import spied
 from .tape import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
+from .wrapped import Replayed, ShapeError
 
 #: Seeds and temperatures that sampling is compared at.
 DRAWS = (dict(seed=1, temperature=0.3, top_k=0), dict(seed=7, temperature=0.8, top_k=40, top_p=0.95))

@@ -1,15 +1,21 @@
-"""A strategy around another one, for tests that want to see or to change what passes between it and the loop."""
+"""Strategies around another one, for tests: one passes everything on, one records its hooks and replays them as a CUDA graph would."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from torch import Tensor
+
+from ..engine.model.recordings import WARM_UP_STEPS
+from ..engine.model.static_inputs import find_tensors
 from ..settings import Configured
-from ..strategy import Draft, Sequences, Strategy
+from ..strategy import Context, Draft, Sequences, Step, Strategy
+from ..tree import Topology
+from .tape import NoHostData, Tape
 
 #: Every method of a strategy that the loop calls.
 HOOKS = [
@@ -45,3 +51,123 @@ def _passed_on(hook: str) -> Callable[..., Any]:
 
 for _hook in HOOKS:
     setattr(Wrapped, _hook, _passed_on(_hook))
+
+
+class Replayed(Wrapped):
+    """Passes calls on to `inner` on tensors that stay where they are; notes every draft.
+
+    After the steps that come before a recording, shapes must stay the same and what the state holds must stay in its place.
+
+    Args:
+        record: from then on, also record each hook once and replay it ever after.
+
+    Attributes:
+        drafts: the draft tokens of every step, as lists.
+        rebound: what the state held first that was no tensor and changed; None if nothing did.
+    """
+
+    def __init__(self, inner: Strategy, record: bool) -> None:
+        super().__init__(inner)
+        self.record = record
+        self.drafts: list[list[list[int]]] = []
+        self.rebound: str | None = None
+
+    def start(self, context: Context) -> Any:
+        # What a guide on the host does in a step is not the strategy's fault, and no recording is made with one.
+        self._recordable = context.guide is None or context.guide.on_device
+        self.drafts = []
+        self._tapes: dict[str, tuple[Tape, Any]] = {}
+        self._static: dict[str, Tensor] = {}
+        self._slots = context.slots
+        self._shape: tuple | None = None
+        self._places: dict[str, Tensor] | None = None
+        self._others: dict[str, Any] = {}
+        return self.inner.start(context)
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        given = self._sequences(sequences)
+        if self._recording and self._recordable:
+            self._compare_places(state)
+        draft = self._run("propose", lambda: self.inner.propose(state, given))
+        if self._recording:
+            self._compare_shape(draft)
+        self.drafts.append(draft.tokens.tolist())
+        return draft
+
+    def observe(self, state: Any, step: Step) -> None:
+        if not self.inner.observes:
+            return
+        given = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sequences", "own_nodes")}
+        tensors = {n: self._copy(f"step.{n}", t) for n, t in given.items() if t is not None}
+        static = Step(**tensors, sequences=self._sequences(step.sequences), own_nodes=step.own_nodes)
+        self._run("observe", lambda: self.inner.observe(state, static))
+
+    @property
+    def _recording(self) -> bool:
+        return len(self.drafts) >= WARM_UP_STEPS
+
+    def _run(self, hook: str, call: Any) -> Any:
+        """`call`, or what it gave when it was recorded."""
+        # `observe` comes after the draft of its step was noted; it, too, is recorded with the first `propose` that is.
+        if not self.record or not self._recordable or len(self.drafts) - (hook == "observe") < WARM_UP_STEPS:
+            return call()
+        if hook not in self._tapes:
+            tape = Tape()
+            with NoHostData(), tape:
+                result = call()
+            self._tapes[hook] = tape, result
+        tape, result = self._tapes[hook]
+        tape.replay()
+        return result
+
+    def _sequences(self, sequences: Sequences) -> Sequences:
+        """The rows in tensors that never move and have room for the whole call, as on CUDA."""
+        parts = {f.name: getattr(sequences, f.name) for f in fields(sequences)}
+        tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
+        width = min(self._slots, sequences.tokens.shape[1])
+        tokens[:, :width].copy_(sequences.tokens[:, :width])
+        return Sequences(**{n: tokens if n == "tokens" else self._copy(n, t) for n, t in parts.items()})
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        own = self._static.get(name)
+        # Up to the step that is recorded, shapes may change.
+        if own is None or (own.shape != tensor.shape and len(self.drafts) <= WARM_UP_STEPS + 1):
+            self._static[name] = own = tensor.clone()
+        if own.shape != tensor.shape:
+            raise ShapeError(f"{name} is {list(tensor.shape)} after {list(own.shape)}: a recorded step has one shape")
+        return own.copy_(tensor)
+
+    def _compare_shape(self, draft: Draft) -> None:
+        tree = draft.topology
+        shape = (tuple(draft.tokens.shape), tree if isinstance(tree, Topology) else len(tree), draft.scores is None)
+        if self._shape is not None and shape != self._shape:
+            nodes, before = shape[0][1] + 1, self._shape[0][1] + 1
+            what = f"{nodes} nodes after {before}" if nodes != before else f"another tree of {nodes} nodes"
+            raise ShapeError(f"proposes {what}: a recorded step has one shape; pad with -1, or take TreeTensors")
+        self._shape = shape
+
+    def _compare_places(self, state: Any) -> None:
+        """What the state holds must be where it was a step ago: a recording reads and writes there."""
+        # The tensors of the step before are kept: a new one cannot have their place by chance.
+        tensors, others = find_tensors(state)
+        for path, tensor in tensors.items() if self._places is not None else ():
+            before = self._places.get(path, tensor)  # type: ignore[union-attr]
+            if before.shape != tensor.shape or before.data_ptr() != tensor.data_ptr():
+                shapes = f"is {list(tensor.shape)} after {list(before.shape)}"
+                how = shapes if before.shape != tensor.shape else "has moved"
+                raise ShapeError(f"{path} {how}: a recorded step goes on with the old tensor; write into it with copy_")
+        if self._places is not None and self.rebound is None:
+            changed = [path for path, leaf in others.items() if not _equal(self._others.get(path, leaf), leaf)]
+            self.rebound = changed[0] if changed else None
+        self._places, self._others = tensors, others
+
+
+def _equal(own: Any, other: Any) -> bool:
+    try:
+        return own is other or (type(own) is type(other) and bool(own == other))
+    except Exception:  # no answer is no match
+        return False
+
+
+class ShapeError(AssertionError):
+    """Something changed from step to step that a recording holds fast."""

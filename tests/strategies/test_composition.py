@@ -18,9 +18,8 @@ from decoders.strategies import PromptLookup, Suffix
 from decoders.strategies.merged import Merged, MergedSettings
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, Traits
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
-from decoders.testing.replayed import Replayed
 from decoders.testing.spy import Spy
-from decoders.testing.wrapped import Wrapped
+from decoders.testing.wrapped import Replayed, Wrapped
 
 #: All that a strategy says or does.
 PUBLIC = sorted(

@@ -13,7 +13,7 @@ from decoders.strategies import Speculative
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import check_strategy
 from decoders.testing.checks import check_on_device
-from decoders.testing.replayed import Replayed
+from decoders.testing.wrapped import Replayed
 from decoders.tree import Topology
 
 
