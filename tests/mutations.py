@@ -94,7 +94,7 @@ MUTATIONS = (
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
     ),
     Mutation(
-        "the-end-of-a-long-text-has-the-bits-of-other-products", "decoders/engine/decode/prefill_plan.py",
+        "the-end-of-a-long-text-has-the-bits-of-other-products", "decoders/engine/decode/prompts.py",
         "        end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last\n",
         "        end = last\n",
         ("engine/test_quantization.py",),
@@ -112,7 +112,7 @@ MUTATIONS = (
         ("engine/test_quantization.py",),
     ),
     Mutation(
-        "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/decode/prefill_plan.py",
+        "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/decode/prompts.py",
         "again = multiple if multiple > 1 else 0",
         "again = 0",
         ("generate/test_compiled.py",),

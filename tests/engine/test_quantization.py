@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine.decode.prefill_plan import PrefillPlan
+from decoders.engine.decode.prompts import PrefillPlan
 from decoders.engine.model import cache, invariance, self_check, target, torch_compat
 from decoders.engine.model.cache import CacheBuffers, LayerSpec, SlotCache
 from decoders.engine.model.compiled import tiers

@@ -14,8 +14,7 @@ from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.weights.state import WeightState
 from .batch import Batch
-from .prefill_plan import PrefillPlan
-from .prefixes import NOTHING, KeptText
+from .prompts import NOTHING, KeptText, PrefillPlan
 from .request import Request
 from .request_output import RequestOutput
 from .session import Session
