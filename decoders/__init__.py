@@ -10,10 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
+    from .common.version import __version__ as __version__
     from .constraints import choice, grammar, json_schema, regex
     from .errors import DecodersError
     from .generate import (
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
 #: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
 _HOME = {
+    "__version__": "common.version",
     "enable": "generate",
     "disable": "generate",
     "forget": "generate",
