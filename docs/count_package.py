@@ -5,9 +5,8 @@ A frame or file is counted where a call of ``generate`` enters it, on the demo's
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,46 +17,6 @@ PACKAGE = ROOT / "decoders"
 
 def lines_of(files: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-
-
-def modules(package: Path = PACKAGE) -> dict[str, Path]:
-    """Every module of `package` by its full name."""
-    found = {}
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports(name: str, every: Mapping[str, Path]) -> set[str]:
-    """The modules of `every` that module `name` imports anywhere: at its top, in functions, for type checking."""
-    package = name if every[name].name == "__init__.py" else name.rpartition(".")[0]
-    imported = set()
-    for node in ast.walk(ast.parse(every[name].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
-            imported |= {full if (full := f"{source}.{alias.name}") in every else source for alias in node.names}
-        elif isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-    return (imported & every.keys()) - {name}
-
-
-def circles(every: Mapping[str, Path]) -> list[set[str]]:
-    """Sets of modules that import each other, in any number of steps."""
-    reached = {name: imports(name, every) for name in every}
-    for middle in every:  # Warshall's transitive closure
-        for name in every:
-            if middle in reached[name]:
-                reached[name] |= reached[middle]
-    left, found = set(every), []
-    while left:
-        name = left.pop()
-        circle = {name} | {other for other in reached[name] if name in reached[other]}
-        left -= circle
-        if len(circle) > 1:
-            found.append(circle)
-    return sorted(found, key=len)
 
 
 def travelled() -> tuple[int, set[Path]]:
@@ -114,14 +73,12 @@ def main() -> None:
     ]
     tests = list((ROOT / "tests").rglob("*.py"))
     frames, entered = travelled()
-    found = circles(modules())
     for what, number in (
         ("package: lines, files", (lines_of(files), len(files))),
         ("modules at its root", (len(list(PACKAGE.glob("*.py"))),)),
         ("engine: lines, files", (lines_of(engine), len(engine))),
         ("bench and its commands: lines, files", (lines_of(bench), len(bench))),
         ("tests: lines", (lines_of(tests),)),
-        ("circles of files; files in them", (len(found), sum(map(len, found)))),
         ("frames from generate to the forward pass", (frames,)),
         ("files that a step enters; their lines", (len(entered), lines_of(entered))),
     ):
