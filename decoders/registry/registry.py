@@ -15,7 +15,8 @@ from typing import Any
 
 import pluggy
 
-from .. import __version__, hookspecs
+from .. import hookspecs
+from ..common.version import __version__
 from ..constraints import Backend
 from ..errors import PluginError, UnknownNameError, suggest
 from ..hookspecs import PROJECT

@@ -10,8 +10,8 @@ from statistics import median
 
 import torch
 
-from ... import __version__
 from ...common.devices import processor_name
+from ...common.version import __version__
 from ...costs.curve import CostCurve, CostPoint, Subject, read, write
 from ...costs.steps import SizeRatios, StepLine
 from ...report import Report
