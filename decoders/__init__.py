@@ -10,10 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .common.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
+    from .common.version import __version__ as __version__
     from .constraints import choice, grammar, json_schema, regex
     from .errors import DecodersError
     from .generate import (
@@ -77,6 +76,7 @@ _HOME = {
     "grammar": "constraints",
     "json_schema": "constraints",
     "regex": "constraints",
+    "__version__": "common.version",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
