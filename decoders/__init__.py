@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 #: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
 _HOME = {
+    "__version__": "common.version",
     "enable": "generate",
     "disable": "generate",
     "forget": "generate",
@@ -76,7 +77,6 @@ _HOME = {
     "grammar": "constraints",
     "json_schema": "constraints",
     "regex": "constraints",
-    "__version__": "common.version",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 

@@ -27,7 +27,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 def facts(device: torch.device) -> dict[str, Any]:
     """Processor, threads, device, versions and whether memory can be measured, JSON-safe."""
-    from .. import __version__
+    from ..common.version import __version__
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -72,7 +72,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        from .. import __version__
+        from ..common.version import __version__
 
         typer.echo(__version__)
         raise typer.Exit

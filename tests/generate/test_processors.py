@@ -27,7 +27,7 @@ from transformers import (
 
 import decoders
 from decoders.errors import InputError
-from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
+from decoders.testing import assert_same_tokens, decode, prompts, reference, tiny_model
 from decoders.testing.models import VOCAB
 
 EAGER = dict(decoders_config={"compile": False, "prefill_chunk": 8})
@@ -47,7 +47,7 @@ def assert_like_transformers(
 ) -> Any:
     """Greedy with `make()`'s options: tokens equal, scores and logits of every generated token close."""
     kept = dict(output_scores=True, output_logits=True, max_new_tokens=NEW)
-    expected = decode(model, inputs, **(kept | make()))
+    expected = reference(model, inputs, **(kept | make()))
     actual = decode(model, inputs, strategy, **(kept | EAGER | make()))
     assert_same_tokens(model, inputs, expected.sequences, actual.sequences, strategy)
     prompt = inputs["input_ids"].shape[1]

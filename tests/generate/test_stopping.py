@@ -21,7 +21,7 @@ from transformers import (
 
 import decoders
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.testing import Replay, decode, prompts, tiny_model
+from decoders.testing import Replay, decode, prompts, reference, tiny_model
 
 EAGER = dict(decoders_config={"compile": False})
 NEW = 30
@@ -48,7 +48,7 @@ def named(strategy: str, rows: int) -> Any:
 
 def assert_like_transformers(model: PreTrainedModel, rows: int, strategy: str, **options: Any) -> Tensor:
     options = {k: v for k, v in (dict(do_sample=False, max_new_tokens=NEW) | options).items() if v is not None}
-    expected = model.generate(**prompts(rows), **options)
+    expected = reference(model, prompts(rows), **options).sequences
     actual = model.generate(**prompts(rows), strategy=named(strategy, rows), **options, **EAGER)
     assert actual.tolist() == expected.tolist()
     return actual[:, P:]

@@ -72,10 +72,11 @@ def test_a_request_that_is_being_submitted_is_waited_for(
     prepared = scheduler.Scheduler._prepared
 
     def slowly(self: Any, *args: Any) -> Any:
-        time.sleep(20 * scheduler.GATHERING)
+        time.sleep(2 * scheduler.GATHERING)
         return prepared(self, *args)
 
     monkeypatch.setattr(scheduler.Scheduler, "_prepared", slowly)
+    monkeypatch.setattr(scheduler, "GATHERING", 0.1)  # longer than a busy machine takes between two requests
     monkeypatch.setattr(scheduler, "LONGEST_GATHERING", 60.0)
     with scheduler_of(llama, rows=4) as requests:
         generations = [requests.submit(text_of(n, 30 + n), max_new_tokens=6) for n in range(3)]

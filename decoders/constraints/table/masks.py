@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..patterns.limits import check
 from .determinise import distinct
-from .lexicon import Ints, Lexicon
+from .lexicon import Ints, Lexicon, TokenPaths
 from .strings import StringStates
 
 
@@ -140,7 +140,6 @@ class EquivalentStates:
 TOKENS = 1 << 21
 #: StateMasks that are packed at a time: a byte per token.
 CHUNK = 32
-_WHAT = "computing the masks of a table"
 
 
 @dataclass(frozen=True)
@@ -164,89 +163,9 @@ def masks(
     transitions: Ints, byte_class: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon
 ) -> StateMasks:
     """The masks of a trimmed automaton ``[S, C]`` with columns `byte_class` ``[256]``."""
+    automaton = _Automaton(transitions, byte_class, accepting, lexicon)
     used: NDArray[np.bool_] = np.any(transitions > 0, axis=0)
-    if lexicon.single[used[byte_class]].all():
-        return _by_classes(transitions, byte_class, accepting, lexicon)
-    alive = _alive(transitions, byte_class, accepting, lexicon)
-    return _by_walking(transitions, byte_class, accepting, alive, lexicon)
-
-
-def _by_classes(
-    transitions: Ints, byte_class: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon
-) -> StateMasks:
-    """Masks where every byte is a token: every state then leads to the end of a text, and every token that leads anywhere is legal.
-
-    Inside strings, masks are composed from those of classes. Elsewhere few tokens are legal, and they are walked: from one state of
-    each group that no walk of that many bytes can tell apart.
-    """
-    strings = StringStates.of(transitions, byte_class, lexicon)
-    text_masks: list[NDArray[np.int32]] = strings.masks()
-    mask_number = strings.class_of.copy()  # of each state's mask among `text_masks`, which have no stop tokens yet
-    inside = mask_number >= 0
-    equivalent = EquivalentStates.of(transitions, strings.class_of)
-    unresolved = np.flatnonzero(~inside)[1:]
-    bytes_read = np.zeros(len(transitions), np.int64)
-    while len(unresolved):
-        equivalent = equivalent.finer()
-        # Where a state of a class has been walked already, it stands for the class.
-        unresolved = unresolved[np.argsort(mask_number[unresolved] < 0, kind="stable")]
-        _, first, same = np.unique(equivalent.part[unresolved], return_index=True, return_inverse=True)
-        representatives = unresolved[first]
-        unwalked = representatives[mask_number[representatives] < 0]
-        if len(unwalked):
-            for part, read, row in _walk_states(transitions, byte_class, unwalked, strings):
-                bytes_read[part], mask_number[part] = read, np.arange(len(text_masks), len(text_masks) + len(part))
-                text_masks += [*row]
-        shared = equivalent.final | (bytes_read[representatives] <= equivalent.depth)
-        mask_number[unresolved[shared[same]]] = mask_number[representatives[same]][shared[same]]
-        unresolved = unresolved[~shared[same]]
-    rows = _Distinct(lexicon)
-    of = np.zeros(len(transitions), np.int64)
-    keys = 2 * mask_number + accepting
-    for key in np.unique(keys[1:]).tolist():
-        of[keys == key] = rows.add(text_masks[key >> 1], bool(key & 1))
-    of[0] = 0
-    stops = rows.add(np.zeros(lexicon.words, np.int32), True)
-    return StateMasks(MaskRows(lexicon.words, rows.rows), of, np.arange(len(transitions)) > 0, stops)
-
-
-def _walk_states(
-    transitions: Ints, byte_class: NDArray[np.int64], states: NDArray[np.int64], strings: StringStates
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-    """Yields batches of `states`, the number of bytes read outside of strings from each, and their masks ``[n, W]``."""
-    lexicon = strings.lexicon
-    # Tokens that begin with a byte that is legal: no walk meets more.
-    most = np.cumsum((transitions[states][:, byte_class] > 0) @ lexicon.beginning)
-    for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
-        check(_WHAT)
-        paths = lexicon.trie.walk(transitions, byte_class, part, strings.class_of >= 0)
-        single = paths.token >= 0
-        place, reached = strings.below(paths.node[~single], strings.class_of[paths.state[~single]])
-        row = np.concatenate([paths.row[single], paths.row[~single][place]])
-        token = np.concatenate([paths.token[single], reached])
-        for begin in range(0, len(part), CHUNK):
-            in_chunk = (row >= begin) & (row < begin + CHUNK)
-            chunk = part[begin : begin + CHUNK]
-            allowed = lexicon.packed(len(chunk), row[in_chunk] - begin, token[in_chunk])
-            yield chunk, paths.deep[begin : begin + CHUNK], allowed
-
-
-def _by_walking(
-    transitions: Ints,
-    byte_class: NDArray[np.int64],
-    accepting: NDArray[np.bool_],
-    alive: NDArray[np.bool_],
-    lexicon: Lexicon,
-) -> StateMasks:
-    """Masks where some bytes have no token of their own: only tokens that lead to states from which a text can be ended."""
-    starts = np.flatnonzero(alive)
-    rows = _Distinct(lexicon)
-    of = np.zeros(len(transitions), np.int64)
-    for part, allowed in _walk_batches(transitions, byte_class, starts, alive, lexicon):
-        for state, row in zip(starts[part].tolist(), allowed, strict=True):
-            of[state] = rows.add(row, bool(accepting[state]))
-    stops = rows.add(np.zeros(lexicon.words, np.int32), True)
-    return StateMasks(MaskRows(lexicon.words, rows.rows), of, alive, stops)
+    return automaton.by_classes() if lexicon.single[used[byte_class]].all() else automaton.by_walking()
 
 
 class _Distinct:
@@ -254,6 +173,7 @@ class _Distinct:
 
     def __init__(self, lexicon: Lexicon) -> None:
         self.rows = [Row.of(np.full(lexicon.words, -1, np.int32))]
+        self._words = lexicon.words
         self._known: dict[tuple[bytes, bytes], int] = {}
         self._ends = lexicon.mask(lexicon.stops)
 
@@ -265,38 +185,106 @@ class _Distinct:
             self.rows.append(row)
         return mask_number
 
-
-def _walk_batches(
-    transitions: Ints,
-    byte_class: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    alive: NDArray[np.bool_],
-    lexicon: Lexicon,
-) -> Iterator[tuple[slice, NDArray[np.int32]]]:
-    """Yields batches of `starts` and their masks, of the tokens that lead to states that are alive."""
-    for begin in range(0, len(starts), CHUNK):
-        check(_WHAT)
-        part = slice(begin, min(begin + CHUNK, len(starts)))
-        paths = lexicon.trie.walk(transitions, byte_class, starts[part])
-        alive_ends = alive[paths.state]
-        yield part, lexicon.packed(part.stop - begin, paths.row[alive_ends], paths.token[alive_ends])
+    def of_states(self, of: NDArray[np.int64], alive: NDArray[np.bool_]) -> StateMasks:
+        """These masks, the row of each state in `of`, and that of the stop tokens."""
+        stops = self.add(np.zeros(self._words, np.int32), True)
+        return StateMasks(MaskRows(self._words, self.rows), of, alive, stops)
 
 
-def _alive(
-    transitions: Ints, byte_class: NDArray[np.int64], accepting: NDArray[np.bool_], lexicon: Lexicon
-) -> NDArray[np.bool_]:
-    """``[S]``: from which states tokens lead to the end of a text; the others may have no legal token at all."""
-    edges = []
-    for begin in range(1, len(transitions), CHUNK):
-        check(_WHAT)
-        starts = np.arange(begin, min(begin + CHUNK, len(transitions)), dtype=np.int32)
-        paths = lexicon.trie.walk(transitions, byte_class, starts)
-        edges.append(np.unique(starts[paths.row].astype(np.int64) * len(transitions) + paths.state))
-    source, target = np.divmod(np.unique(np.concatenate(edges)), len(transitions))
-    alive = accepting.copy()
-    while True:
-        reached = alive.copy()
-        reached[source[alive[target]]] = True
-        if (reached == alive).all():
-            return alive
-        alive = reached
+@dataclass(frozen=True)
+class _Automaton:
+    """A trimmed automaton and the tokens that it is walked along; see :func:`masks`."""
+
+    transitions: Ints
+    byte_class: NDArray[np.int64]
+    accepting: NDArray[np.bool_]
+    lexicon: Lexicon
+
+    def by_classes(self) -> StateMasks:
+        """Masks where every byte is a token: every state then leads to the end of a text, and every token that leads anywhere is legal.
+
+        Inside strings, masks are composed from those of classes. Elsewhere few tokens are legal, and they are walked: from one state
+        of each group that no walk of that many bytes can tell apart.
+        """
+        states = len(self.transitions)
+        strings = StringStates.of(self.transitions, self.byte_class, self.lexicon)
+        text_masks: list[NDArray[np.int32]] = strings.masks()
+        mask_number = strings.class_of.copy()  # of each state's mask among `text_masks`, which have no stop tokens yet
+        inside = mask_number >= 0
+        equivalent = EquivalentStates.of(self.transitions, strings.class_of)
+        unresolved = np.flatnonzero(~inside)[1:]
+        bytes_read = np.zeros(states, np.int64)
+        while len(unresolved):
+            equivalent = equivalent.finer()
+            # Where a state of a class has been walked already, it represents the class.
+            unresolved = unresolved[np.argsort(mask_number[unresolved] < 0, kind="stable")]
+            _, first, same = np.unique(equivalent.part[unresolved], return_index=True, return_inverse=True)
+            representatives = unresolved[first]
+            unwalked = representatives[mask_number[representatives] < 0]
+            if len(unwalked):
+                for part, read, row in self._walk_states(unwalked, strings):
+                    bytes_read[part], mask_number[part] = read, np.arange(len(text_masks), len(text_masks) + len(part))
+                    text_masks += [*row]
+            shared = equivalent.final | (bytes_read[representatives] <= equivalent.depth)
+            mask_number[unresolved[shared[same]]] = mask_number[representatives[same]][shared[same]]
+            unresolved = unresolved[~shared[same]]
+        rows = _Distinct(self.lexicon)
+        of = np.zeros(states, np.int64)
+        keys = 2 * mask_number + self.accepting
+        for key in np.unique(keys[1:]).tolist():
+            of[keys == key] = rows.add(text_masks[key >> 1], bool(key & 1))
+        of[0] = 0
+        return rows.of_states(of, np.arange(states) > 0)
+
+    def _walk_states(
+        self, states: NDArray[np.int64], strings: StringStates
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
+        """Yields batches of `states`, the number of bytes read outside of strings from each, and their masks ``[n, W]``."""
+        # Tokens that begin with a byte that is legal: no walk meets more.
+        most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
+        for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
+            paths = self._walk(part, strings.class_of >= 0)
+            single = paths.token >= 0
+            place, reached = strings.below(paths.node[~single], strings.class_of[paths.state[~single]])
+            row = np.concatenate([paths.row[single], paths.row[~single][place]])
+            token = np.concatenate([paths.token[single], reached])
+            for begin in range(0, len(part), CHUNK):
+                in_chunk = (row >= begin) & (row < begin + CHUNK)
+                chunk = part[begin : begin + CHUNK]
+                allowed = self.lexicon.packed(len(chunk), row[in_chunk] - begin, token[in_chunk])
+                yield chunk, paths.deep[begin : begin + CHUNK], allowed
+
+    def by_walking(self) -> StateMasks:
+        """Masks where some bytes have no token of their own: only tokens that lead to states from which a text can be ended."""
+        alive = self._alive()
+        starts = np.flatnonzero(alive)
+        rows = _Distinct(self.lexicon)
+        of = np.zeros(len(self.transitions), np.int64)
+        for begin in range(0, len(starts), CHUNK):
+            part = starts[begin : begin + CHUNK]
+            paths = self._walk(part)
+            alive_ends = alive[paths.state]
+            allowed = self.lexicon.packed(len(part), paths.row[alive_ends], paths.token[alive_ends])
+            for state, row in zip(part.tolist(), allowed, strict=True):
+                of[state] = rows.add(row, bool(self.accepting[state]))
+        return rows.of_states(of, alive)
+
+    def _alive(self) -> NDArray[np.bool_]:
+        """``[S]``: from which states tokens lead to the end of a text; the others may have no legal token at all."""
+        edges, states = [], len(self.transitions)
+        for begin in range(1, states, CHUNK):
+            starts = np.arange(begin, min(begin + CHUNK, states), dtype=np.int32)
+            paths = self._walk(starts)
+            edges.append(np.unique(starts[paths.row].astype(np.int64) * states + paths.state))
+        source, target = np.divmod(np.unique(np.concatenate(edges)), states)
+        alive = self.accepting.copy()
+        while True:
+            reached = alive.copy()
+            reached[source[alive[target]]] = True
+            if (reached == alive).all():
+                return alive
+            alive = reached
+
+    def _walk(self, starts: NDArray[np.integer[Any]], strings: NDArray[np.bool_] | None = None) -> TokenPaths:
+        check("computing the masks of a table")
+        return self.lexicon.trie.walk(self.transitions, self.byte_class, starts, strings)

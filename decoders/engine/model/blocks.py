@@ -126,7 +126,7 @@ class Blocks:
         tree, nodes = draft.topology, self.size(len(draft.topology))
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
-        elif self.static:  # on a device, where a bad index ends the process before anybody can say so
+        elif self.static:  # on a device, where a bad index ends the process without an error message
             tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
         if not draft.tokens.shape[1] and nodes == self.no_draft_token.shape[1] + 1:
             return self.no_draft_token, tree.padded(nodes)

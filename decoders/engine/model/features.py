@@ -76,7 +76,7 @@ class HeadInputs:
         return states
 
     def forget(self) -> None:
-        """Drops what trial passes have left."""
+        """Drops what trial passes noted."""
         self._seen.clear()
 
 
@@ -106,7 +106,7 @@ class LayerStates:
         return torch.stack([states[place] for place in self._places], dim=2)
 
     def forget(self) -> None:
-        """Drops what a pass has left that nobody asked."""
+        """Drops what a pass noted whose results are not used."""
         self._seen.clear()
 
     def _note(self):  # type: ignore[no-untyped-def]

@@ -45,7 +45,7 @@ def _pause() -> Callable[[int], int] | None:
 
 
 class CallLock:
-    """A re-entrant lock. In a child made by ``os.fork`` nobody holds it: the thread that did exists in the parent only."""
+    """A re-entrant lock. In a child made by ``os.fork`` it is free: the thread that held it exists in the parent only."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -64,9 +64,8 @@ class CallLock:
         return self
 
     def give_way(self, seconds: float = 0.05) -> None:
-        """Lets others have it first who wait for it; whoever takes it again and again calls this in between.
-
-        The lock itself would be taken by the thread that is running, every time.
+        """Lets waiting threads have it first. A thread that takes it again and again calls this in between: it runs already, so it
+        would otherwise get the lock every time.
         """
         until = time.monotonic() + seconds
         while self._waiting and time.monotonic() < until:

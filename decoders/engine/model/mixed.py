@@ -1,6 +1,7 @@
 """Mixed passes (chunked prefill): rows that are decoded, and a piece of the prompt of another row, run as one.
 
-The weights are read once for both, and nobody waits for a pass of the prompt's own (Agrawal et al. 2023, "SARATHI", arXiv 2308.16369).
+The weights are read once for both, and the rows do not wait for a pass over the prompt (Agrawal et al. 2023, "SARATHI", arXiv
+2308.16369).
 All tokens stand in one line, ``[1, R·N + C]``: layers treat every token alike, and only attention and the cache have to know whose
 each is.
 """

@@ -4,7 +4,7 @@ A collective ends when every process has entered it, so all of them must run the
 do, as long as whatever decides about that is the same everywhere:
 
 - Committed tokens: logits are gathered or summed over the processes, which gives all of them the same bits, and the noise depends
-  on seed, position and token alone. Nobody has to send tokens.
+  on seed, position and token alone. No tokens are sent.
 - What may differ is that of the first process: a seed that the call does not give, the clock of whatever weighs costs, measured
   costs, what stopping criteria say. Whether weights have changed is asked of all.
 - Passes run uncompiled: which process has its compiler ready first is up to chance, and tiers round differently.

@@ -81,7 +81,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                 output = body()
         except BaseException:
-            self._stream = self._pool = None  # whatever state they are in, nobody records there again
+            self._stream = self._pool = None  # in whatever state they are, they are not used again
             raise
         finally:
             torch.cuda.set_stream(current)  # if recording fails, torch leaves the other stream current

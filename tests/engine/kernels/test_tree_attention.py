@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter 
 
 
 def made(
-    rows: int, nodes: int, view: int, *, heads: int = 2, group: int = 1, width: int = 16, value_width: int | None = None,
+    rows: int, nodes: int, view: int, *, heads: int = 1, group: int = 1, width: int = 16, value_width: int | None = None,
     dtype: torch.dtype = torch.float32, seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Queries, keys and values as a model hands them over: queries with heads inside, keys as the beginning of a longer cache."""
@@ -81,16 +81,16 @@ def branching(nodes: int, rows: int) -> TreeTensors:
 CASES = {
     "one node": dict(tree=branching(1, 1), base=[150], view=256, group=4),
     "a tree and ragged rows": dict(tree=branching(16, 3), base=[0, 150, 239], view=256, group=3),
-    "more nodes than a word has bits": dict(tree=branching(80, 2), base=[3, 130], view=256, heads=1),
+    "more nodes than a word has bits": dict(tree=branching(80, 2), base=[3, 130], view=256),
     "a level of a tree, whose others are in the cache": dict(tree=branching(16, 2), base=[7, 100], view=128, queries=5),
-    "a window shorter than the text": dict(tree=branching(16, 2), base=[20, 400], view=448, kind=LayerKind(window=37)),
+    "a window shorter than the text": dict(tree=branching(16, 2), base=[20, 400], view=448, heads=2, kind=LayerKind(window=37)),
     "a window shorter than the block": dict(tree=branching(16, 2), base=[20, 200], view=256, kind=LayerKind(window=2)),
     "chunks": dict(tree=branching(16, 2), base=[30, 330], view=384, kind=LayerKind(chunk=33)),
     "capped scores": dict(tree=branching(4, 2), base=[20, 200], view=256, softcap=0.7),
-    "sinks": dict(tree=branching(4, 2), base=[0, 200], view=256, group=2, sinks=True),
+    "sinks": dict(tree=branching(4, 2), base=[0, 200], view=256, heads=2, group=2, sinks=True),
     "values narrower than keys": dict(tree=branching(4, 1), base=[140], view=192, width=24, value_width=8),
     "a width that is no power of two": dict(tree=branching(4, 1), base=[140], view=192, width=80),
-    "wide heads": dict(tree=branching(4, 1), base=[140], view=192, heads=1, width=256),
+    "wide heads": dict(tree=branching(4, 1), base=[140], view=192, width=256),
     "a block that begins before its row": dict(tree=branching(4, 2), base=[-2, 5], view=128),
     "bfloat16": dict(tree=branching(8, 2), base=[5, 190], view=256, group=4, dtype=torch.bfloat16, tolerance=2e-2),
     "float16": dict(tree=branching(8, 2), base=[5, 190], view=256, dtype=torch.float16, tolerance=2e-3),
@@ -114,7 +114,7 @@ def test_long_text_is_attended_to_without_splitting_its_keys(monkeypatch: pytest
 
 
 def test_text_as_a_block_of_nodes_gives_the_same() -> None:
-    check(causal_block(2, 40, CPU), [0, 100], 192, heads=1)
+    check(causal_block(2, 40, CPU), [0, 100], 192)
 
 
 @settings(max_examples=5, deadline=None)
@@ -135,7 +135,7 @@ def test_any_tree_over_any_rows_attends_as_plain_attention_does(data: st.DataObj
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_has_the_same_bits_whatever_else_is_in_its_block_batch_and_cache(dtype: torch.dtype) -> None:
     base, view = 150, 320
-    query, key, value = made(1, 17, view, heads=1, group=3, dtype=dtype)
+    query, key, value = made(1, 17, view, group=3, dtype=dtype)
     chain = Topology.chain(16).tensors(1, CPU)
     whole = attend(query, key, value, pack_mask(torch.tensor([base]), chain.offsets, chain.visible))
     for nodes, capacity in ((1, 192), (5, 256)):

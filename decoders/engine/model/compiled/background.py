@@ -123,9 +123,9 @@ def compiling() -> Iterator[float]:
 
 
 def worth_compiling(spent: float, expected: float) -> bool:
-    """Whether to begin compiling, rent or buy: once uncompiled steps have taken the seconds that compiling is expected to.
+    """Whether to begin compiling: once uncompiled steps have taken the seconds that compiling is expected to.
 
-    Whoever stops before has paid nothing, and whoever goes on pays at most twice what foresight would have.
+    Calls that end before have paid nothing, and the others at most twice what the better choice would have cost.
     """
     return spent >= expected
 

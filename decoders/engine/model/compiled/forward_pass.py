@@ -23,7 +23,7 @@ from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 
-#: Nodes that get logits where nobody wants them: of one Dynamo would make a graph of its own.
+#: Nodes that get logits where none are needed: for a single one Dynamo would make a graph of its own.
 FEWEST_LOGITS = 2
 
 

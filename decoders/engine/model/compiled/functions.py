@@ -106,7 +106,7 @@ MOST_KINDS = 8
 class TieredFunction:
     """Runs `function` as it is, and compiles it in the background once it has taken as long as that would.
 
-    Each kind of arguments (:func:`kind_of`) is compiled by itself, so that nobody waits where one row becomes several.
+    Each kind of arguments (:func:`kind_of`) is compiled by itself, so that a call does not wait where one row becomes several.
 
     Args:
         due: whether to compile in any case, since what the function is a part of is compiled.

@@ -175,7 +175,7 @@ class Tiers:
         return self._wait(self._begin(PassKind(several, single)), report) if ready and single else ready
 
     def compile_for(self, rows: int, report: Report) -> None:
-        """Compiles what a batch may need that has up to so many rows at a time, before the first step holds anybody up."""
+        """Compiles what a batch may need that has up to so many rows at a time, before its first step."""
         for several in (True, False) if rows > 1 else (False,):
             self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
         singles = (False, True) if self.target.takes_single_nodes(2) else (False,)
@@ -211,7 +211,7 @@ class Tiers:
             self._book(tier)
 
     def _book(self, tier: _Tier) -> None:
-        """Books a compilation that is over and that nobody has waited for."""
+        """Books a compilation that ended in the background."""
         if tier.job is not None and not tier.booked:
             tier.booked = True
             self.report.timings.background += tier.job.seconds

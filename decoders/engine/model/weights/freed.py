@@ -1,4 +1,4 @@
-"""Dense weights that only packed layers need: freed, refused to whoever asks for them, and given back."""
+"""Dense weights that only packed layers need: freed, refused to all that read them, and given back."""
 
 from __future__ import annotations
 

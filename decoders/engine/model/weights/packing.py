@@ -85,7 +85,7 @@ class PackedLinear(_Packed, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.packed_from:
             _refuse_freed(self.weight)
-            return F.linear(x, self.weight, self.bias)  # raises PyTorch's own error, or is autocast's business
+            return F.linear(x, self.weight, self.bias)  # raises PyTorch's own error, or autocast converts
         return self.product(x, self.out_features)
 
 
