@@ -131,6 +131,8 @@ class Report:
         verifier: how drafts are accepted ("coupled").
         verifier_settings: the rule's own settings.
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
+        threads: of the processor, that its last step computed with: fewer than torch's own number where other processes take the cores;
+            0 on another device.
         replayed_steps: how many of `steps` were replays of what had been recorded, in part or as a whole (CUDA).
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
@@ -173,6 +175,7 @@ class Report:
     prefill_steps: int = 0
     compiled_steps: int = 0
     replayed_steps: int = 0
+    threads: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)

@@ -87,6 +87,7 @@ def device() -> Iterator[Finding]:
     """Where models would run."""
     import torch
 
+    from ..engine.model.threads import WAITING, waiting_share
     from ..engine.model.torch_compat import packed_type
 
     if torch.cuda.is_available():
@@ -100,7 +101,13 @@ def device() -> Iterator[Finding]:
                 "this processor has no instructions for it: such models decode in float32, with a copy of their weights that is "
                 "twice as large; weights='int8' and 'int4' take less and are faster",
             )
-    yield Finding("threads", "ok", f"{torch.get_num_threads()} (torch.set_num_threads, OMP_NUM_THREADS)")
+    number, waits = torch.get_num_threads(), waiting_share(0.1)
+    threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
+    if number > 1 and waits > WAITING:
+        busy = f"other processes take the cores: parallel code waits {waits:.0%} of its time. Steps take fewer threads meanwhile"
+        yield Finding("threads", "warning", f"{threads}; {busy}")
+    else:
+        yield Finding("threads", "ok", threads)
 
 
 def compiler() -> Iterator[Finding]:

@@ -423,6 +423,16 @@ def test_doctor_reports_the_namesake_broken_plugins_and_unread_variables(monkeyp
     assert ("settings", "warning", "DECODERS_NOBODY_READS_ME is set but nothing reads it") in found
 
 
+@pytest.mark.parametrize(("share", "status"), [(0.02, "ok"), (0.5, "warning")])
+def test_doctor_says_that_other_processes_take_the_cores(
+    share: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoders.engine.model.threads.waiting_share", lambda seconds: share)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    finding = next(one for one in doctor.device() if one.name == "threads")
+    assert finding.status == status and ("waits 50%" in finding.detail) == (status == "warning")
+
+
 def test_doctor_survives_a_check_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash() -> Any:
         raise RuntimeError("boom")

@@ -122,7 +122,12 @@ def test_switches_of_dynamo_are_there() -> None:
         function = torch_compat.compiled_whole(lambda x: x * 2, dynamic=True, options={"size_asserts": False})
         assert torch.equal(function(x), x * 2)
     assert torch_compat.graphs_compiled() == before + 1, VERSION
-    assert torch_compat.skip_module_guards()([]) == []
+    assert torch_compat.skip_module_guards([]) == []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    function(x)
+    torch.set_num_threads(threads)
+    assert torch_compat.graphs_compiled() == before + 1, "another number of threads is the same graph"
     assert torch.equal(torch_compat.compiled_region(lambda x: x + 1)(x), x + 1)
 
 

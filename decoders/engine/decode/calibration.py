@@ -24,6 +24,7 @@ from ..model.buckets import row_bucket
 from ..model.compiled.tiers import Compile, PassKind
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
+from ..model.threads import torchs_own
 from .core import Core
 from .passes import StepPass
 from .rows import sampling_inputs
@@ -69,7 +70,7 @@ def subject_of(target: Target) -> Subject:
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
         dtype=str(target.dtype).removeprefix("torch."), quantization=" ".join(filter(None, parts)),
-        device=device, threads=torch.get_num_threads() if on_cpu else 0,
+        device=device, threads=torchs_own() if on_cpu else 0,
         attention=target.attends, torch=torch.__version__, package=__version__,
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ from ..model.features import OutputHead, layer_indices
 from ..model.locks import CallLock
 from ..model.recordings import recorder_of
 from ..model.self_check import parameters_read, target_of
+from ..model.threads import Threads, own_number_afterwards
 from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from ..model.weights.packing import freed_error
 from ..model.weights.quantization import Precision
@@ -52,6 +53,7 @@ class Engine:
         forward_pass: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
         calibration: what its steps cost, as far as that was measured or seen.
+        threads: how many threads its steps compute with; None elsewhere than on the CPU.
 
     Raises:
         UnsupportedError: see :class:`Target`.
@@ -82,6 +84,7 @@ class Engine:
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
         self.calibration = Calibrator(self.forward_pass, self.sessions)
+        self.threads = Threads.now() if self.target.device.type == "cpu" else None
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
@@ -127,11 +130,14 @@ class Engine:
         with (
             self.lock,
             self.active(),
+            own_number_afterwards(),
             # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context a call is made.
             torch.autocast(self.target.device.type, enabled=False),
             torch.inference_mode(False),
             torch.no_grad(),
         ):
+            if self.threads is not None:
+                self.threads.use()
             yield
 
     @property

@@ -29,6 +29,9 @@ class StepWatch(Watch):
         self._drafting = 0.0
         self._passes = self._replays = 0
         self._compiled = self._replayed = False
+        self._threads = batch.engine.threads
+        if self._threads is not None:
+            self._threads.begin_step()
         batch.where = "propose"
 
     def proposed(self) -> None:
@@ -51,6 +54,9 @@ class StepWatch(Watch):
         summary, new = batch.session.lists(out.summary, out.new)
         outcome = Outcome.of(summary, new, batch.row_count)
         core = self._stopwatch.next()
+        if self._threads is not None:
+            self._threads.end_step()
+            report.threads = self._threads.count
         if self._replayed:
             batch.book_replay(self._drafting + core)
         if batch.prompt_left and not report.steps:

@@ -6,12 +6,12 @@ one, so that a version of torch that moves one says which.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import signature
-from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
 
@@ -256,7 +256,7 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 
 #: The hooks of a module by their ids, those after its forward pass and those before. Nothing public lists them. Asked once per
 #: module in every call, hence no function of Python.
-hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = attrgetter(
+hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks"
 )
 
@@ -351,9 +351,19 @@ def as_plain_tensors() -> AbstractContextManager:
 # Dynamo.
 
 
-def skip_module_guards() -> Callable[[Any], Any]:
+def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
     """The guard filter that leaves modules out: the engine compares fingerprints of the weights instead."""
-    return torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    return list(
+        map(operator.and_, torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries), skip_state_guard(entries))
+    )
+
+
+def skip_state_guard(entries: Sequence[Any]) -> list[bool]:
+    """The guard filter that leaves out the one on torch's number of threads, which may change between two steps.
+
+    The same guard is on autocast, which is off in calls, and on the default dtype, which changes nothing that has been compiled.
+    """
+    return [entry.guard_type != "GLOBAL_STATE" for entry in entries]
 
 
 def mark_static(tensor: Tensor, dim: int) -> None:
@@ -388,7 +398,7 @@ def compiled_region(function: Callable) -> Callable:
 def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any], **more: Any) -> Callable:
     """`function` compiled without graph breaks and without guards on modules."""
     compile: Any = torch.compile  # its annotation of options is narrower than what it takes
-    given = {"guard_filter_fn": skip_module_guards(), **options}
+    given = {"guard_filter_fn": skip_module_guards, "cpp.dynamic_threads": True, **options}
     return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..threads import set_threads, torchs_own
 from ..torch_compat import traced_by_one_thread
 
 #: Seconds for which a thread may hold the interpreter's lock while something compiles (Python's default is 0.005).
@@ -50,7 +51,7 @@ class BackgroundCompile:
         self.ready = self.failed = False
         self._work = work
         self._error: BaseException | None = None
-        self._modes = torch.is_inference_mode_enabled(), torch.get_num_threads()
+        self._modes = torch.is_inference_mode_enabled(), torchs_own()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._over = threading.Event()
         self._warned = False
@@ -59,7 +60,9 @@ class BackgroundCompile:
         if threads_may_compile():
             self._thread.start()
         else:
+            threads = torch.get_num_threads()
             self._run()
+            set_threads(threads)
 
     def poll(self) -> bool:
         """Whether the graph can be used from now on; to be asked between two steps."""
@@ -77,7 +80,7 @@ class BackgroundCompile:
 
     def _run(self) -> None:
         inference, threads = self._modes
-        # Graphs are guarded by these; a new thread starts with defaults.
+        # Graphs are guarded by the mode, and made for as many threads as there may be; a new thread starts with defaults.
         torch.set_num_threads(threads)
         started = time.perf_counter()
         try:

@@ -44,7 +44,10 @@ class CompiledFunction:
 
     def __init__(self, function: Callable) -> None:
         self.function, self._warned, self._worked = function, False, False
-        self.compiled = torch.compile(private(function), fullgraph=True, dynamic=True)
+        options: dict[str, Any] = {"guard_filter_fn": torch_compat.skip_state_guard, "cpp.dynamic_threads": True}
+        self.compiled: Callable[..., Any] = torch.compile(
+            private(function), fullgraph=True, dynamic=True, options=options
+        )
         self.on_compile: Callable[[float], None] = lambda seconds: None
         self._known: set[tuple] = set()
         self._failed: set[tuple] = set()

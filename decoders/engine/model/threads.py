@@ -1,0 +1,199 @@
+"""How many threads steps compute with: all of torch's, or fewer while other processes take the cores.
+
+Parallel code waits at its end for its slowest thread, hundreds of times in a step. Where another process holds a core, such a wait
+lasts a slice of the scheduler's time: on two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and
+5 ms with one. Results have the same bits either way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+#: A number of threads is judged by so many steps, or by fewer that took so many seconds.
+STEPS = 4
+LONG = 0.1
+#: They have waited too long where this share of their time passed without the thread computing (or spinning).
+WAITING = 0.25
+#: Another number is taken where its steps take this share of the time, or less.
+BETTER = 0.9
+#: A trial is given up once its steps have taken so many times what as many of the present ones take.
+GIVEN_UP = 1.5
+#: Seconds of steps until another number is tried again; doubled after each trial in vain.
+AGAIN = 1.0
+LONGEST_AGAIN = 16.0
+
+
+class _TorchsOwn(threading.local):
+    """The number of threads that torch had in this thread before steps were given fewer, and how many calls go by it."""
+
+    number, calls = 0, 0
+
+
+_own = _TorchsOwn()
+
+
+def torchs_own() -> int:
+    """How many threads torch computes with in this thread outside of calls."""
+    return _own.number if _own.calls else torch.get_num_threads()
+
+
+@contextmanager
+def own_number_afterwards() -> Iterator[None]:
+    """A call, whose steps may be given fewer threads. Calls may overlap in any order; after the last, torch's number is as before."""
+    if not _own.calls:
+        _own.number = torch.get_num_threads()
+    _own.calls += 1
+    try:
+        yield
+    finally:
+        _own.calls -= 1
+        if not _own.calls:
+            set_threads(_own.number)
+
+
+def set_threads(number: int) -> None:
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
+
+
+@dataclass
+class _Steps:
+    """What steps with one number of threads took, in seconds: by the clock, and of the processor in the calling thread."""
+
+    count: int = 0
+    wall: float = 0.0
+    computing: float = 0.0
+
+    def add(self, wall: float, computing: float) -> None:
+        self.count += 1
+        self.wall += wall
+        self.computing += computing
+
+    @property
+    def waiting(self) -> float:
+        return 1 - self.computing / self.wall if self.wall else 0.0
+
+    @property
+    def enough(self) -> bool:
+        return self.count >= STEPS or self.wall >= LONG
+
+    @property
+    def mean(self) -> float:
+        return self.wall / self.count
+
+
+class Threads:
+    """Chooses the number of threads between two steps of one model on the CPU, from what steps took.
+
+    Where steps wait, half as many threads are tried for a few steps; where fewer than all are in use, twice as many now and then,
+    both in turns where both are due. What is faster stays.
+
+    Attributes:
+        most: torch's own number, which is never exceeded.
+        count: the number in use, trials aside.
+    """
+
+    def __init__(self) -> None:
+        self._start_over(torchs_own())
+
+    @staticmethod
+    def now() -> Threads:
+        """Those of a model that has been packed just now: half as many at first where the machine is busy."""
+        threads = Threads()
+        if threads.most > 1 and waiting_share() > WAITING:
+            threads.count = threads.most // 2
+        return threads
+
+    def _start_over(self, most: int) -> None:
+        self.most = self.count = most
+        self._present = _Steps()
+        self._trial: tuple[int, _Steps] | None = None
+        self._first = True  # of its number: in the first step kernels prepare themselves
+        self._until_trial, self._pause = 0.0, AGAIN
+        self._upwards = False  # the last trial was of more threads
+        self._began = 0.0, 0.0
+
+    def use(self) -> None:
+        """What runs from now on has the threads that were chosen."""
+        if (most := torchs_own()) != self.most:
+            self._start_over(most)
+        set_threads(self._trial[0] if self._trial is not None else self.count)
+
+    def begin_step(self) -> None:
+        """A step begins now, with the threads that were chosen."""
+        self.use()
+        self._began = time.perf_counter(), time.thread_time()
+
+    def end_step(self) -> None:
+        """The step is over."""
+        began, computing = self._began
+        self.judge(time.perf_counter() - began, time.thread_time() - computing)
+
+    def judge(self, wall: float, computing: float) -> None:
+        """Chooses for the next step, after one of `wall` seconds, `computing` of which the calling thread had the processor."""
+        if self.most == 1:
+            return
+        self._until_trial -= wall
+        if self._first:
+            self._first = False
+            if self._trial is not None and wall >= self._hopeless:
+                self._give_up()
+        elif self._trial is None:
+            self._judge_present(wall, computing)
+        else:
+            self._judge_trial(*self._trial, wall, computing)
+
+    def _judge_present(self, wall: float, computing: float) -> None:
+        if self._present.count >= 2 * STEPS:  # what counts is how it is now
+            self._present = _Steps()
+        self._present.add(wall, computing)
+        if not self._present.enough or self._until_trial > 0:
+            return
+        fewer = self.count > 1 and self._present.waiting > WAITING
+        more = self.count < self.most
+        if more and not (fewer and self._upwards):
+            self._try(min(2 * self.count, self.most))
+        elif fewer:
+            self._try(self.count // 2)
+
+    def _try(self, number: int) -> None:
+        self._trial, self._upwards, self._first = (number, _Steps()), number > self.count, True
+
+    def _judge_trial(self, number: int, steps: _Steps, wall: float, computing: float) -> None:
+        steps.add(wall, computing)
+        if not steps.enough and steps.wall < self._hopeless:
+            return
+        if steps.enough and steps.mean <= BETTER * self._present.mean:
+            self._upwards = number < self.count  # the next trial goes on in the direction that was faster
+            self.count, self._present = number, steps
+            self._until_trial = self._pause = AGAIN
+            self._trial = None
+        else:
+            self._give_up()
+
+    @property
+    def _hopeless(self) -> float:
+        """Seconds after which a trial is given up."""
+        return GIVEN_UP * STEPS * self._present.mean
+
+    def _give_up(self) -> None:
+        self._until_trial, self._pause = self._pause, min(2 * self._pause, LONGEST_AGAIN)
+        self._present, self._first, self._trial = _Steps(), True, None
+
+
+def waiting_share(seconds: float = 0.01) -> float:
+    """What share of its time parallel code waits on this machine now: about 0 where nobody else wants the cores."""
+    numbers = torch.zeros(1 << 17)  # enough for several threads
+    steps, end = _Steps(), time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        computing = time.thread_time()
+        for _ in range(20):
+            numbers.add_(1)
+        steps.add(time.perf_counter() - began, time.thread_time() - computing)
+    return max(steps.waiting, 0.0)
