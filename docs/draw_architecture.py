@@ -31,7 +31,6 @@ STATIONS = (
     ("hf.wrapper", "Generate.ready_engine"),
     ("engine.decode.engine", "Engine.serves"),
     ("hf.grammars", "Grammars.of"),
-    ("hf.call", "PreparedCall.decode"),
     ("engine.decode.call", "decode"),
     ("engine.decode.sessions", "Sessions.open"),
     ("engine.decode.session", "Session.prefill"),

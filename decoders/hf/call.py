@@ -20,7 +20,6 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine
 from ..engine.decode.request import Request
 from ..engine.decode.request_output import RequestOutput
@@ -97,16 +96,6 @@ class PreparedCall:
     grammars: Grammars
     aligner: StreamAligner | None
     config: GenerationConfig
-
-    def decode(self) -> Tensor | DecodersOutput:
-        """What ``generate`` returns."""
-        try:
-            written = decode(self.engine, self.request)
-        except BaseException as error:
-            if isinstance(getattr(error, "partial", None), RequestOutput):
-                error.partial = self.partial(error.partial)  # type: ignore[attr-defined]
-            raise
-        return self.result(written)
 
     def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
         """`written` in transformers' form, its texts judged by the grammars; the stream is closed."""

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine, MemoryKey
+from ..engine.decode.request_output import RequestOutput
 from ..engine.model.fitness import refuse_capture, refuse_unfit
 from ..engine.model.locks import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
@@ -71,7 +73,14 @@ class Generate:
         if options is None:
             return self.plain(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
         with ordinary_device(self.model):
-            return self._prepared(options).decode()
+            call = self._prepared(options)
+            try:
+                written = decode(call.engine, call.request)
+            except BaseException as error:
+                if isinstance(getattr(error, "partial", None), RequestOutput):
+                    error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
+                raise
+            return call.result(written)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` as it was before ``enable``."""

@@ -14,10 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import decoders
+from decoders.engine.decode.engine import Engine
+from decoders.engine.decode.request import Request
 from decoders.engine.model import torch_compat
 from decoders.engine.model.self_check import target_of
 from decoders.errors import UnsupportedError
-from decoders.hf.call import PreparedCall
+from decoders.hf import wrapper
 from decoders.testing import decode, prompts
 from decoders.testing.models import VOCAB
 
@@ -41,13 +43,13 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(enabled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the strategies that decoded; there must be some at the end."""
     seen: list[str] = []
-    whole = PreparedCall.decode
+    whole = wrapper.decode
 
-    def noted(self: PreparedCall) -> Any:
-        seen.append(self.request.strategy.name)
-        return whole(self)
+    def noted(engine: Engine, request: Request) -> Any:
+        seen.append(request.strategy.name)
+        return whole(engine, request)
 
-    monkeypatch.setattr(PreparedCall, "decode", noted)
+    monkeypatch.setattr(wrapper, "decode", noted)
     yield seen
     assert seen, "the strategy was not used"
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.engine.decode import calibration
-from decoders.engine.decode.engine import Engine
+from decoders.engine.decode.passes import StepPass
+from decoders.engine.decode.sessions import Sessions
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculative, Staged, Suffix, Threshold
 from decoders.strategies.merged import Merged, MergedState
@@ -109,9 +110,9 @@ def test_auto_measures_no_more_numbers_of_rows_than_two(
     measured: list[int] = []
     plain = calibration.measure
 
-    def noted(engine: Engine, rows: int, *args: Any) -> Any:
+    def noted(forward_pass: StepPass, sessions: Sessions, rows: int, *args: Any) -> Any:
         measured.append(rows)
-        return plain(engine, rows, *args)
+        return plain(forward_pass, sessions, rows, *args)
 
     monkeypatch.setattr(calibration, "measure", noted)
     model = decoders.enable(DESIGN(1))
