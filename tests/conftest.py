@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -94,11 +95,13 @@ def _places(item: Any, seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, .
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Sets aside what imports leave behind: torch, transformers and the compiler are a million objects, which every collection
-    would look through again, and some code under test collects in every call.
+    """Sets aside what imports and the tests of other files leave behind: torch, transformers and the compiler are a million objects,
+    which every collection would look through again, and some code under test collects in every call.
+
+    Again before each file: a command that sets objects aside for a while gives all of them back at its end.
     """
-    if len(sys.modules) - _modules_seen[0] > MANY_MODULES:
-        _modules_seen[0] = len(sys.modules)
+    if item.path != _file_seen[0] or len(sys.modules) - _modules_seen[0] > MANY_MODULES:
+        _file_seen[0], _modules_seen[0] = item.path, len(sys.modules)
         gc.collect()
         gc.freeze()
 
@@ -154,6 +157,7 @@ def traced_or_compiled(request: pytest.FixtureRequest) -> str:
 
 
 _modules_seen = [0]
+_file_seen: list[Path | None] = [None]
 
 
 @pytest.fixture(scope="session")

@@ -226,7 +226,9 @@ def test_rows_that_grow_and_weights_that_move_drop_what_was_recorded(device: Tap
 
 def test_a_draft_in_slots_that_grow_is_recorded_anew(device: TapeRecorder) -> None:
     target, strategy = model(), EarlyExit(length=3)
-    for new in (8, 300, 300, 300):
+    expected = reference(target, prompts(2), max_new_tokens=170).sequences
+    for new in (8, 170, 170, 170):
         out = decode(target, prompts(2), strategy, max_new_tokens=new)
-        assert torch.equal(out.sequences, reference(target, prompts(2), max_new_tokens=new).sequences)
+        assert torch.equal(out.sequences, expected[:, : out.sequences.shape[1]])
+        assert out.report.new_tokens == [new] * 2
     assert device.recorded == 3 and sum(kept.reused for kept in recordings(target)) == 1

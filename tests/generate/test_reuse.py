@@ -332,7 +332,7 @@ def test_a_changed_model_reads_everything_again(fresh: PreTrainedModel, change: 
 
 
 def test_memory_grows_with_the_text_and_not_with_what_it_may_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decoders.enable(tiny_model("llama", max_position_embeddings=10**7))
+    model = decoders.enable(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=10**7))
     taken: list[int] = []
     plain = Session.__init__
 
@@ -344,15 +344,17 @@ def test_memory_grows_with_the_text_and_not_with_what_it_may_come_to(monkeypatch
     monkeypatch.setattr(call_module, "SLOTS_AHEAD", 8)
     inputs, expected = prompts(2), None
     for strategy, most in (
-        ("autoregressive", 300),
-        ("prompt_lookup", 300),
-        ("speculative", 300),
+        ("autoregressive", 160),
+        ("prompt_lookup", 160),
+        ("speculative", 160),
         ("prompt_lookup", 10**6),
     ):
         decoders.release(model)
         enabled = decoders.enable(model)
-        options: dict[str, Any] = {"assistant_model": tiny_draft("llama")} if strategy == "speculative" else {}
-        criteria = [lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 324)]
+        options: dict[str, Any] = (
+            {"assistant_model": tiny_draft("llama", num_hidden_layers=1)} if strategy == "speculative" else {}
+        )
+        criteria = [lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 184)]
         out = decode(enabled, inputs, strategy, max_new_tokens=most, stopping_criteria=criteria, **options)
         expected = out.sequences if expected is None else expected
         assert torch.equal(out.sequences, expected)
