@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from ..common.network_files import (
+    CONFIG,
     Count,
     FileConfig,
     LlamaLayerConfig,
@@ -31,7 +32,7 @@ from ..common.network_files import (
 from ..common.transformers_compat import attention_of
 from ..errors import SettingsError, UnsupportedError
 
-CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 #: What transformers calls the parts that fuse the target's hidden states, and what the authors do.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
