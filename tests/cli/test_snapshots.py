@@ -37,7 +37,7 @@ def printed(case: Sequence[str] | Callable[[Console], None], width: int) -> str:
     else:
         done = CliRunner().invoke(app, list(case), env={"COLUMNS": str(width)})
         assert done.exit_code == 0, done.output
-        text = done.output
+        text = done.stdout
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 
