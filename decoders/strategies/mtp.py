@@ -53,6 +53,7 @@ class Mtp(ReadsFeatures):
 
     name = "mtp"
     summary = "The model's own multi-token-prediction layers draft a chain or a tree."
+    needs = "MTP layers"
     settings_class = MtpSettings
     hints = {"num_assistant_tokens": "length"}
 
