@@ -65,9 +65,12 @@ def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*(name.replace("_", " ") for name in columns), show_lines=True)
-    for item in items:
-        first, *others = (column(item) for column in columns.values())
+    table = Table(show_lines=True)
+    rows = [[column(item) for column in columns.values()] for item in items]
+    for number, name in enumerate(columns):
+        words = " ".join(row[number] for row in rows).split()
+        table.add_column(name.replace("_", " "), min_width=max(map(len, words), default=0))  # no word is cut
+    for first, *others in rows:
         table.add_row(Text(first, style="bold"), *map(Text, others))
     plain_console().print(table)
 
