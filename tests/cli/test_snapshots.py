@@ -21,6 +21,7 @@ FOLDER = Path(__file__).with_name("snapshots")
 #: By name: the arguments of a command, or what prints its tables, of made-up figures, where measuring them would take time.
 CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "strategies": ["strategies"],
+    "plugins": ["plugins"],
     "verifiers": ["verifiers"],
     "grammar-backends": ["grammar-backends"],
     "grammars": ["grammars"],
