@@ -17,11 +17,11 @@ from ..engine.model.layout import refuse_capture, refuse_unfit
 from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..settings import RuntimeSettings
-from .arguments import check_inputs, refuse_arguments
+from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
-from .options import OWN, Options
+from .options import Options
 from .preparation import Kind, Preparation
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
