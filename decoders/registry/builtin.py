@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from .. import constraints, strategies, verifiers
-from ..constraints import Backend, library, spec_of_library
+from ..common import library
+from ..constraints import Backend, spec_of_library
 from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
