@@ -182,7 +182,9 @@ def run_blocks(page: str, monkeypatch: pytest.MonkeyPatch, address: str) -> None
                     warnings.simplefilter("error", FutureWarning)  # examples use no name that is going away
                 torch.manual_seed(0)
                 # Blank lines in front make line numbers in a traceback those of the page.
-                code = compile("\n" * block.line + block.text.replace(SERVER, address), where, "exec", dont_inherit=True)
+                code = compile(
+                    "\n" * block.line + block.text.replace(SERVER, address), where, "exec", dont_inherit=True
+                )
                 exec(code, vars(module))
             written = stream.getvalue()
 
