@@ -19,7 +19,7 @@ from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_model import Beam, Children, NodeBudget, shape_of
-from .feature_drafter import FeatureState, FeatureWindow, ReadsFeatures, dtype_of, embeddings_of
+from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of, embeddings_of
 
 
 class DFlashSettings(Settings):
@@ -120,7 +120,7 @@ class DFlash(ReadsFeatures):
         return torch.cat([given.hidden if of_head else part for of_head, part in parts], dim=-1)
 
 
-class DFlashDrafter(FeatureWindow):
+class DFlashDrafter(BlockDrafter):
     """The network with keys and values of its own. Slot ``j`` is made of what the target computed for token ``j``; the block
     begins at the last token, for which it has computed nothing yet, and is forgotten afterwards.
 
@@ -163,20 +163,19 @@ class DFlashDrafter(FeatureWindow):
         self.read_window()
         read = torch.cat([self.sequences.last, self.masks], dim=1)
         states = self.module(self.sequences.length - 1, self.embed(read), tree=self.block)[:, self.first :]
-        self.level, logits = 0, self.head(states)
+        logits = self.head(states)
         if self.chooser is None:
-            self.places = self.best(logits, self.block.offsets[:, : states.shape[1]])
-            return self._level(1)
+            return self.opened(logits)
         context = self.network.fused(self.window[:, -1])
         self.drafted = DraftedBlock(logits, states, context, self.sequences.length > 1, self.embed)
-        self.begun = self.chooser.begin(self.drafted)
+        self.level, self.begun = 0, self.chooser.begin(self.drafted)
         self.paths: Tensor | None = None  # of all nodes that have been continued
         return self._chosen(self.sequences.last, None)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        self.level += 1
         if self.chooser is None:
-            return self._level(nodes.shape[1])
+            return super().expand(nodes, tree)
+        self.level += 1
         above = None
         if self.paths is not None:
             parents = tree.parents[:, -nodes.shape[1] :, None]
@@ -195,16 +194,6 @@ class DFlashDrafter(FeatureWindow):
         # The best continuation is as likely as the head says; the others keep their ratio to it.
         sure = choice.confidence.clamp(1e-6, 1)[..., None].log()
         return replace(expansion, weights=expansion.weights - expansion.weights[..., :1] + sure)
-
-    def _level(self, nodes: int) -> Expansion:
-        """What the block says of the present level, for so many nodes."""
-        here = slice(self.level, self.level + 1)
-        tokens, weights, scores = (
-            part[:, here].expand(-1, nodes, -1) if part is not None else None
-            for part in (self.places.tokens, self.places.weights, self.places.scores)
-        )
-        assert tokens is not None and weights is not None
-        return replace(self.places, tokens=tokens, weights=weights, scores=scores)
 
 
 def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
