@@ -72,6 +72,7 @@ class ModelDrafter(Drafter):
         plan = replace(batch.request.plan, keep_scores=batch.verifier is not None and batch.request.plan.sample)
         self.core = DraftCore(self.engine.forward_pass, plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
+        self.mask_token = getattr(target.model.config, "pard_token", None)
         self._tiers = self.engine.forward_pass.steady_tiers(batch.request.runtime.compile)
         # How far a row may be drafted is set anew in every round, as its length is.
         slots = (above.longest if target.static else context.slots) + 2 * ahead
