@@ -68,8 +68,7 @@ def pages() -> dict[str, str]:
 #: Where the public names about heads live.
 HEADS = {
     "decoders.heads.block_heads": ("BlockHead", "DraftedBlock", "HeadScores", "HeadFields"),
-    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig"),
-    "decoders.heads.medusa_trees": ("search_tree", "accepted_length", "picture"),
+    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length", "picture"),
     "decoders.training.medusa": ("train_medusa",),
     "decoders.training.recipes": ("Recipe", "HeadsTraining"),
 }

@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 
 from ..common.files import write_whole
 from ..common.network_files import (
+    CONFIG,
     Count,
     FileConfig,
     LlamaLayerConfig,
     Stamp,
     Whole,
     filled,
+    find_network,
     read_json,
     read_tensors,
     stamp_of,
@@ -29,9 +31,6 @@ from ..errors import SettingsError, UnsupportedError
 from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 
 Format = Literal["speculators", "authors"]
-#: Where a head lies beside a model's own files, and the name of the one that comes with the demo model.
-FOLDER, DEMO = "eagle3", "demo"
-CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 #: What a config says of the decoder layer.
 _FIELDS = (
@@ -55,13 +54,8 @@ def find_head(named: str | None, config: Any) -> Path:
     Raises:
         UnsupportedError: none is named, and none lies beside the model.
     """
-    if named == DEMO:
-        return Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER
-    if named is not None:
-        return Path(named).expanduser()
-    own = getattr(config, "name_or_path", "")
-    if own and (Path(own) / FOLDER / CONFIG).is_file():
-        return Path(own) / FOLDER
+    if (folder := find_network(named, config, "eagle3")) is not None:
+        return folder
     raise UnsupportedError(
         "eagle3 needs a head that was trained for the model: name its folder as head=, or keep it as 'eagle3' in the model's own "
         "folder; `decoders train eagle3` makes one"
