@@ -73,7 +73,7 @@ class Tiers:
     """When passes of one model run compiled: uncompiled at once, and compiled as soon as that has been worth its time.
 
     The two round differently, so a call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
-    What a step does beside the pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.passes.StepPass`).
+    What a step does beside the pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.core.StepPass`).
     """
 
     def __init__(self, target: Target) -> None:
