@@ -325,6 +325,12 @@ class ModelDrafter(Drafter):
         weights = self.engine.precision.weights or "keep"
         return self.counts.report(self._name, weights, self.drafted_by, [drafter.report() for drafter in self.inner])
 
+    @property
+    def outdated(self) -> bool:
+        """Whether more has been compiled since it began, of it or of a model that drafts for it."""
+        own = self.engine.forward_pass.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
+        return own or any(drafter.outdated for drafter in self.inner)
+
     def _running(self) -> AbstractContextManager:
         """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""
         return self.engine.forward_pass.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
