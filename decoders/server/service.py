@@ -123,9 +123,10 @@ class Service:
         if not cls.needs:
             return True
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        options: dict[str, Any] = dict(max_new_tokens=1, pad_token_id=0, decoders_config={"compile": False})
+        model: Any = self.model
+        options = dict(max_new_tokens=1, pad_token_id=0, decoders_config={"compile": False})
         try:
-            self.model.generate(token, attention_mask=torch.ones_like(token), strategy=name, **options)
+            model.generate(token, attention_mask=torch.ones_like(token), strategy=name, **options)
         except Exception:  # whatever it is, requests would meet it as well
             return False
         return True
