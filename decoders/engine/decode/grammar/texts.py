@@ -102,9 +102,9 @@ class Text(ABC):
     def mask(self, position: Any) -> int:
         """The row of the table that says what may follow."""
 
-    @abstractmethod
     def settle(self, position: Any) -> Any:
         """`position` is committed: nothing before it is asked for again. Returns how it is called from now on."""
+        return position
 
     @abstractmethod
     def forced_bytes(self, position: Any) -> bytes:
@@ -122,9 +122,6 @@ class FreeText(Text):
 
     def mask(self, position: Any) -> int:
         return FREE
-
-    def settle(self, position: Any) -> Any:
-        return position
 
     def forced_bytes(self, position: Any) -> bytes:
         return b""
@@ -146,9 +143,6 @@ class TabulatedText(Text):
 
     def mask(self, position: int) -> int:
         return self.shift + self.grammar.mask_rows[position]
-
-    def settle(self, position: int) -> int:
-        return position
 
     def forced_bytes(self, position: int) -> bytes:
         return self.grammar.forced_bytes(position)
