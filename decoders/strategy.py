@@ -88,6 +88,7 @@ class Strategy(Configured, ABC):
     Class attributes (those after `settings_class` an instance may refine, by its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
+        needs: what it takes beside the target, a draft model and a grammar apart, in a word or two: ``"heads"``.
         settings_class: pydantic model of the settings.
         hints: transformers' drafting arguments that stand for a setting, ``{"num_assistant_tokens": "length"}``. Others are
             refused beside this strategy.
@@ -123,6 +124,7 @@ class Strategy(Configured, ABC):
 
     name: str
     summary: ClassVar[str] = ""
+    needs: ClassVar[str] = ""
     hints: ClassVar[Mapping[str, str]] = {}
     exact: bool = True
     needs_assistant: bool = False

@@ -1,5 +1,7 @@
 """Writes docs/reference/ from the code: ``python docs/generate_reference.py [FOLDER]``.
 
+And, without a folder, what ``decoders strategies`` and the like list of this package, which they read without loading it.
+
 Whatever is public and undocumented (a name without a docstring, a setting or an option without a description, a hook
 without a contract) is an error here, and so in the tests.
 """
@@ -38,8 +40,9 @@ from decoders import (
     testing,
     verifiers,
 )
-from decoders.constraints import library
-from decoders.hf import arguments, options
+from decoders.cli import catalogue
+from decoders.common import library
+from decoders.hf import arguments
 from decoders.sampling.processors import OPERATIONS
 from decoders.strategies import merged, mtp, ngram_table
 from decoders.verifiers import verifier
@@ -305,7 +308,7 @@ def generate() -> Iterator[str]:
     yield "## Ours\n"
     yield "For an enabled model. All but `strategy` need a strategy.\n"
     yield "| argument | meaning |\n| --- | --- |"
-    for name in options.OWN:
+    for name in arguments.OWN:
         if name not in OWN:
             raise UndocumentedError(f"generate's {name}= is not described in OWN of {Path(__file__).name}")
         yield f"| `{name}` | {OWN[name]} |"
@@ -504,11 +507,21 @@ def value_name(annotated: Any) -> str:
     return {"int": "INTEGER", "float": "NUMBER", "Path": "PATH"}.get(getattr(one, "__name__", ""), "TEXT")
 
 
+def builtin_listing() -> str:
+    """What the registry has of this package itself, as the command line reads it."""
+    own = {
+        kind: [item for item in catalogue.taken(kind) if item["provider"] == "hf-decoders"] for kind in catalogue.KINDS
+    }
+    return catalogue.serialized({"state": ""} | own)
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "reference"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
+    if len(sys.argv) == 1:
+        catalogue.BUILTIN_FILE.write_text(builtin_listing(), encoding="utf-8")
 
 
 if __name__ == "__main__":

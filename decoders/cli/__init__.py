@@ -13,6 +13,16 @@ from ..errors import DecodersError
 from .console import plain_console
 from .extensions import ExtensibleGroup
 
+#: Options that users of transformers look for, and what there is instead.
+INSTEAD = {
+    "--num-beams": "Beam search is none of the strategies: transformers' own generate, without strategy=, has it",
+    "--do-sample": "--temperature 1 draws tokens; without it the text is greedy",
+    "--draft-model": "--assistant names the draft model",
+    "--max-length": "--max-new-tokens says how many tokens are written",
+}
+#: Of a command line; typer does not name it.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
 
 class Group(ExtensibleGroup):
     """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, what the system refuses with 1."""
@@ -24,6 +34,11 @@ class Group(ExtensibleGroup):
             return result
         except typer.BadParameter as error:
             _name_value(error)
+            raise
+        except UsageError as error:
+            if (hint := INSTEAD.get(getattr(error, "option_name", ""))) is not None:
+                error.message += f". {hint}"
+                error.possibilities = ()
             raise
         except DecodersError as error:
             if ctx.params.get("debug"):
@@ -95,7 +110,7 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, bench_fresh, bench_load, demo, doctor, generate, listing, prepare, serve, train, train_drafters
+    from . import bench, bench_load, demo, doctor, generate, listing, prepare, serve, train, train_drafters
 
     app.command()(demo.demo)
     app.command()(generate.generate)
@@ -111,7 +126,6 @@ def _register() -> None:
     train.app.command()(train_drafters.medusa)
     train.app.command()(train_drafters.eagle3)
     train.app.command()(train_drafters.draft)
-    bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_load.load)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")

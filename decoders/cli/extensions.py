@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import typer
@@ -12,6 +10,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ..errors import PluginError
+from .catalogue import catalogue
 
 
 class ExtensibleGroup(TyperGroup):
@@ -31,13 +30,23 @@ class ExtensibleGroup(TyperGroup):
                 return as_command(_refusing(error), cmd_name)
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer does it, but the beginning of a name is close to it."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            begun = [name for name in self.list_commands(ctx) if args and name.startswith(args[0])]
+            if begun and "Did you mean" not in (message := getattr(error, "message", "Did you mean")):
+                error.message = f"{message} Did you mean {' or '.join(map(repr, begun))}?"  # type: ignore[attr-defined]
+            raise
+
     def _prefix(self) -> str:
         return f"{self.name} " if self.name in ("bench", "train") else ""
 
 
 def added_commands() -> dict[str, Callable[..., None]]:
-    """What plugins add, by name. Where none is installed or registered, torch is not imported to find that out."""
-    if "decoders.registry.registry" not in sys.modules and not metadata.entry_points(group="decoders"):
+    """What plugins add, by name. Where none adds any, torch is not imported to find that out."""
+    if not catalogue("commands"):
         return {}
     from ..plugins import registry
     from ..registry.kinds import DISTRIBUTION

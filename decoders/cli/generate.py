@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common import library
 from ..errors import SettingsError
 from .console import plain_console, waiting
 
@@ -52,7 +53,13 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt through the tokenizer's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile the core of the loop before the first step, or never. Without either: where it pays, beside the steps.",
+        ),
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it is written.")] = True,
     input: Annotated[
         Path | None,
@@ -81,6 +88,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print text and report as JSON, nothing else.")] = False,
 ) -> None:
     """Continue a prompt, or with --input a file of them. The text goes to standard output, everything else to standard error."""
+    if grammar is not None:
+        library.check_file(grammar)  # before torch is imported
     from ..settings import parse_assignments
     from . import models
     from .many import Task, check_files, complete_file, options_of_texts
@@ -109,8 +118,8 @@ def generate(
             arguments["assistant_model"] = draft
         if assistant_tokenizer is not None:
             arguments["assistant_tokenizer"] = models.load_other_tokenizer(assistant_tokenizer)
-        if not compile:  # left out otherwise, so that environment and file still count
-            arguments["decoders_config"] = {"compile": False}
+        if compile is not None:  # left out otherwise, so that environment and file still count
+            arguments["decoders_config"] = {"compile": compile}
         return loaded, tokenizer
 
     if input is not None and output is not None:

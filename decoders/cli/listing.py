@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
+from ..common import library
+from .catalogue import catalogue
 from .console import plain_console
 
-if TYPE_CHECKING:
-    from ..plugins import Entry
-    from ..strategy import Strategy
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+#: Plugin name of what this package provides itself.
+BUILTIN = "builtin"
 STYLES = {"loaded": "green", "blocked": "dim", "failed": "red", "conflict": "yellow"}
 
 
 def strategies(as_json: Json = False) -> None:
     """List the decoding strategies and their settings."""
-    from ..plugins import registry
-
     _list(
-        [describe(entry) for entry in registry().strategies().values()], as_json,
+        catalogue("strategies"), as_json,
         strategy=lambda item: item["name"],
         exact=lambda item: _yes(item["exact"]),
-        needs=lambda item: "\n".join(what for what in ("assistant", "grammar") if item[f"needs_{what}"]),
+        needs=lambda item: "\n".join(_needs(item)),
         what_it_does=lambda item: item["summary"],
         settings=lambda item: "\n".join(f"{s['name']} = {s['default']!r}" for s in item["settings"]),
     )  # fmt: skip
 
 
-def describe(entry: Entry[Strategy]) -> dict[str, Any]:
-    """A registered strategy as JSON-safe data."""
-    settings = [
-        {
-            "name": name,
-            "default": None if field.is_required() else field.get_default(call_default_factory=True),
-            "required": field.is_required(),
-            "description": field.description or "",
-        }
-        for name, field in entry.cls.settings_class.model_fields.items()
-    ]
-    return _facts(entry, "summary", "exact", "needs_assistant", "needs_grammar") | {"settings": settings}
+def _needs(item: dict[str, Any]) -> list[str]:
+    flags = {"assistant": item["needs_assistant"], "grammar": item["needs_grammar"], item["needs"]: item["needs"]}
+    return [what for what, needed in flags.items() if needed]
 
 
 def verifiers(as_json: Json = False) -> None:
     """List the verifiers: rules that decide how much of a draft is kept."""
-    from ..plugins import registry
-
-    entries = registry().verifiers().values()
     _list(
-        [_facts(entry, "summary", "exact", "trees", "coupled") for entry in entries], as_json,
+        catalogue("verifiers"), as_json,
         verifier=lambda item: item["name"],
         exact=lambda item: _yes(item["exact"]),
         trees=lambda item: _yes(item["trees"]),
@@ -64,18 +51,10 @@ def verifiers(as_json: Json = False) -> None:
 
 def grammar_backends(as_json: Json = False) -> None:
     """List the grammar backends: what turns a grammar into masks over the next token."""
-    from ..plugins import registry
-
     _list(
-        [_facts(entry, "summary") for entry in registry().grammar_backends().values()], as_json,
+        catalogue("grammar_backends"), as_json,
         backend=lambda item: item["name"], what_it_does=lambda item: item["summary"], provider=_provider,
     )  # fmt: skip
-
-
-def _facts(entry: Entry[Any], *attributes: str) -> dict[str, Any]:
-    """What a registered class says of itself, and where it comes from."""
-    own = {attribute: getattr(entry.cls, attribute) for attribute in attributes}
-    return {"name": entry.name} | own | {"provider": entry.provider, "version": entry.version}
 
 
 def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[str, Any]], str]) -> None:
@@ -86,9 +65,12 @@ def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*(name.replace("_", " ") for name in columns), pad_edge=False, show_lines=True)
-    for item in items:
-        first, *others = (column(item) for column in columns.values())
+    table = Table(show_lines=True)
+    rows = [[column(item) for column in columns.values()] for item in items]
+    for number, name in enumerate(columns):
+        words = " ".join(row[number] for row in rows).split()
+        table.add_column(name.replace("_", " "), min_width=max(map(len, words), default=0))  # no word is cut
+    for first, *others in rows:
         table.add_row(Text(first, style="bold"), *map(Text, others))
     plain_console().print(table)
 
@@ -106,15 +88,14 @@ def grammars(
     as_json: Json = False,
 ) -> None:
     """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
-    from ..constraints import library
-    from ..plugins import registry, resolve_grammar
-    from ..registry.kinds import canonical
-
-    others = {n: entry for n, entry in registry().grammars().items() if n not in library.plain_names()}
+    others = {item["name"]: item for item in catalogue("grammars")}
     if name is not None:
-        if canonical(name) in others:
-            grammar = resolve_grammar(name)
-            typer.echo(json.dumps({"name": canonical(name), "text": str(grammar)}) if as_json else str(grammar))
+        plugin_grammar = re.sub("[-_.]+", "_", name.strip()).lower()
+        if plugin_grammar in others:
+            from ..plugins import resolve_grammar
+
+            text = str(resolve_grammar(plugin_grammar))
+            typer.echo(json.dumps({"name": plugin_grammar, "text": text}) if as_json else text)
             return
         ready = library.find(name)
         typer.echo(json.dumps(asdict(ready), indent=2, ensure_ascii=False) if as_json else ready.text)
@@ -122,17 +103,16 @@ def grammars(
     library_grammars = [library.find(file) for file in library.names()]
     if as_json:
         listed = [{key: value for key, value in asdict(ready).items() if key != "text"} for ready in library_grammars]
-        listed += [{"name": n, "provider": entry.provider, "version": entry.version} for n, entry in others.items()]
-        typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps([*listed, *others.values()], indent=2, ensure_ascii=False))
         return
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("grammar", "kind", "what it accepts", pad_edge=False)
+    table = Table("grammar", "kind", "what it accepts")
     for ready in library_grammars:
         table.add_row(Text(ready.name, style="bold"), ready.kind, Text(ready.description))
-    for plugin_grammar, entry in others.items():
-        table.add_row(Text(plugin_grammar, style="bold"), "", f"of {entry.provider} {entry.version}".strip())
+    for item in others.values():
+        table.add_row(Text(item["name"], style="bold"), "", f"of {_provider(item)}")
     plain_console().print(table)
 
 
@@ -141,45 +121,41 @@ def plugins(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any plugin failed or clashes.")] = False,
 ) -> None:
     """List the plugins found, with the reason where one is not used."""
-    from ..plugins import registry
-    from ..registry.kinds import BUILTIN
-    from .extensions import unusable_commands
+    infos = catalogue("plugins")
+    if any(info["commands"] for info in infos if info["name"] != BUILTIN):
+        from .extensions import unusable_commands
 
-    unusable = unusable_commands()
-    infos = [
-        replace(info, status="failed", error=unusable[info.key]) if info.key in unusable else info
-        for info in registry().plugins()
-    ]
+        unusable = unusable_commands()
+        for info in infos:
+            if (key := f"{info['provider']}:{info['name']}") in unusable:
+                info |= {"status": "failed", "error": unusable[key]}
     if as_json:
-        typer.echo(json.dumps([asdict(info) for info in infos], indent=2))
+        typer.echo(json.dumps(infos, indent=2))
     else:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("plugin", "provider", "status", "strategies", "verifiers", "grammars", "other", pad_edge=False)
+        table = Table("plugin", "status", "what it provides", show_lines=True)
         for info in infos:
             table.add_row(
-                info.name,
-                f"{info.provider} {info.version}".strip(),
-                Text(info.status, style=STYLES[info.status]),
-                Text(", ".join(info.strategies)),
-                Text(", ".join(info.verifiers)),
-                # The library's own are what `decoders grammars` is for.
-                Text(", ".join(info.grammars) if len(info.grammars) <= 8 else f"{len(info.grammars)} grammars"),
-                Text(
-                    ", ".join(
-                        [
-                            *(f"backend {n}" for n in info.grammar_backends),
-                            *(f"observer {n}" for n in info.observers),
-                            *(f"command {n}" for n in info.commands if info.name != BUILTIN),
-                        ]
-                    )
-                ),
+                Text(f"{info['name']}\n{_provider(info)}"),
+                Text(info["status"], style=STYLES[info["status"]]),
+                Text("\n".join(_provided(info))),
             )
         console = plain_console()
         console.print(table)
         for info in infos:  # below the table, where a narrow window leaves the remedy readable
-            if info.error:
-                console.print(Text(f"{info.name}: {info.error}", style=STYLES[info.status]))
-    if strict and any(info.status in ("failed", "conflict") for info in infos):
+            if info["error"]:
+                console.print(Text(f"{info['name']}: {info['error']}", style=STYLES[info["status"]]))
+    if strict and any(info["status"] in ("failed", "conflict") for info in infos):
         raise typer.Exit(1)
+
+
+def _provided(info: dict[str, Any]) -> Iterator[str]:
+    """A line for each kind of what a plugin provides. The library's grammars and our own commands have listings of their own."""
+    for kind in ("strategies", "verifiers", "grammar_backends", "grammars", "observers", "commands"):
+        names = info[kind]
+        if not names or (kind == "commands" and info["name"] == BUILTIN):
+            continue
+        count = kind == "grammars" and len(names) > 8
+        yield f"{len(names)} grammars" if count else f"{kind.replace('_', ' ')}: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and the folder of those that can be made again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import os
 import secrets
 import shutil
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``hf-decoders`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-decoders"
 
 
 def regular(path: Path) -> Path:

@@ -3,7 +3,7 @@
 ``base`` has the contract of a backend.
 """
 
-from . import library
+from ..common import library
 from .auto import Auto
 from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
 from .calls import Called, CallSpec, written_calls

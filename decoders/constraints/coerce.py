@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from ..common import library
 from ..errors import GrammarError, UnknownNameError, shortened
-from . import library
 from .base import CompiledGrammar
 from .constructors import grammar, json_schema, regex
 from .python_types import is_json, listed

@@ -10,8 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ..common import library
 from ..errors import GrammarError, shortened
-from . import library
 from .base import Policy
 from .python_types import schema_of
 from .specs import Choice, JsonSchema, Lark, Regex

@@ -5,14 +5,13 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..common.files import write_whole
+from ..common.files import cache_folder, write_whole
 
 #: Of the form in which curves are stored: files of another version are measured anew.
 VERSION = 1
@@ -138,7 +137,7 @@ SUFFIX = ".costs.json"
 
 def default_folder() -> Path:
     """``hf-decoders/costs`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-decoders" / "costs"
+    return cache_folder() / "costs"
 
 
 def path_of(folder: Path, subject: Subject) -> Path:

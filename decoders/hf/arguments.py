@@ -5,6 +5,7 @@ An argument that none of the tables names is unknown: a test walks those of the 
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..errors import SettingsError, UnsupportedError
+
+#: Keywords of ``generate`` that are ours.
+OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "verifier_config", "seed", "generator")
 
 #: Arguments that the loop cannot honour: name → (test on the value, what to do instead).
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -119,9 +123,11 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
     known = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
     for name, value in kwargs.items():
         if name not in known and value is not None:
+            near = difflib.get_close_matches(name, [*known, *OWN], n=1, cutoff=0.8)
+            meant = f"Did you mean {near[0]}=?" if near else "If it is an argument of generate, look for a misspelling."
             raise UnsupportedError(
                 f"{name}={shown(value)} does not go with strategy=: the loop gives the model tokens, positions and a mask, and "
-                "nothing else. If it is an argument of generate, look for a misspelling."
+                f"nothing else. {meant}"
             )
     for name in _WHOLE_NUMBERS:
         value = given(name)

@@ -16,11 +16,9 @@ from ..registry.resolve import resolve_strategy, resolve_verifier, strategy_name
 from ..settings import RuntimeSettings, load_settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
-from .arguments import HINTS, REFUSED, TRANSLATED, first_of, hints_of, loop_options, of_config, said_in, shown
+from .arguments import HINTS, OWN, REFUSED, TRANSLATED, first_of, hints_of, loop_options, of_config, said_in, shown
 from .attached import is_peft
 
-#: Keywords of ``generate`` that are ours.
-OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "verifier_config", "seed", "generator")
 #: Keywords that may stand in a generation config, which takes what JSON can hold.
 _CONFIGURABLE: dict[str, tuple[type, ...]] = {
     "strategy": (str,),

@@ -17,12 +17,12 @@ from ..engine.model.fitness import refuse_capture, refuse_unfit
 from ..engine.model.locks import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..settings import RuntimeSettings
-from .arguments import refuse_arguments
+from .arguments import OWN, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
 from .inputs import check_inputs
-from .options import OWN, Options
+from .options import Options
 from .preparation import Kind, Preparation
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from .. import constraints, strategies, verifiers
-from ..constraints import Backend, library, spec_of_library
+from ..common import library
+from ..constraints import Backend, spec_of_library
 from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
@@ -15,7 +16,7 @@ from ..verifiers.verifier import Verifier
 #: Commands of this package; the command line has them itself, without loading plugins.
 COMMANDS = (
     "demo", "generate", "warmup", "calibrate", "strategies", "verifiers", "grammar-backends", "plugins", "grammars", "serve",
-    "doctor", "bench", "bench fresh", "bench load", "train", "train demo", "train ngram", "train medusa", "train eagle3", "train draft",
+    "doctor", "bench", "bench load", "train", "train demo", "train ngram", "train medusa", "train eagle3", "train draft",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from ..common import library
 from ..constraints import Backend, CompiledGrammar, Spec, as_spec, spec_of_file, spec_of_library, unknown_grammar
 from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
 from ..settings import Settings, load_settings
@@ -168,7 +169,12 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
 
 
 def grammar_or_file(text: str) -> Spec | CompiledGrammar:
-    """The grammar in the file `text`, or else that of this name."""
+    """The grammar in the file `text`, or else that of this name.
+
+    Raises:
+        GrammarError: `text` can only be a file, and there is none. What :func:`resolve_grammar` raises.
+    """
+    library.check_file(text)
     return spec_of_file(Path(text)) if Path(text).is_file() else resolve_grammar(text)
 
 

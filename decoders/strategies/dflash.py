@@ -64,6 +64,7 @@ class DFlash(ReadsFeatures):
 
     name = "dflash"
     summary = "A trained network drafts a block of tokens in one pass, over the target's hidden states."
+    needs = "network"
     settings_class = DFlashSettings
     hints = {"num_assistant_tokens": "length"}
 

@@ -50,6 +50,7 @@ class Eagle3(ReadsFeatures):
 
     name = "eagle3"
     summary = "A trained layer drafts from the target's hidden states: a chain or a tree."
+    needs = "head"
     settings_class = Eagle3Settings
     hints = {"num_assistant_tokens": "length"}
 

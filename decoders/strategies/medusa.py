@@ -89,6 +89,7 @@ class Medusa(Strategy):
 
     name = "medusa"
     summary = "Small heads trained on the target draft several tokens ahead, as a tree."
+    needs = "heads"
     settings_class = MedusaSettings
     on_device = True
     rows_apart = False  # the tree is as large as pays for so many rows

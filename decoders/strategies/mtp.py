@@ -52,7 +52,8 @@ class Mtp(ReadsFeatures):
     """
 
     name = "mtp"
-    summary = "The model's own multi-token-prediction layers draft a chain or a tree."
+    summary = "The model's own layers for multi-token prediction draft a chain or a tree."
+    needs = "MTP layers"
     settings_class = MtpSettings
     hints = {"num_assistant_tokens": "length"}
 

@@ -20,11 +20,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from decoders import demo, plugins
-from decoders.cli import app, doctor, models
+from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.constraints import library
 from decoders.errors import SettingsError, UnknownNameError
-from decoders.plugins import PluginInfo, registry
+from decoders.plugins import PluginInfo, registry, reset_registry
 from decoders.settings import parse_assignments
 from decoders.strategies.ngram_table import NgramTable
 
@@ -68,6 +68,82 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(plugins.__file__).parents[1]
     )
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def run_without_torch(*commands: str) -> list[dict[str, Any]]:
+    """Runs `commands` in one new process that cannot import torch, and gives exit code, output and errors of each."""
+    code = """
+import json, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "numpy"):
+            raise ImportError(f"{name} is not wanted here")
+sys.meta_path.insert(0, Absent())
+from typer.testing import CliRunner
+from decoders.cli import app
+done = [CliRunner().invoke(app, command.split()) for command in sys.argv[1:]]
+print(json.dumps([{"code": r.exit_code, "stdout": r.stdout, "stderr": r.stderr, "error": repr(r.exception)} for r in done]))
+"""
+    arguments = [sys.executable, "-c", code, *commands]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(plugins.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+def test_listings_and_mistakes_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    listings = ("strategies", "plugins", "verifiers", "grammar-backends", "grammars")
+    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "")
+    done = run_without_torch(
+        *listings, *(f"{name} --json" for name in listings), "grammars uuid", "--help",
+        "generate demo hi -g nope.json", "gen", "generate demo hi --num-beams 2",
+    )  # fmt: skip
+    assert [command["code"] for command in done] == [0] * 12 + [2] * 3, [command["error"] for command in done]
+    for name, table, listed in zip(listings, done[:5], done[5:10], strict=True):
+        expected = json.loads(run(name, "--json").stdout)  # of the registry, not of a file
+        assert json.loads(listed["stdout"]) == expected
+        assert all(item["name"] in table["stdout"] for item in expected)
+    assert done[10]["stdout"] == library.read("uuid") + "\n"
+    no_file, no_command, no_option = (command["stderr"] for command in done[12:])
+    assert "there is no file 'nope.json'" in no_file and "geojson" not in no_file
+    assert "Did you mean 'generate'?" in no_command
+    assert "Beam search is none of the strategies" in no_option
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The file of a plugin that is installed, where nothing has been loaded yet."""
+    package = tmp_path / "decoders_of_this_test"
+    package.mkdir()
+    file = package / "__init__.py"
+    file.write_text(
+        "import decoders\n@decoders.hookimpl\ndef decoders_grammars():\n    return {'mine': lambda: None}\n"
+    )
+    point = metadata.EntryPoint("mine", package.name, "decoders")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+    monkeypatch.delitem(sys.modules, "decoders.registry.registry")
+    reset_registry()
+    yield file
+    sys.modules.pop(package.name, None)
+    reset_registry()
+
+
+def test_what_plugins_provide_is_known_until_a_file_changes(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [item["name"] for item in catalogue.catalogue("grammars")] == ["mine"]
+    with monkeypatch.context() as patch:
+        patch.setattr(catalogue, "taken", None)
+        assert [item["name"] for item in catalogue.catalogue("grammars")] == ["mine"]
+        assert [info["status"] for info in catalogue.catalogue("plugins")] == ["loaded", "loaded"]
+    installed.write_text("1 / 0\n")
+    del sys.modules[installed.parent.name]
+    for _ in range(2):  # one that fails is looked at each time
+        reset_registry()
+        (failed,) = (info for info in catalogue.catalogue("plugins") if info["name"] == "mine")
+        assert failed["status"] == "failed" and "division by zero" in failed["error"]
+    installed.write_text("raise SystemExit")
+    reset_registry()
+    assert "SystemExit" in catalogue.catalogue("plugins")[-1]["error"]
 
 
 def every_command() -> Iterator[tuple[list[str], Any]]:

@@ -41,6 +41,12 @@ def test_the_reference_is_current(pages: dict[str, str]) -> None:
     assert not old, f"out of date: {', '.join(old)}. Run python docs/generate_reference.py"
 
 
+def test_what_the_command_line_lists_is_current(generator: ModuleType) -> None:
+    from decoders.cli.catalogue import BUILTIN_FILE
+
+    assert BUILTIN_FILE.read_text(encoding="utf-8") == generator.builtin_listing(), "run docs/generate_reference.py"
+
+
 def test_it_is_written_to_the_folder_asked_for(
     generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

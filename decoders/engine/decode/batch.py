@@ -157,7 +157,7 @@ class Batch(Roster):
         if isinstance(self.guide, HostGuide) and stays:
             return self.guide.rebatch(sources, grammars)
         if self.shared:
-            return HostGuide.of(grammars, target.vocab_size, target.device)
+            return HostGuide.of(grammars, target.vocab_size, target.device, shared=True)
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def finish(self, cause: BaseException | None = None) -> None:

@@ -16,6 +16,7 @@ from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
 from .engine import Engine
+from .grammar.host_guide import HostGuide
 from .request import Request
 from .request_output import RequestOutput, empty_report
 from .session import Session
@@ -161,7 +162,13 @@ class Lane:
         self.admission.was_read(seat, batch.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
-        """Those that have ended leave; their rows go before the next step, in which others may have them."""
+        """Those that have ended, or whose grammar failed, leave; their rows go before the next step, in which others may have them."""
+        guide = self.batch.guide
+        if isinstance(guide, HostGuide):
+            for row, error in guide.faults.items():
+                member = self.rows[row].member
+                member.error = member.error or error
+            guide.faults.clear()
         ended = [seat for seat in self.seats if seat.member.ended or seat.member.error is not None]
         self._part(ended)
         return [seat.member for seat in ended]

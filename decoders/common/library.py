@@ -8,7 +8,9 @@ library.read("json.lark")
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -105,6 +107,21 @@ def _folder() -> Traversable:
 
 #: No specification that is written out ends so.
 _SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
+
+
+def check_file(name: str) -> None:
+    """Raises GrammarError if `name` can only be a file's, and there is none."""
+    if Path(name).is_file() or name.replace("-", "_") in names():
+        return
+    if name.endswith(_SUFFIXES) or os.sep in name:
+        folder = Path(name).parent
+        others = sorted(file.name for file in folder.glob("*") if file.suffix in _SUFFIXES)
+        near = difflib.get_close_matches(Path(name).name, others, n=1)
+        hint = f" Did you mean {str(folder / near[0])!r}?" if near else ""
+        raise GrammarError(
+            f"there is no file {name!r}, and no grammar of the library is called so (`decoders grammars` lists them).{hint}",
+            "path",
+        )
 
 
 def file_content(file: Path) -> str:

@@ -1,0 +1,136 @@
+"""What is registered, as JSON-safe data, for commands that only name it: known without importing torch wherever that is possible.
+
+What this package provides stands in ``builtin.json``. Where plugins are installed, all that was found is kept in the user's cache, and
+read from there as long as no file of theirs or ours has changed. A plugin that fails is loaded again each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..common.files import cache_folder, write_whole
+from ..common.version import __version__
+
+if TYPE_CHECKING:
+    from ..plugins import Entry
+
+Items = list[dict[str, Any]]
+
+#: Written by docs/generate_reference.py.
+BUILTIN_FILE = Path(__file__).with_name("builtin.json")
+#: With any of them set, plugins are looked at anew.
+_LISTS = ("DECODERS_PLUGINS_BLOCK", "DECODERS_PLUGINS_ALLOW", "DECODERS_PLUGINS_STRICT")
+
+
+def catalogue(kind: str) -> Items:
+    """All of one of :data:`KINDS`, in the order in which it is listed; see :func:`taken`.
+
+    Raises:
+        PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two claim one name.
+    """
+    if "decoders.registry.registry" in sys.modules or any(map(os.environ.get, _LISTS)):
+        return taken(kind)
+    points = tuple(metadata.entry_points(group="decoders"))
+    file, state = BUILTIN_FILE, ""
+    if points:
+        file = cache_folder() / "plugins" / f"{hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]}.json"
+        state = _state(points)
+    content = _read(file)
+    if content.get("state") != state or kind not in content:
+        content = {"state": state} | {every: taken(every) for every in KINDS}
+        if points and all(plugin["status"] != "failed" for plugin in content["plugins"]):
+            with suppress(OSError):  # without a folder to keep it in, it is found out each time
+                write_whole(file, serialized(content).encode())
+    return cast(Items, content[kind])
+
+
+def taken(kind: str) -> Items:
+    """What the registry has of one of :data:`KINDS`, with what its class says of itself. Grammars and commands are those of plugins."""
+    from ..plugins import registry
+    from ..registry.kinds import DISTRIBUTION
+
+    if kind == "plugins":
+        items = [asdict(info) for info in registry().plugins()]
+    else:
+        entries: Iterable[Entry[Any]] = getattr(registry(), kind)().values()
+        if kind in ("grammars", "commands"):
+            entries = [entry for entry in entries if entry.provider != DISTRIBUTION]
+        items = [_facts(entry, kind) for entry in entries]
+    return cast(Items, json.loads(json.dumps(items, default=str)))  # as it comes out of a file
+
+
+#: The attributes of a class that are listed, by kind.
+_ATTRIBUTES = {
+    "strategies": ("summary", "exact", "needs_assistant", "needs_grammar", "needs"),
+    "verifiers": ("summary", "exact", "trees", "coupled"),
+    "grammar_backends": ("summary",),
+    "grammars": (),
+    "commands": (),
+}
+KINDS = (*_ATTRIBUTES, "plugins")
+
+
+def _facts(entry: Entry[Any], kind: str) -> dict[str, Any]:
+    facts = {attribute: getattr(entry.cls, attribute) for attribute in _ATTRIBUTES[kind]}
+    facts = {"name": entry.name} | facts | {"provider": entry.provider, "version": entry.version}
+    if kind == "strategies":
+        facts["settings"] = [
+            {
+                "name": name,
+                "default": None if field.is_required() else field.get_default(call_default_factory=True),
+                "required": field.is_required(),
+                "description": field.description or "",
+            }
+            for name, field in entry.cls.settings_class.model_fields.items()
+        ]
+    return facts
+
+
+def serialized(content: dict[str, Any]) -> str:
+    """`content` as a file holds it."""
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _state(points: Iterable[metadata.EntryPoint]) -> str:
+    """A hash that changes with the plugins that are installed, and with the files of theirs and ours."""
+    found: list[Any] = [__version__, sys.version]
+    found += [(p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "") for p in points]
+    folders = [Path(__file__).parents[1]]
+    for package in sorted({point.module.partition(".")[0] for point in points}):
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            found.append(package)
+            continue
+        folders += [Path(place) for place in spec.submodule_search_locations or [spec.origin or package]]
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
+            found.append((str(file), _changed(file)))
+    # What is installed and removed changes its folder: what plugins need may have come or gone.
+    found += [_changed(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib")]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,53 @@
+"""What commands print, at 80 and at 120 columns, kept in the folder ``snapshots``. To write what they print now there:
+
+DECODERS_SNAPSHOTS=write python -m pytest tests/cli/test_snapshots.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from decoders.cli import app
+
+FOLDER = Path(__file__).with_name("snapshots")
+
+#: By name: the arguments of a command, or what prints its tables, of made-up figures, where measuring them would take time.
+CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
+    "strategies": ["strategies"],
+    "plugins": ["plugins"],
+    "verifiers": ["verifiers"],
+    "grammar-backends": ["grammar-backends"],
+    "grammars": ["grammars"],
+}
+
+
+def printed(case: Sequence[str] | Callable[[Console], None], width: int) -> str:
+    """What `case` prints on so many columns, without spaces at the ends of lines."""
+    if callable(case):
+        console = Console(width=width, markup=False)
+        with console.capture() as capture:
+            case(console)
+        text = capture.get()
+    else:
+        done = CliRunner().invoke(app, list(case), env={"COLUMNS": str(width)})
+        assert done.exit_code == 0, done.output
+        text = done.stdout
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", CASES)
+def test_a_command_prints_what_it_printed_and_cuts_nothing(name: str, width: int) -> None:
+    text, path = printed(CASES[name], width), FOLDER / f"{name}.{width}.txt"
+    if os.environ.get("DECODERS_SNAPSHOTS") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+    assert not re.search(r"\w…", text), "a cell is cut"
+    assert [line for line in text.splitlines() if len(line) > width] == []
