@@ -19,9 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.decode.lane import Lane, in_place
+from decoders.engine.decode.lane import Lane, in_place, share_steps
 from decoders.engine.decode.session import Session
-from decoders.engine.decode.sharing import share_steps
 from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.errors import (
     CancelledError,
