@@ -101,6 +101,7 @@ def test_prompts_that_were_taken_are_completed_before_the_error_of_the_next(
     assert sorted(done) == [0, 1]
 
 
+@pytest.mark.slow  # .ci/run runs it
 def test_an_interpreter_that_ends_closes_what_was_half_read() -> None:
     code = """
 import decoders

@@ -145,9 +145,8 @@ def test_every_row_has_its_own_sampling_values(llama: PreTrainedModel, values: l
 @pytest.mark.parametrize("strategy", ["grammar", "speculative"])
 @pytest.mark.parametrize("question", ["fill_mask", "advance"])
 def test_a_grammar_that_fails_ends_its_request_alone(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, options_of: Any, monkeypatch: Any,
-    strategy: str, question: str,
-) -> None:  # fmt: skip
+    llama: PreTrainedModel, options_of: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, question: str
+) -> None:
     from decoders.constraints.llguidance.grammar import LLGuidanceMatcher
 
     asked, sound = [], getattr(LLGuidanceMatcher, question)
