@@ -998,7 +998,7 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
 
 @pytest.mark.usefixtures("tiers_that_differ")
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
-def test_a_request_ends_in_the_tier_in_which_it_began(text_of: Any, scheduler_of: Any, strategy: str) -> None:
+def test_a_request_ends_in_the_tier_in_which_it_began(strategy: str) -> None:
     """Newer ones run compiled beside it: they neither wait for it nor change what it writes."""
     model = decoders.enable(tiny_model("llama"))
     passes = vars(model)["generate"].engine().forward_pass
