@@ -7,7 +7,7 @@ from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
 from .bodies import ChatBody
-from .grammars import Calling, spec_of
+from .grammars import Calling, wanted_of
 from .limits import Arrival
 from .refusals import Refusal
 from .service import Service
@@ -27,8 +27,8 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     text = conversations.prompt(body.messages, body.tools or () if calling else (), body.chat_template_kwargs or {})
     if calling is not None and calling.required and calling.style.special:
         text += calling.style.prefix
-    grammar = calling.spec if calling is not None else spec_of(body.response_format)
-    job = service.start("chatcmpl", body, [conversations.ids(text)], arrival, grammar)
+    wanted = wanted_of(body, conversations.style)
+    job = service.start("chatcmpl", body, [conversations.ids(text)], arrival, wanted)
     return Chat(service, body, job, calling)
 
 

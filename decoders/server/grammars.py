@@ -25,6 +25,7 @@ from ..constraints import (
 )
 from ..errors import GrammarError
 from .bodies import (
+    Body,
     ChatBody,
     ChoiceFormat,
     GrammarFormat,
@@ -32,6 +33,7 @@ from .bodies import (
     JsonSchemaFormat,
     Part,
     RegexFormat,
+    TextFormat,
     Tool,
     ToolChoice,
 )
@@ -73,6 +75,18 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
     return None
 
 
+def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
+    """What the grammar of an answer is made of; None for free text.
+
+    Raises:
+        Refusal: as :meth:`Calling.of`.
+    """
+    calling = Calling.of(body, style) if isinstance(body, ChatBody) else None
+    if calling is not None:
+        return calling if calling.constrains else None
+    return None if isinstance(body.response_format, TextFormat) else body.response_format
+
+
 @dataclass(frozen=True)
 class Calling:
     """What a request says about calls.
@@ -91,7 +105,7 @@ class Calling:
     required: bool
     several: bool
     named: bool = False
-    format: Spec | None = None
+    format: Spec | Part | None = None
 
     @staticmethod
     def of(body: ChatBody, style: CallStyle) -> Calling | None:
@@ -121,16 +135,23 @@ class Calling:
         return Calling(tools, style, mode != "auto", several, mode == "named", format)
 
     @property
+    def constrains(self) -> bool:
+        """Whether there is a grammar of the answer: not where text is allowed and the calls' beginning is no text."""
+        return self.required or not self.style.special
+
+    @property
     def spec(self) -> Spec | None:
-        """The grammar of the answer; None where text is allowed and the calls' beginning is no text."""
-        if self.style.special and not self.required:
+        """The grammar of the answer, if there is one."""
+        if not self.constrains:
             return None
         prefix = "" if self.style.special else self.style.prefix
         functions = (tool.function for tool in self.tools)
+        format = spec_of(self.format) if isinstance(self.format, Part) else self.format
+        assert not isinstance(format, CompiledGrammar)
         return CallSpec(
             functions=tuple(Called.of(each.name, each.parameters, each.strict) for each in functions),
             key_of_arguments=self.style.arguments, prefix=prefix, suffix=self.style.suffix, text=not self.required,
-            several=self.several and bool(prefix), format=self.format,
+            several=self.several and bool(prefix), format=format,
         )  # fmt: skip
 
     def free(self, text: str, begun: bool) -> int:
@@ -186,18 +207,18 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
     return mode, chosen
 
 
-def _format_beside_calls(body: ChatBody, style: CallStyle) -> Spec | None:
+def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
     """What text must follow where there may be calls in its place.
 
     Raises:
         Refusal: there is no grammar of both.
     """
-    wanted = spec_of(body.response_format)
-    if wanted is None:
+    wanted = body.response_format
+    if wanted is None or isinstance(wanted, TextFormat):
         return None
     if style.special:
         reason = "the template marks calls with special tokens, which no grammar holds"
-    elif isinstance(wanted, Lark | CompiledGrammar):
+    elif isinstance(wanted, GrammarFormat) and isinstance(spec_of(wanted), Lark | CompiledGrammar):
         reason = "rules in Lark's notation are not joined with those of calls"
     else:
         return wanted

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..constraints import Regex
+from ..constraints import Backend, Regex, Vocabulary
 from ..engine.model.layout import context_length
 from ..engine.model.locks import release_threads
-from ..errors import QueueFull
-from ..generate import OwnDefaults, enable
+from ..errors import QueueFull, UnsupportedError
+from ..generate import OwnDefaults, enable, enabled
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from .arguments import callbacks, sampling, wrapped
 from .bodies import Body
 from .client_settings import ClientSettings
+from .grammars import wanted_of
 from .limits import Arrival, Limits, digest
 from .metrics import Metrics
 from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
+from .workshop import Wanted, Workshop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Threads that read bodies, render prompts and submit. The event loop does none of it.
 THREADS = 4
-#: Threads that do so for requests with a grammar, which has to be compiled first: the others do not wait behind those.
-COMPILING_THREADS = 2
+#: Threads that do so for requests that take long: those with a grammar to be compiled, and large ones. The others do not wait for them.
+PATIENT_THREADS = 2
+#: Bytes of a body from which on it is a large one: its prompt takes 10 ms or more to be tokenized.
+LARGE = 32 << 10
 
 
 class Service:
@@ -71,6 +76,9 @@ class Service:
             options["eos_token_id"] = tokenizer.eos_token_id
         if own.pad_token_id is None:
             options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        eos = options.get("eos_token_id", own.eos_token_id)
+        self._stops = tuple(eos) if isinstance(eos, list | tuple) else (eos,) if eos is not None else ()
+        self._config = config
         self.pool = SchedulerPool(
             model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
             ClientSettings(limits.client_settings),
@@ -79,9 +87,9 @@ class Service:
         self.conversations = Conversations(tokenizer, chat_template)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
-        self.compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="decoders-compile")
+        self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
         self.ending = asyncio.Event()
-        self._compiles = 0
+        self._long = 0
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +114,11 @@ class Service:
         return Spelling(self.tokenizer)
 
     def warm_up(self) -> None:
-        """Decodes a token, so that the first request finds weights packed."""
+        """Decodes a token, so that the first request finds weights packed, and begins what compiles grammars."""
         grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
+        with suppress(UnsupportedError):  # tokens that are no bytes: grammars are refused when they are asked for
+            self.workshop.begin()
 
     def check(self, body: Body) -> None:
         """Checks what needs no look at the rest of the body.
@@ -131,23 +141,53 @@ class Service:
             message = f"there is no model {model!r} here, only {self.name!r}.{near}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
+    @cached_property
+    def workshop(self) -> Workshop:
+        """Compiles grammars. Takes a moment for a large vocabulary, the first time."""
+        vocabulary, backend, seconds = enabled(self.model).compiles_with(self._stops, self._config)
+        return _workshop(vocabulary, type(backend), seconds)
+
+    async def judge(self, job: Job, choice: Choice) -> None:
+        """Judges a text that has ended, where its grammar does not say all of what was asked for."""
+        if choice.whole is None or choice.use is None or not choice.use.complete:
+            return
+        grammar = choice.generation.call.request.grammars[0]
+        assert grammar is not None
+        text = grammar.vocabulary.spell(choice.generation.tokens).decode()
+        check = functools.partial(job.arrival.check, job.seconds)
+        choice.invalid = await self.run(self.patient, self.workshop.judged, choice.whole, text, check)
+
+    async def run(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `function`, called in a thread of `pool`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+        except RuntimeError as error:
+            if not self.draining:
+                raise
+            raise self.shutting_down() from error
+
+    def takes_long(self, body: Body, size: int) -> bool:
+        """Whether a body of so many bytes is to be prepared by patient threads."""
+        wanted = wanted_of(body, self.conversations.style)
+        return size > LARGE or (wanted is not None and not self.workshop.known(wanted))
+
     @contextmanager
-    def compiles(self) -> Iterator[None]:
-        """Counts a request with a grammar that is prepared or waits for it. Called in the event loop.
+    def waits(self) -> Iterator[None]:
+        """Counts a request that takes long and is prepared or waits for it. Called in the event loop.
 
         Raises:
             QueueFull: as many as may wait already.
         """
-        most = self.limits.constrained + COMPILING_THREADS
-        if self._compiles >= most:
+        most = self.limits.constrained + PATIENT_THREADS
+        if self._long >= most:
             raise QueueFull(
-                f"{self._compiles} grammars are being compiled or wait for it, which is all: try again later"
+                f"{self._long} requests that are large or have new grammars wait to be prepared, which is all: try again later"
             )
-        self._compiles += 1
+        self._long += 1
         try:
             yield
         finally:
-            self._compiles -= 1
+            self._long -= 1
 
     def check_count(self, body: Body, prompts: int) -> int:
         """How many texts are asked for, with so many prompts.
@@ -167,7 +207,7 @@ class Service:
         return min((body.deadline if body is not None else None) or self.limits.deadline, self.limits.deadline)
 
     def start(
-        self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, grammar: Any = None,
+        self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None,
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
@@ -175,7 +215,7 @@ class Service:
         Args:
             kind: what the answer's id begins with.
             arrival: of the request; once it is `gone`, the request is given up.
-            grammar: of all texts.
+            wanted: what the grammar of all texts is made of.
             default_tokens: new tokens where the body does not say; None: as many as fit.
 
         Raises:
@@ -186,8 +226,12 @@ class Service:
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         seconds = self.seconds(body)
+        prepared = None
+        if wanted is not None:
+            prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
+        grammar, whole = (prepared.grammar, prepared.whole) if prepared is not None else (None, None)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
-        job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops)
+        job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops, arrival, seconds)
         try:
             for index in range(count):
                 arrival.check(seconds)
@@ -198,7 +242,7 @@ class Service:
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
-                job.choices.append(Choice(index, own, generation, prompt))
+                job.choices.append(Choice(index, own, generation, prompt, whole))
             arrival.check(seconds)
             if self.draining:
                 raise self.shutting_down()
@@ -257,5 +301,11 @@ class Service:
         """Cancels what is left and frees everything."""
         self.draining = True
         self.pool.close()
-        self.compiling.shutdown(wait=False, cancel_futures=True)
+        self.patient.shutdown(wait=False, cancel_futures=True)
         self.threads.shutdown(wait=True, cancel_futures=True)
+
+
+@functools.lru_cache(2)
+def _workshop(vocabulary: Vocabulary, backend: type[Backend], seconds: float) -> Workshop:
+    """The one workshop of these; beginning one takes seconds."""
+    return Workshop(vocabulary, backend(), seconds)

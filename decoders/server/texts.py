@@ -6,15 +6,17 @@ They grow in pieces that never end within a character or within what may become 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
+from ..report import GrammarUse
 from ..serving.generation import Generation
 from ..serving.pieces import TextPieces, common
+from .limits import Arrival
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,12 +31,23 @@ class Choice:
         seed: of its noise.
         generation: the request.
         prompt: token ids.
+        whole: judges the finished text where its grammar is wider than what was asked for, see
+            :class:`~decoders.constraints.Language`.
+        invalid: what it has said.
     """
 
     index: int
     seed: int
     generation: Generation
     prompt: list[int]
+    whole: Callable[[str], None] | None = None
+    invalid: str | None = None
+
+    @property
+    def use(self) -> GrammarUse | None:
+        """What became of its grammar, once it has ended; None without one."""
+        report = self.generation.report
+        return report.grammars[0] if report is not None and report.grammars else None
 
     @property
     def stopped_by_length(self) -> bool:
@@ -52,15 +65,20 @@ class Job:
         created: seconds since 1970.
         choices: its texts.
         stops: stop strings.
+        arrival: when it came.
+        seconds: that it may take.
     """
 
     id: str
     choices: list[Choice]
     stops: tuple[str, ...]
+    arrival: Arrival
+    seconds: float
     created: int = field(default_factory=lambda: int(time.time()))
 
     def cancel(self) -> None:
         """Ends what has not ended."""
+        self.arrival.gone = True
         for choice in self.choices:
             choice.generation.cancel()
 

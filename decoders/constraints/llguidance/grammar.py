@@ -63,6 +63,9 @@ class LLGuidanceGrammar(CompiledGrammar):
         self._first = compile_matcher(tokenizer_for(vocabulary), language, text)
         self.start().fill_mask(torch.empty_like(self.ends))  # warms the lexer; a language without texts fails here
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LLGuidanceGrammar, (self.language, self.vocabulary, self.policy, self._text)
+
     def start(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self)
 
