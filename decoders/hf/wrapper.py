@@ -13,19 +13,18 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine, MemoryKey
-from ..engine.decode.request_output import RequestOutput
-from ..engine.model.fitness import refuse_capture, refuse_unfit
+from ..engine.decode.request import RequestOutput
+from ..engine.model.layout import refuse_capture, refuse_unfit
 from ..engine.model.layout import vocabulary_of as logits_of
-from ..engine.model.locks import CallLock
+from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
-from .arguments import OWN, refuse_arguments
+from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
 from .grammars import vocabulary_of
-from .inputs import check_inputs
 from .options import Options
 from .preparation import Kind, Preparation
 

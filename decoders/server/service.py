@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..constraints import Backend, Regex, Vocabulary
 from ..engine.model.layout import context_length
-from ..engine.model.locks import release_threads
+from ..engine.model.threads import release_threads
 from ..errors import QueueFull, UnsupportedError
 from ..generate import OwnDefaults, enable, enabled
 from ..plugins import resolve_strategy

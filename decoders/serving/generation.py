@@ -18,7 +18,7 @@ from .pieces import TextPieces, text_behind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine.decode.request_output import RequestOutput, TokenLogprobs
+    from ..engine.decode.request import RequestOutput, TokenLogprobs
     from ..generate import PreparedCall
 
 

@@ -24,8 +24,7 @@ from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .guard import check_tree, untouched
-from .request import Request
-from .request_output import RequestOutput
+from .request import Request, RequestOutput
 from .resources import CallResources
 from .roster import Roster
 from .rows import Rows

@@ -25,8 +25,7 @@ from ..model.compiled.tiers import Compile, PassKind
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import Core
-from .passes import StepPass
+from .core import Core, StepPass
 from .rows import sampling_inputs
 from .sessions import Sessions
 from .step import Parts, forward_verify_commit
@@ -146,7 +145,7 @@ class Calibrator:
             return self.forward_pass.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
-        return bool(compile) and (compile is True or self.forward_pass.ready(PassKind(max(rows) > 1)))
+        return bool(compile) and (compile is True or self.forward_pass.may_take(PassKind(max(rows) > 1)))
 
 
 @torch.no_grad()

@@ -7,20 +7,21 @@ import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...strategy import PromptChunk
+from ...sampling.processors import SamplingInputs, first_keys
+from ...strategy import PromptChunk, Strategy
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
 from .engine import Engine
 from .grammar.host_guide import HostGuide
-from .request import Request
-from .request_output import RequestOutput, empty_report
+from .request import Request, RequestOutput, empty_report
+from .rows import stop_tensor
 from .session import Session
-from .sharing import sampling_of, share_steps
 from .step import step
 from .watch import StepWatch
 
@@ -73,6 +74,16 @@ class Lane:
         """How many more requests can come."""
         return self.capacity - len(self.seats)
 
+    @property
+    def outdated(self) -> bool:
+        """Whether more has been compiled since its requests began: they go on as they are, and newer ones need another lane."""
+        if not self.seats:
+            return False
+        batch, mode = self.batch, self.template.runtime.compile
+        return any(drafter.outdated for drafter in batch.drafters) or batch.forward_pass.outdated(
+            self._tiers, mode, batch.request.plan, joined=self.capacity > 1
+        )
+
     def fits(self, engine: Engine, request: Request) -> bool:
         """Whether a request can share steps with those of the lane."""
         return engine is self.engine and share_steps(self.template, request)
@@ -81,7 +92,8 @@ class Lane:
         """Gives a request of one row a place; its prompt is read in the next steps."""
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
-            self._tiers = self.batch.forward_pass.steady_tiers(self.template.runtime.compile)
+            mode, joined = self.template.runtime.compile, self.capacity > 1
+            self._tiers = self.batch.forward_pass.steady_tiers(mode, joined=joined)
         if self._weights is not self.engine.target.weights:  # they were written to: what is kept is not theirs
             self._weights = self.engine.target.weights
             self.pool.forget()
@@ -99,6 +111,8 @@ class Lane:
         with self._running():
             if self.template.runtime.compile is True and not self.batch.arranged:
                 self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
+            if self.capacity > 1:
+                self.batch.forward_pass.compile_both()
             # Decided once per step: either passes of their own read the prompts, or the step does.
             mixes = self.admission.mixes
             if not mixes:
@@ -271,3 +285,67 @@ def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
     return PromptChunk(
         of_all(chunk.tokens), positions, chunk.valid & here, of_all(chunk.hidden).contiguous(), layers, logits
     )
+
+
+#: Settings of the loop that hold for a whole step, or for the draft models of all its rows.
+SHARED = ("compile", "prune", "memory", "draft_weights")
+
+
+def share_steps(one: Request, other: Request) -> bool:
+    """Whether two requests on one engine can be decoded in the same steps."""
+    return (
+        same_strategy(one.strategy, other.strategy)
+        and one.memory_salt == other.memory_salt
+        # With the first grammar a strategy starts anew, and one that reads prompts would have to be shown all texts.
+        and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
+        and replace(one.plan, masked=False) == replace(other.plan, masked=False)
+        and (one.processors is None) == (other.processors is None)
+        and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
+        and all(getattr(one.runtime, name) == getattr(other.runtime, name) for name in SHARED)
+        and type(one.verifier) is type(other.verifier)
+        and getattr(one.verifier, "settings", None) == getattr(other.verifier, "settings", None)
+    )  # fmt: skip
+
+
+def sampling_of(requests: list[Request], added: int, device: torch.device) -> SamplingInputs:
+    """The tensors that the plan reads for requests of one row each: one row for all where all ask for the same.
+
+    Args:
+        added: rows behind them that fill the batch up.
+    """
+    values = [request.values or (0.0,) for request in requests]
+    stops = [request.stop_tokens for request in requests]
+    if len(set(values)) == 1:
+        values = values[:1]
+    if len(set(stops)) == 1:
+        stops = stops[:1]
+    keys = first_keys([request.seed for request in [*requests, *requests[:1] * added]], device)
+    several = len(values) > 1 or len(stops) > 1
+    return SamplingInputs(
+        torch.tensor(
+            values + [values[0]] * added if len(values) > 1 else values[0], dtype=torch.float32, device=device
+        ),
+        keys,
+        stop_tensor(stops + [stops[0]] * added, device)
+        if several and len(stops) > 1
+        else stop_tensor(stops, device)[0],
+    )
+
+
+def same_strategy(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies are set alike, those that they are made of included."""
+    if one is other:
+        return True
+    own, others = vars(one), vars(other)
+    return type(one) is type(other) and own.keys() == others.keys() and all(_same(own[k], others[k]) for k in own)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Strategy) and isinstance(other, Strategy):
+        return same_strategy(one, other)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # tensors and the like: what cannot be compared is not the same
+        return False
