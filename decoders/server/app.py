@@ -23,7 +23,7 @@ from ..registry.registry import registry
 from . import chat, completions
 from .answers import Answer, EventStream, gone, settled
 from .bodies import Body, ChatBody, CompletionBody
-from .limits import CLIENT, App, Arrival, Gate, Receive, Scope
+from .limits import CLIENT, TOKENS, App, Arrival, Gate, Receive, Scope
 from .refusals import Refusal, client_gone, parsed
 from .service import Service
 
@@ -135,6 +135,7 @@ async def _answered(
                 work = functools.partial(submit, cast(B, begun))
                 begun = await prepared(service.patient, service.seconds(begun), work)
         answer: Answer = begun
+        request.scope[TOKENS] = answer.job.tokens
         if answer.body.stream:
             return EventStream(answer, counted)
         await settled(answer, request.receive)

@@ -27,6 +27,7 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     text = conversations.prompt(body.messages, body.tools or () if calling else (), body.chat_template_kwargs or {})
     if calling is not None and calling.required and calling.style.special:
         text += calling.style.prefix
+    service.check_length(text)
     wanted = wanted_of(body, conversations.style)
     job = service.start("chatcmpl", body, [conversations.ids(text)], arrival, wanted)
     return Chat(service, body, job, calling)

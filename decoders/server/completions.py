@@ -35,6 +35,7 @@ def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completio
 
 def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
+        service.check_length(prompt)
         tokens: list[int] = service.tokenizer(prompt).input_ids
         return tokens
     size = len(service.tokenizer)

@@ -189,6 +189,18 @@ class Service:
         finally:
             self._long -= 1
 
+    def check_length(self, text: str) -> None:
+        """Raises Refusal for a text that has more tokens than a prompt may have, if that can be said without looking for them."""
+        with suppress(UnsupportedError):  # of tokens that are no bytes
+            least = len(text) // max(self.workshop.vocabulary.longest, 1)
+            if least > self.limits.prompt_tokens:
+                raise self._too_long(f"more than {least}")
+
+    def _too_long(self, tokens: str) -> Refusal:
+        most = min(self.limits.prompt_tokens, self.slots - 1)
+        message = f"the prompt has {tokens} tokens; the limit is {most}"
+        return Refusal(400, message, param="prompt", code="context_length_exceeded")
+
     def check_count(self, body: Body, prompts: int) -> int:
         """How many texts are asked for, with so many prompts.
 
@@ -267,9 +279,7 @@ class Service:
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
         if len(prompt) > limits.prompt_tokens or left < 1:
-            most = min(limits.prompt_tokens, self.slots - 1)
-            message = f"the prompt has {len(prompt)} tokens; the limit is {most}"
-            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
+            raise self._too_long(str(len(prompt)))
         wanted, field = body.most_tokens, body.tokens_field
         if wanted is None:
             return min(default or limits.new_tokens, limits.new_tokens, left)

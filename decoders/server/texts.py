@@ -82,11 +82,15 @@ class Job:
         for choice in self.choices:
             choice.generation.cancel()
 
+    def tokens(self) -> tuple[int, int]:
+        """How many tokens prompts and new texts have."""
+        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one
+        return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
+
     def usage(self) -> dict[str, Any]:
         """What it took: OpenAI's figures, and ours under ``decoders``."""
         reports = [each.generation.report for each in self.choices if each.generation.report is not None]
-        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one
-        prompt, new = sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
+        prompt, new = self.tokens()
         lengths = [0] * max((len(report.accepted_lengths) for report in reports), default=0)
         for report in reports:
             for place, count in enumerate(report.accepted_lengths):

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import pickle
+import random
 import select
 import signal
 import socket
@@ -29,7 +30,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..constraints import Auto, Backend, CompiledGrammar, Regex, Vocabulary, compiled
+import torch
+
+from ..constraints import Auto, Backend, CompiledGrammar, Lark, Regex, Vocabulary, compiled, mask_words, unpack
 from ..errors import GrammarError
 from .bodies import Part
 from .grammars import Calling, spec_of
@@ -66,7 +69,32 @@ class Compiling:
         spec = self.wanted.spec if isinstance(self.wanted, Calling) else spec_of(self.wanted)
         if spec is None or isinstance(spec, CompiledGrammar):
             raise GrammarError("the grammar of a request is one that can be compiled")
-        return compiled(spec, vocabulary, self.backend, seconds=self.seconds).grammar
+        grammar = compiled(spec, vocabulary, self.backend, seconds=self.seconds).grammar
+        if isinstance(spec, Lark):
+            _try(grammar)
+        return grammar
+
+
+#: Tokens of the texts that are written to try a grammar.
+TRIED = 48
+
+
+def _try(grammar: CompiledGrammar) -> None:
+    """Writes two texts at random. A client's own rules may be so ambiguous that masks take a second, for which all rows would wait.
+
+    Raises:
+        GrammarError: as a matcher of the grammar does.
+    """
+    mask = torch.empty(mask_words(len(grammar.vocabulary)), dtype=torch.int32)
+    for seed in (0, 1):
+        matcher, chance = grammar.start(), random.Random(seed)
+        for _ in range(TRIED):
+            matcher.fill_mask(mask)
+            allowed = unpack(mask, len(grammar.vocabulary)).nonzero()[:, 0].tolist()
+            going_on = [token for token in allowed if token not in grammar.vocabulary.stops]
+            if not going_on:
+                break
+            matcher.advance([chance.choice(going_on)])
 
 
 @dataclass(frozen=True)
