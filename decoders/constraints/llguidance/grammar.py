@@ -71,7 +71,7 @@ class LLGuidanceGrammar(CompiledGrammar):
 
     @property
     def nbytes(self) -> int:
-        """With what llguidance takes by itself, which it does not tell: it was 10 to 80 bytes for a character, and 1.5 MB for few of them."""
+        """With what llguidance takes, which it does not tell: 10 to 80 bytes for each character, and up to 1.5 MB besides."""
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
