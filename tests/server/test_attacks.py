@@ -29,6 +29,8 @@ import pytest
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
+from .conftest import TEMPLATE
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="figures are read from /proc"),
@@ -247,7 +249,9 @@ def innocent(server: Attacked, seconds: float) -> tuple[list[float], list[float]
 
 
 def test_innocent_requests_are_answered_during_every_attack(tmp_path: Path) -> None:
-    with attacked(tmp_path, "--grace", "2") as server:
+    template = tmp_path / "template"
+    template.write_text(TEMPLATE)
+    with attacked(tmp_path, "--grace", "2", "--chat-template", str(template)) as server:
         innocent(server, 3)
         ratios, delays = [], []
         for name in ATTACKS:
