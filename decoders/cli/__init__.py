@@ -110,7 +110,20 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, bench_fresh, bench_load, demo, doctor, generate, listing, prepare, serve, train, train_drafters
+    from . import (
+        bench,
+        bench_fresh,
+        bench_load,
+        config,
+        demo,
+        doctor,
+        generate,
+        listing,
+        prepare,
+        serve,
+        train,
+        train_drafters,
+    )
 
     app.command()(demo.demo)
     app.command()(generate.generate)
@@ -121,6 +134,7 @@ def _register() -> None:
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(listing.grammars)
+    app.command()(config.config)
     app.command()(serve.serve)
     app.command()(doctor.doctor)
     train.app.command()(train_drafters.medusa)

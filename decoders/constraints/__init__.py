@@ -14,13 +14,13 @@ from .llguidance import LLGuidance
 from .lookups import LazyMasks, TokenTable
 from .specs import LEFT_OUT, JsonSchema, Lark, Regex, Spec
 from .table import Table, TableGrammar
-from .vocabulary import BYTE_TOKEN, Policy, Vocabulary
+from .vocabulary import Policy, Vocabulary
 
 #: In the order they are listed.
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [
-    "BUILT_IN", "BYTE_TOKEN", "LEFT_OUT", "Auto", "Backend", "CallSpec", "Called", "CompiledGrammar", "JsonSchema", "LLGuidance",
+    "BUILT_IN", "LEFT_OUT", "Auto", "Backend", "CallSpec", "Called", "CompiledGrammar", "JsonSchema", "LLGuidance",
     "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec", "Table", "TableGrammar", "Tables", "Tabulated",
     "TokenTable", "Vocabulary", "as_spec", "as_specs", "choice", "compiled", "grammar", "json_schema", "library", "mask_words",
     "pack", "regex", "spec_of_file", "spec_of_library", "unknown_grammar", "unpack", "written_calls",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -27,19 +28,28 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
 
     An exception on the way gets a note, and ``partial``: what was committed before.
     """
+    called = time.perf_counter()
     try:
         with engine.decoding(), ExitStack() as stack:  # the stack gives sessions back, whatever happens
+            waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)
+            timings, stopwatch = batch.report.timings, Stopwatch(batch.report.timings)
+            timings.pack, timings.check, engine.packing, engine.checking = engine.packing, engine.checking, 0.0, 0.0
+            timings.wait = waited
+            if request.begun is not None:
+                timings.prepare = called - request.begun - timings.pack - timings.check
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:
-                begin(batch, output, stack)
+                begin(batch, output, stack, stopwatch)
                 recording = StepRecording(batch) if recordable(batch) else None
+                named, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
                     if recording is None:
                         step(batch, StepWatch(batch))
                     else:
                         recording.advance()
+                timings.host += stopwatch.next() - (timings.steps + timings.prefill - named)  # between the steps
                 end(batch)
             except BaseException as error:
                 batch.finish(error)
@@ -55,15 +65,13 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
         release_threads()  # the next call may be another thread's
 
 
-def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
+def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stopwatch) -> None:
     """Gives the request rows, reads its prompts, and starts its strategy."""
     engine, request, target = batch.engine, batch.request, batch.target
     strategy, timings = request.strategy, batch.report.timings
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
-    timings.pack, engine.preparing = engine.preparing, 0.0
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
-    stopwatch = Stopwatch(timings)
     sampling = sampling_inputs(request.values, request.seed, batch.width, request.stop_tokens, target.device)
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
@@ -73,14 +81,17 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
     reuse = request.runtime.reuse and not reads
     opened = stack.enter_context(engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse))
     batch.session = opened.session
+    timings.start = stopwatch.next()
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
         batch.read_prompts(opened.lengths, opened.reusable, leave_last_chunk=leave_last_chunk)
+    timings.prefill = stopwatch.next()
     batch.arrange(request, list(batch.members), [-1] * batch.width)
+    timings.start += stopwatch.next()
     if reads:
         batch.where = "prefill"
         batch.read_prompts(opened.lengths, opened.reusable)
-    timings.prefill = stopwatch.next()
+    timings.prefill += stopwatch.next()
 
 
 def end(batch: Batch) -> None:
@@ -99,6 +110,7 @@ def end(batch: Batch) -> None:
 def close(batch: Batch, output: RequestOutput, error: BaseException | None = None) -> None:
     """Completes the report, and tells observers that the call is over."""
     batch.report.stages = [drafter.report() for drafter in batch.drafters]
+    batch.report.finished(output.request.begun)
     output.close(error)
 
 

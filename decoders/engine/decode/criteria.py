@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Outcome:
         drafted: draft tokens that were put to the target.
         ended: whether the row has ended, 0 or 1.
         new: tokens in order of commitment, `emitted` of them valid.
+        drafters: whose the accepted draft tokens are, where several have drafted; else nothing.
     """
 
     emitted: list[int]
@@ -32,6 +33,7 @@ class Outcome:
     drafted: list[int]
     ended: list[int]
     new: list[list[int]]
+    drafters: list[list[str]] = field(default_factory=list)
 
     @staticmethod
     def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:

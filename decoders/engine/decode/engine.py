@@ -73,7 +73,11 @@ class Engine:
         started = time.perf_counter()
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
-        self.preparing = time.perf_counter() - started
+        #: Seconds of packing and of checking that no call has booked yet.
+        self.packing, self.checking = (
+            time.perf_counter() - started - self.target.check_seconds,
+            self.target.check_seconds,
+        )
         # Processes that share a model wait for each other: each would have to record, and leave a recording, at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
@@ -104,7 +108,9 @@ class Engine:
             if ranks.any(weights != self.target.weights or self.target.samples.changed):
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
                     self.sessions.forget_recordings()
+                started = time.perf_counter()
                 self.target.repack(model)
+                self.packing += time.perf_counter() - started
                 self.sessions.forget()
             return True
 

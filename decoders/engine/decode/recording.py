@@ -23,7 +23,7 @@ def recordable(batch: Batch) -> bool:
         and all(drafter.on_device for drafter in batch.drafters)
         and all(module.on_device for module in batch.resources.modules)
         and request.processors is None and request.criteria is None and request.top_logprobs is None
-        and not (request.keep_logits or request.keep_scores)
+        and not (request.keep_logits or request.keep_scores or request.runtime.trace)
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ class StepRecording:
             book(batch, Outcome.of(summary, new, batch.row_count), None)
             now = time.perf_counter()
             if not first and report.steps == 1:
-                report.time_to_first_token = report.timings.prefill + now - begun
+                report.time_to_first_token = report.timings.call + now - begun
             batch.book_replay(now - last)
             last = now
             if all(batch.finished):

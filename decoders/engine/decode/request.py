@@ -65,6 +65,7 @@ class Request:
         top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
         observers: are told when it starts, of every step, and when it ends.
+        begun: when the caller called, in seconds of ``time.perf_counter()``; None where nobody waits for the whole of it.
         salts: one per row: rows use one another's keys and values, and what strategies keep between calls, only where these are
             equal. Empty: "" for all.
     """
@@ -94,6 +95,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
+    begun: float | None = None
 
     @property
     def keep_scores(self) -> bool:

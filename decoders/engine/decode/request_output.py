@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...report import ObservedCall, Report
+from ...report import ObservedCall, Report, TracedStep, Written
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
@@ -56,7 +56,7 @@ class RequestOutput:
         generated: token ids per row, stop token included.
         lengths: tokens per row, prompt included.
         finished: per row.
-        drafted: per row and token, whether a draft had it.
+        drafters: per row and token, who drafted it; "" for the target's own.
         logprobs: per row and token, if asked for.
         logits: per row and token, if asked for.
         scores: per row and token, if asked for.
@@ -72,7 +72,9 @@ class RequestOutput:
         self.generated: list[list[int]] = [[] for _ in range(rows)]
         self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.drafted: list[list[bool]] = [[] for _ in range(rows)]
+        self.drafters: list[list[str]] = [[] for _ in range(rows)]
+        traced: list[list[TracedStep]] = [[] for _ in range(rows)]
+        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.tokenizer)
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
         self.finished = [request.new_tokens == 0] * rows
         self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
@@ -129,7 +131,8 @@ class RequestOutput:
                 logits = out.logits[first + row, out.path[first + row, :count]]
                 self.logprobs[row] += logprobs_of(tokens, logits, request.top_logprobs)
             accepted = min(outcome.accepted[row], count)
-            self.drafted[row] += [True] * accepted + [False] * (count - accepted)
+            drafters = outcome.drafters[row] if outcome.drafters else [request.strategy.name] * accepted
+            self.drafters[row] += [*drafters[:accepted], *[""] * (count - accepted)]
             self.generated[row] += tokens
             self.lengths[row] += count
             report.new_tokens[row] += count
