@@ -25,7 +25,7 @@ STATIONS = (
     ("hf.wrapper", "Generate.__call__"),
     ("hf.options", "Options.read"),
     ("hf.arguments", "refuse_arguments"),
-    ("hf.inputs", "check_inputs"),
+    ("hf.arguments", "check_inputs"),
     ("hf.call", "prepare"),
     ("hf.preparation", "Preparation.of_length"),
     ("hf.wrapper", "Generate.ready_engine"),

@@ -65,10 +65,10 @@ def pages() -> dict[str, str]:
     return {name: NOTE + "\n".join(make()).rstrip() + "\n" for name, make in made.items()}
 
 
-#: Where the public names about Medusa heads live.
+#: Where the public names about heads live.
 HEADS = {
-    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig"),
-    "decoders.heads.medusa_trees": ("search_tree", "accepted_length", "picture"),
+    "decoders.heads.block_heads": ("BlockHead", "DraftedBlock", "HeadScores", "HeadFields"),
+    "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length", "picture"),
     "decoders.training.medusa": ("train_medusa",),
     "decoders.training.recipes": ("Recipe", "HeadsTraining"),
 }

@@ -137,8 +137,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a-draft-in-shared-slots-runs-what-is-committed-again", "decoders/engine/decode/drafts/counts.py",
-        "pending = 0 if self.shared else max(min(self.count, reach), MIN_PENDING)",
-        "pending = max(min(self.count, reach), MIN_PENDING)",
+        "pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)",
+        "pending = max(min(self.pending, reach), MIN_PENDING)",
         ("strategies/test_early_exit.py",),
     ),
     Mutation(
@@ -346,7 +346,7 @@ MUTATIONS = (
         ("engine/test_session.py",),
     ),
     Mutation(
-        "prompts-keep-their-left-padding", "decoders/hf/inputs.py",
+        "prompts-keep-their-left-padding", "decoders/hf/arguments.py",
         "return [ids[keep] for ids, keep in zip(input_ids, mask, strict=True)]",
         "return list(input_ids)",
         ("exactness/test_architectures.py",),
@@ -382,15 +382,15 @@ MUTATIONS = (
         ("engine/grammar/test_guide.py", "generate/test_grammar.py"),
     ),
     Mutation(
-        "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafts/counts.py",
-        "self.count = self.level + behind\n",
-        "self.count = self.level\n",
+        "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafts/drafter.py",
+        "self.counts.pending = self.level + behind\n",
+        "self.counts.pending = self.level\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
-        "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafts/counts.py",
-        "self.count = self.level + behind\n",
-        "self.count = self.level + behind - 2\n",
+        "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafts/drafter.py",
+        "self.counts.pending = self.level + behind\n",
+        "self.counts.pending = self.level + behind - 2\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
@@ -442,13 +442,13 @@ MUTATIONS = (
         ("server/test_refusals.py",),
     ),
     Mutation(
-        "log-probabilities-of-nodes-that-were-not-taken", "decoders/engine/decode/request_output.py",
+        "log-probabilities-of-nodes-that-were-not-taken", "decoders/engine/decode/request.py",
         "logits = out.logits[first + row, out.path[first + row, :count]]",
         "logits = out.logits[first + row, :count]",
         ("serving/test_scheduler.py",),
     ),
     Mutation(
-        "the-targets-own-token-counts-as-drafted", "decoders/engine/decode/request_output.py",
+        "the-targets-own-token-counts-as-drafted", "decoders/engine/decode/request.py",
         "[True] * accepted + [False] * (count - accepted)",
         "[True] * count",
         ("serving/test_scheduler.py",),

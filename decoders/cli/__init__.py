@@ -110,20 +110,7 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import (
-        bench,
-        bench_fresh,
-        bench_load,
-        config,
-        demo,
-        doctor,
-        generate,
-        listing,
-        prepare,
-        serve,
-        train,
-        train_drafters,
-    )
+    from . import bench, bench_load, config, demo, doctor, generate, listing, prepare, serve, train, train_drafters
 
     app.command()(demo.demo)
     app.command()(generate.generate)
@@ -140,7 +127,6 @@ def _register() -> None:
     train.app.command()(train_drafters.medusa)
     train.app.command()(train_drafters.eagle3)
     train.app.command()(train_drafters.draft)
-    bench.app.command()(bench_fresh.fresh)
     bench.app.command()(bench_load.load)
     app.add_typer(bench.app, name="bench")
     app.add_typer(train.app, name="train")

@@ -92,9 +92,6 @@ def measure(
     seed: Annotated[int, typer.Option(help="Of the first round when sampling; each round takes the next.")] = 0,
     threads: Threads = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
-    check_capacity: Annotated[
-        bool, typer.Option("--check-capacity", help="Only compare step times of a small and a large cache.")
-    ] = False,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Measure the compiled tier, which the warm-up brings about.")
     ] = True,
@@ -141,12 +138,11 @@ def measure(
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
-        strategies=bench_run.checked_strategies(strategies, of_shapes, tiers, check_capacity),
+        strategies=bench_run.checked_strategies(strategies, of_shapes, tiers),
         baselines=(named or []) if of_shapes else named, strategy_settings=strategy_settings, loop_settings=loop_settings,
         compile=compile, capacity=capacity, sampling=sampling, prompts=prompts,
         prompt_lengths=(lengths or [64]) if of_shapes else lengths, limit=limit, batches=batches,
         dtypes=[name.strip() for name in dtype.split(",") if name.strip()], new_tokens=new_tokens, repeats=repeats,
-        capacity_only=check_capacity,
     )  # fmt: skip
     run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())
     run.measure()
@@ -155,11 +151,11 @@ def measure(
     console.print(footnote(run.facts), style="dim")
     if run.interrupted:
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
-    if not check_capacity and (warning := noise(run.records)):
+    if warning := noise(run.records):
         console.print(warning, style="yellow")
     if json_file is not None:
         write_json(run.as_dict(), json_file)
-    if plot_file is not None and not check_capacity:
+    if plot_file is not None:
         plot(run.records, plot_file)
 
 

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import bench
 from ..bench import Method, Record, Sampling, machine
 from ..bench.call import vocabulary_size
-from ..bench.capacity import SLOTS, CapacityCost, check_capacity
 from ..bench.prompts import Content, read_prompts
 from ..bench.shapes import SHAPES
-from ..bench.tables import capacity_table, tables
+from ..bench.tables import tables
 from ..errors import SettingsError, UnknownNameError
 from . import models
 from .benches import in_both_tiers, interrupted_by_sigterm, pieces, progress_bar
@@ -44,7 +43,6 @@ class Plan:
         prompt_lengths: of random prompts; None if they are texts.
         limit: most prompts of a kind.
         batches, dtypes, new_tokens, repeats: see the options.
-        capacity_only: whether only step times of a small and a large cache are compared.
     """
 
     subjects: list[str]
@@ -66,7 +64,6 @@ class Plan:
     dtypes: list[str]
     new_tokens: int
     repeats: int
-    capacity_only: bool
 
     @property
     def config(self) -> dict[str, Any]:
@@ -98,12 +95,8 @@ def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[st
     return names
 
 
-def checked_strategies(
-    strategies: Sequence[str] | None, of_shapes: bool, tiers: bool, capacity_only: bool
-) -> list[str] | None:
+def checked_strategies(strategies: Sequence[str] | None, of_shapes: bool, tiers: bool) -> list[str] | None:
     """Names of strategies; None for all. tiers: every one uncompiled, too."""
-    if capacity_only:
-        return ["autoregressive"]
     names = pieces(strategies)
     if of_shapes:
         names = names or ["autoregressive", "prompt_lookup"]
@@ -181,7 +174,6 @@ class Run:
         subjects: what loads them.
         facts: of the machine.
         records: what was measured.
-        capacity_costs: likewise, where only capacities are compared.
         interrupted: whether it was stopped: then the records hold the prompts that every method has decoded.
     """
 
@@ -190,13 +182,12 @@ class Run:
     subjects: Subjects = field(default_factory=Subjects)
     facts: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    capacity_costs: list[CapacityCost] = field(default_factory=list)
     interrupted: bool = False
 
     def measure(self) -> None:
         """Measures one subject after the other: nothing of the one before is left in memory."""
         plan = self.plan
-        texts = [] if plan.capacity_only or plan.prompts is None else read_prompts(plan.prompts, plan.limit)
+        texts = [] if plan.prompts is None else read_prompts(plan.prompts, plan.limit)
         for name in plan.subjects:
             self._measure_subject(name, texts)
             if self.interrupted:
@@ -204,22 +195,17 @@ class Run:
 
     def tables(self) -> list[Table]:
         """What was measured, for people."""
-        return [capacity_table(self.capacity_costs)] if self.plan.capacity_only else tables(self.records)
+        return tables(self.records)
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, for programs."""
-        result: dict[str, Any] = {"machine": self.facts, "run": self.plan.as_dict() | dict(self.subjects.facts)}
-        if self.plan.capacity_only:
-            return result | {"capacity": [cost.as_dict() for cost in self.capacity_costs]}
-        return result | {"records": [record.as_dict() for record in self.records]}
+        run = self.plan.as_dict() | dict(self.subjects.facts)
+        return {"machine": self.facts, "run": run, "records": [record.as_dict() for record in self.records]}
 
     def _measure_subject(self, name: str, texts: Texts) -> None:
         methods, tokenizer = self._methods(name)
         self._look_at_machine(methods)
-        if self.plan.capacity_only:
-            self._compare_capacities(methods)
-        else:
-            self._take_turns(name, methods, self._groups(methods, tokenizer, texts))
+        self._take_turns(name, methods, self._groups(methods, tokenizer, texts))
         for method in methods:
             if method.engine is not None:
                 method.engine.close()
@@ -233,16 +219,12 @@ class Run:
                 target, tokenizer, assistant = self.subjects.load(name, plan.draft, dtype, plan.device)
                 tokenizers = tokenizers_of(tokenizer, plan.assistant_tokenizer)
             label = str(target.dtype).removeprefix("torch.")
-            if not plan.capacity_only:
-                methods += bench.transformers_methods(
-                    target, assistant, plan.baselines, label, plan.sampling, tokenizers
-                )
+            methods += bench.transformers_methods(target, assistant, plan.baselines, label, plan.sampling, tokenizers)
             methods += bench.strategy_methods(
                 target, plan.strategies, assistant, plan.strategy_settings, plan.config, tokenizer, label, plan.sampling,
                 tokenizers.get("assistant_tokenizer"),
             )  # fmt: skip
-        if not plan.capacity_only:
-            methods += self.subjects.methods(plan, name, methods, self.console)
+        methods += self.subjects.methods(plan, name, methods, self.console)
         return methods, tokenizer
 
     def _look_at_machine(self, methods: Sequence[Method]) -> None:
@@ -252,15 +234,6 @@ class Run:
         with waiting(self.console, "measuring the memory's bandwidth"):
             speed = machine.copy_bandwidth(device)
         self.facts = machine.facts(device) | {"copy_bandwidth": speed}
-
-    def _compare_capacities(self, methods: list[Method]) -> None:
-        plan = self.plan
-        calls = len(methods) * len(plan.batches) * len(SLOTS) * (plan.repeats + 1)
-        with progress_bar(self.console, calls) as advance:
-            for rows in plan.batches:
-                self.capacity_costs += check_capacity(
-                    methods, rows, slots=SLOTS, repeats=plan.repeats, progress=advance
-                )
 
     def _groups(
         self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase | None, texts: Texts

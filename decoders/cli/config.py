@@ -50,7 +50,16 @@ def config(
     for section, settings in sections.items():
         if not settings:
             continue
-        table = Table("setting", "value", "from", box=None, pad_edge=False, title=section, title_justify="left", title_style="bold")
+        table = Table(
+            "setting",
+            "value",
+            "from",
+            box=None,
+            pad_edge=False,
+            title=section,
+            title_justify="left",
+            title_style="bold",
+        )
         for item in settings:
             style = "dim" if item["from"] == "default" else ""
             table.add_row(item["setting"], Text(json.dumps(item["value"])), item["from"], style=style)

@@ -24,6 +24,9 @@ def _number(value: Any) -> Any:
     return value
 
 
+#: What a folder of a network is known by, and how the one that comes with the demo model is named.
+CONFIG, DEMO = "config.json", "demo"
+
 #: ``6.0`` is a whole number, ``"6"`` and ``true`` are none.
 Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(ge=1)]
@@ -144,6 +147,21 @@ Stamp = tuple[tuple[str, int, int], ...]
 def stamp_of(files: Iterable[Path]) -> Stamp:
     """Of those that are there."""
     return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
+
+
+def find_network(named: str | None, config: Any, kind: str) -> Path | None:
+    """The folder of a network for a model with this `config`: the one that is `named`, or the one beside the model's own files.
+
+    Args:
+        named: a path; ``demo`` is the network of this `kind` that comes with the demo model.
+        kind: what the folder is called there, "eagle3".
+    """
+    if named == DEMO:
+        return Path(__file__).parent.parent / "demo" / "models" / "target" / kind
+    own = getattr(config, "name_or_path", "")
+    if named is None and own and (Path(own) / kind / CONFIG).is_file():
+        return Path(own) / kind
+    return None if named is None else Path(named).expanduser()
 
 
 def read_json(path: Path, missing: str, owner: str) -> Any:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..common.repetition import in_loops
-from ..training.optimisation import warmup_stable_decay
 from ..training.texts import own_texts
-from ..training.trainer import Learner, Run
+from ..training.trainer import Learner, Run, warmup_stable_decay
 from .data import Batches
 from .shapes import DemoShape
 

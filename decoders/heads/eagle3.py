@@ -1,4 +1,4 @@
-"""The networks of EAGLE, EAGLE-2 and EAGLE-3: one decoder layer beside the target, over embeddings and the target's hidden states.
+"""The networks of EAGLE, EAGLE-2, EAGLE-3 and P-EAGLE: decoder layers over embeddings and the target's hidden states.
 
 Li et al. 2024, arXiv 2401.15077 and 2406.16858; Li et al. 2025, arXiv 2503.01840.
 """
@@ -6,12 +6,18 @@ Li et al. 2024, arXiv 2401.15077 and 2406.16858; Li et al. 2025, arXiv 2503.0184
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from ..common.transformers_compat import cache_keyword
 
@@ -26,7 +32,11 @@ class Eagle3Config:
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs it reads; None: three, chosen by the target's depth.
         norm_before_residual: the layer's residual is the normed state, not the state itself.
-        norm_output: what stands in for the next feature is the output behind the last norm.
+        norm_output: what stands in for the next feature is the output behind the last norm (EAGLE-3.1).
+        norm_features: the target's hidden states are normed before they are fused: side by side as a ``"whole"``, or ``"each"``
+            layer's by itself (EAGLE-3.1).
+        mask_token_id: what is embedded where a token is to be drafted, of heads that draft all tokens in one pass (P-EAGLE,
+            arXiv:2602.01469); None: tokens are drafted one after the other.
     """
 
     layer: LlamaConfig
@@ -35,6 +45,8 @@ class Eagle3Config:
     layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    norm_features: Literal["whole", "each"] | None = None
+    mask_token_id: int | None = None
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         """The layers it reads of a target with `count`. By default a low, a middle and a high one: the authors', and vLLM's."""
@@ -57,8 +69,18 @@ class Eagle3Head(nn.Module):
         count = len(config.layers) if config.layers is not None else 3
         self.head_config = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size) if embeds else None
-        self.fc = nn.Linear(count * config.target_hidden_size, c.hidden_size, bias=False)
+        width = count * config.target_hidden_size
+        self.fc = nn.Linear(width, c.hidden_size, bias=False)
+        if config.norm_features == "whole":
+            self.input_norm = LlamaRMSNorm(width, eps=c.rms_norm_eps)
+        if config.norm_features == "each":
+            self.fc_norm = nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, eps=c.rms_norm_eps) for _ in range(count)
+            )
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, width))
         self.midlayer = DecoderLayer(c, config.norm_before_residual)
+        self.deeper = nn.ModuleList(LlamaDecoderLayer(c, index) for index in range(1, c.num_hidden_layers))
         self.norm = LlamaRMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(c)
@@ -74,11 +96,27 @@ class Eagle3Head(nn.Module):
             states: ``[B, N, T·H]``, hidden states of the target; without `fuse` ``[B, N, H]``, the head's own.
             logits: of how many nodes.
         """
-        states = self.fc(states) if fuse else states
+        states = self._fused(states) if fuse else states
         rotary = self.rotary_emb(states, position_ids)
         states = self.midlayer(embedded, states, rotary, attention_mask, cache)
+        for layer in self.deeper:
+            states = layer(
+                states,
+                position_embeddings=rotary,
+                attention_mask=attention_mask,
+                **{self.midlayer.cache_keyword: cache},
+            )
         normed = self.norm(states)
         return normed if self.head_config.norm_output else states, self.lm_head(normed[:, -logits:])
+
+    def _fused(self, features: Tensor) -> Tensor:
+        kind = self.head_config.norm_features
+        if kind == "whole":
+            features = self.input_norm(features)
+        if kind == "each":
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features)
 
 
 class DecoderLayer(nn.Module):

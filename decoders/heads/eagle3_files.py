@@ -1,4 +1,4 @@
-"""EAGLE heads on disk: EAGLE-3 in the authors' format and that of vLLM's `speculators`, EAGLE and EAGLE-2 in the authors' (read)."""
+"""EAGLE heads on disk: EAGLE-3, 3.1 and P-EAGLE in the authors' format and that of `speculators`, EAGLE and EAGLE-2 in the authors'."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 
 from ..common.files import write_whole
 from ..common.network_files import (
+    CONFIG,
     Count,
     FileConfig,
     LlamaLayerConfig,
     Stamp,
     Whole,
     filled,
+    find_network,
     read_json,
     read_tensors,
     stamp_of,
@@ -29,9 +31,6 @@ from ..errors import SettingsError, UnsupportedError
 from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 
 Format = Literal["speculators", "authors"]
-#: Where a head lies beside a model's own files, and the name of the one that comes with the demo model.
-FOLDER, DEMO = "eagle3", "demo"
-CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 #: What a config says of the decoder layer.
 _FIELDS = (
@@ -55,13 +54,8 @@ def find_head(named: str | None, config: Any) -> Path:
     Raises:
         UnsupportedError: none is named, and none lies beside the model.
     """
-    if named == DEMO:
-        return Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER
-    if named is not None:
-        return Path(named).expanduser()
-    own = getattr(config, "name_or_path", "")
-    if own and (Path(own) / FOLDER / CONFIG).is_file():
-        return Path(own) / FOLDER
+    if (folder := find_network(named, config, "eagle3")) is not None:
+        return folder
     raise UnsupportedError(
         "eagle3 needs a head that was trained for the model: name its folder as head=, or keep it as 'eagle3' in the model's own "
         "folder; `decoders train eagle3` makes one"
@@ -96,6 +90,23 @@ class _HeadConfig(FileConfig):
     bias: bool = True
     norm_before_fc: bool = False
     fc_norm: bool = False
+    speculators_model_type: str | None = None
+    parallel_drafting: bool = False
+    mask_token_id: Whole | None = None
+    pard_token: Whole | None = None
+    ptd_token_id: Whole | None = None
+
+    @property
+    def mask(self) -> int | None:
+        """The mask token of heads that draft all tokens in one pass."""
+        named = (self.pard_token, self.ptd_token_id, self.mask_token_id)
+        said = (
+            self.parallel_drafting
+            or self.speculators_model_type == "peagle"
+            or named[0] is not None
+            or named[1] is not None
+        )
+        return next((token for token in named if token is not None), None) if said else None
 
     def layers(self, place: str) -> tuple[int, ...] | None:
         """The decoder layers whose outputs a head reads.
@@ -126,15 +137,18 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
     nested = own.transformer_layer_config
     within = place if nested is None else f"{place}, transformer_layer_config"
     layer = _LayerConfig.of(raw if nested is None else nested, within, kind)
-    if layer.model_type != "llama" or layer.num_hidden_layers != 1:
+    eagle = nested is None and "draft_vocab_size" not in raw and "Eagle3" not in "".join(own.architectures)
+    if layer.model_type != "llama" or not layer.num_hidden_layers or (eagle and layer.num_hidden_layers > 1):
+        fits = "one Llama layer" if eagle else "Llama layers"
         raise UnsupportedError(
-            f"{place}: {layer.num_hidden_layers} layers of {layer.model_type!r}; only one Llama layer fits"
+            f"{place}: {layer.num_hidden_layers} layers of {layer.model_type!r}; only {fits} can be read"
         )
-    for name in ("norm_before_fc", "fc_norm"):
-        if getattr(own, name):
-            raise UnsupportedError(f"{place} asks for {name}, which is not supported")
-    config = layer.llama(within, num_hidden_layers=1)
-    if nested is None and "draft_vocab_size" not in raw and "Eagle3" not in "".join(own.architectures):
+    if own.norm_before_fc and own.fc_norm:
+        raise SettingsError(f"{place}: norm_before_fc and fc_norm are both true, and one excludes the other")
+    if own.mask is None and (own.parallel_drafting or own.speculators_model_type == "peagle"):
+        raise SettingsError(f"{place}: the head drafts in parallel, and no mask_token_id says what it embeds for that")
+    config = layer.llama(within, num_hidden_layers=layer.num_hidden_layers)
+    if eagle:
         return EagleConfig(config, bias=own.bias)
     return Eagle3Config(
         layer=config,
@@ -143,6 +157,8 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
         layers=own.layers(place),
         norm_before_residual=own.norm_before_residual,
         norm_output=own.norm_output,
+        norm_features="whole" if own.norm_before_fc else "each" if own.fc_norm else None,
+        mask_token_id=own.mask,
     )
 
 
@@ -162,10 +178,7 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
     weights = next((path / name for name in WEIGHTS if name in names), None)
     if weights is None:
         raise SettingsError(f"eagle3: {path} holds no weights: {' or '.join(WEIGHTS)} is looked for")
-    # The same layer is called `midlayer` by the authors and `layers.0` by speculators.
-    state = {
-        name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in read_tensors(weights, "eagle3").items()
-    }
+    state = {_our_name(name): tensor for name, tensor in read_tensors(weights, "eagle3").items()}
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     if isinstance(config, EagleConfig):
         config = replace(config, bias="fc.bias" in state)
@@ -188,6 +201,13 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
     with torch.random.fork_rng(devices=[]):
         head = Eagle3Head(config, embeds="embed_tokens.weight" in state)
     return Eagle3Files(filled(head, state, weights, "eagle3", device, dtype), DraftVocabulary(vocabulary.size, ids))
+
+
+def _our_name(name: str) -> str:
+    """The first layer is called `midlayer` by the authors and `layers.0` by others, some of whom put ``model.`` in front."""
+    name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+    part, _, rest = name.removeprefix("layers.").partition(".")
+    return f"deeper.{int(part) - 1}.{rest}" if name.startswith("layers.") and part.isdigit() else name
 
 
 def save_head(

@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1) and their files: ours, and the authors' own format, read only.
+"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1), their trees, and their files: ours, and the authors' own format, read only.
 
 Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,15 +20,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.files import write_whole
-from ..common.network_files import Count, FileConfig, Stamp, Whole, read_json, read_tensors, stamp_of
-from ..errors import SettingsError, UnsupportedError
+from ..common.network_files import (
+    CONFIG,
+    Count,
+    FileConfig,
+    Stamp,
+    Whole,
+    find_network,
+    read_json,
+    read_tensors,
+    stamp_of,
+)
+from ..errors import DecodersError, SettingsError, UnsupportedError
+from ..tree import Topology
 
 Projection = Literal["tied", "low_rank", "full"]
-FOLDER = "medusa"
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 #: What the authors' code and the servers that read its heads call the weights.
 UPSTREAM = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-DEMO = "demo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,20 +157,14 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
         SettingsError: there is no such folder.
         UnsupportedError: none is named, and none lies beside the model.
     """
-    if named == DEMO:
-        named = str(Path(__file__).parent.parent / "demo" / "models" / "target" / FOLDER)
-    if named is not None:
-        path = Path(named).expanduser()
-        if not path.exists():
-            raise SettingsError(f"medusa: there are no heads at {named!r}; `decoders train medusa` makes some")
-        return path
-    own = getattr(model.config, "name_or_path", "")
-    if own and (Path(own) / FOLDER / CONFIG).is_file():
-        return Path(own) / FOLDER
-    raise UnsupportedError(
-        f"medusa needs heads for this {type(model).__name__}: train them with `decoders train medusa`, then name their "
-        f"folder as heads=, or keep it as {FOLDER!r} in the model's own folder"
-    )
+    if (folder := find_network(named, model.config, "medusa")) is None:
+        raise UnsupportedError(
+            f"medusa needs heads for this {type(model).__name__}: train them with `decoders train medusa`, then name their "
+            "folder as heads=, or keep it as 'medusa' in the model's own folder"
+        )
+    if not folder.exists():
+        raise SettingsError(f"medusa: there are no heads at {str(named)!r}; `decoders train medusa` makes some")
+    return folder
 
 
 def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
@@ -179,8 +183,10 @@ def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.floa
 
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
     config = {"model_type": "decoders_medusa", **asdict(heads.config)}
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in config.items()]  # a tree on one line
     write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
-    write_whole(folder / CONFIG, _readable(config).encode())  # last: it is what makes a folder one of heads
+    # Last: it is what makes a folder one of heads.
+    write_whole(folder / CONFIG, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
@@ -286,7 +292,67 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     return heads
 
 
-def _readable(config: dict[str, Any]) -> str:
-    """JSON with one setting a line; a tree of many short lists on one line."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in config.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+Tree = tuple[tuple[int, ...], ...]
+
+#: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best first. A path lists, level by
+#: level, which draft token of that level's head is taken (0 is the best).
+DEFAULT_TREE: Tree = (
+    (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
+    (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
+    (0, 2, 0), (1, 2), (0, 0, 3), (4, 0), (2, 1), (0, 0, 4), (0, 0, 5), (0, 0, 0, 0), (0, 1, 1), (0, 0, 6), (0, 3, 0),
+    (5, 0), (1, 3), (0, 0, 7), (0, 0, 8), (0, 0, 9), (6, 0), (0, 4, 0), (1, 4), (7, 0), (0, 1, 2), (2, 0, 0), (3, 1),
+    (2, 2), (8, 0), (0, 5, 0), (1, 5), (1, 0, 1), (0, 2, 1), (9, 0), (0, 6, 0), (0, 0, 0, 1), (1, 6), (0, 7, 0),
+)  # fmt: skip
+
+
+def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
+    """The tree of `nodes` nodes with the longest mean accepted path on calibration data, its paths best first.
+
+    At every position the heads' draft tokens are right at certain ranks, and a tree accepts as much of that path of ranks as it
+    holds. So a node adds to the mean length the share of positions whose path goes through it, whatever else the tree
+    holds; a parent never has less than its child, and taking the most frequent nodes greedily is the best tree there is.
+    (The paper multiplies the accuracies of single heads instead, as if they were independent.)
+
+    Args:
+        ranks: ``[P, K]`` int64, the rank of the right token among each head's draft tokens, 0 for the best; -1: not known.
+        widest: most draft tokens of one head that are considered.
+
+    Raises:
+        DecodersError: no position is ever predicted right.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
+        for depth, rank in enumerate(row):
+            if not 0 <= rank < widest:
+                break
+            counts[tuple(row[: depth + 1])] += count
+    if not counts:
+        raise DecodersError("no tree can be found: on the calibration data no draft token of any head is right")
+    # Of equal nodes the shallower first: so a parent comes before its child.
+    return tuple(sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes])
+
+
+def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
+    """Mean tokens per step that `tree` gives on calibration data, the bonus token included. ranks: as in :func:`search_tree`."""
+    paths = {tuple(path) for path in tree}
+    tokens = 0
+    for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
+        depth = 0
+        while depth < len(row) and tuple(row[: depth + 1]) in paths:
+            depth += 1
+        tokens += count * (depth + 1)
+    return tokens / len(ranks)
+
+
+def picture(tree: Sequence[Sequence[int]]) -> str:
+    """The attention mask of a tree's block as text: a row per node, which sees the columns marked ``■``."""
+    topology, _ = Topology.from_paths(tree)
+    ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
+    names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]
+    width = max(map(len, names))
+    visible = topology.tensors(1, torch.device("cpu")).visible[0].tolist()
+    lines = [
+        f"{name:<{width}}  " + " ".join("■" if s else "·" for s in row)
+        for name, row in zip(names, visible, strict=True)
+    ]
+    return "\n".join(lines)

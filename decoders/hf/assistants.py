@@ -12,8 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..common.checkpoints import load_model
 from ..drafting import OtherVocabulary
 from ..engine.decode.engine import Engine
-from ..engine.model.fitness import refuse_unfit
-from ..engine.model.layout import vocabulary_of
+from ..engine.model.layout import refuse_unfit, vocabulary_of
 from ..engine.model.weights.fingerprints import Snapshot
 from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
 from ..errors import UnsupportedError

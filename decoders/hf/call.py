@@ -21,16 +21,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from ..engine.decode.engine import Engine
-from ..engine.decode.request import Request
-from ..engine.decode.request_output import RequestOutput
+from ..engine.decode.request import Request, RequestOutput
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from .arguments import HINTS, TRANSLATED, first_of, resolve_seed
+from .arguments import HINTS, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
 from .grammars import Grammars
-from .inputs import check_lengths, check_pad_token, unpad
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
 

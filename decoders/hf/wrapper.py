@@ -14,16 +14,15 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 
 from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine, MemoryKey
-from ..engine.decode.request_output import RequestOutput
-from ..engine.model.fitness import refuse_capture, refuse_unfit
-from ..engine.model.locks import CallLock
+from ..engine.decode.request import RequestOutput
+from ..engine.model.layout import refuse_capture, refuse_unfit
+from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..settings import RuntimeSettings
-from .arguments import OWN, refuse_arguments
+from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
-from .inputs import check_inputs
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 

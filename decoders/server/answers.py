@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from ..constraints import LEFT_OUT
-from ..engine.decode.request_output import TokenLogprobs
+from ..engine.decode.request import TokenLogprobs
 from .bodies import Body
 from .limits import Receive, Scope, Send
 from .refusals import Refusal, client_gone

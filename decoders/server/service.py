@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..constraints import Regex
 from ..engine.model.layout import context_length
-from ..engine.model.locks import release_threads
+from ..engine.model.threads import release_threads
 from ..errors import QueueFull
 from ..generate import OwnDefaults, enable
 from ..plugins import resolve_strategy

@@ -18,7 +18,7 @@ from ..report import Report
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine.decode.request_output import RequestOutput, TokenLogprobs
+    from ..engine.decode.request import RequestOutput, TokenLogprobs
     from ..generate import PreparedCall
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..engine.model.locks import release_threads
 from ..engine.model.ranks import Ranks
+from ..engine.model.threads import release_threads
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
 from ..generate import PreparedCall, check_arguments, enabled
 from ..strategy import Strategy

@@ -1,11 +1,11 @@
-"""DFlash (arXiv 2602.06036): a small network drafts a whole block of tokens in one pass, from hidden states of the target."""
+"""DFlash (arXiv 2602.06036) and its family: a small network drafts a block of tokens in one pass, from hidden states of the target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -13,25 +13,28 @@ from torch import Tensor, nn
 
 from ..drafting import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
-from ..heads.dflash import DFlashConfig, DFlashNetwork, load_network, read_config
+from ..heads.block_heads import BlockHead, DraftedBlock
+from ..heads.dflash_files import HEADS, DFlashFiles, load_draft_model, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_model import Beam, Children, NodeBudget, shape_of
-from .feature_drafter import FeatureState, FeatureWindow, ReadsFeatures, dtype_of, embeddings_of
+from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of, embeddings_of
 
 
 class DFlashSettings(Settings):
     """Which network drafts, how far, and in which shape."""
 
     draft_model: str | None = Field(
-        None, description="Folder of the draft model, in the authors' format or that of transformers."
+        None,
+        description="Folder of the draft model, in the format of the authors (DFlash, DFlash2, JetSpec), DeepSpec (DSpark), SpecForge "
+        "(Domino), LiLiCorr, speculators or transformers.",
     )
     length: int | None = Field(
         None,
         ge=1,
         le=127,
-        description="Tokens drafted in a pass; None: one less than the block_size of its training, which is the most.",
+        description="Tokens drafted in a pass; None: as many as in its training, which is the most.",
     )
     tree: Literal["none", "static", "dynamic"] = Field(
         "none",
@@ -56,10 +59,14 @@ class _State(FeatureState):
 
 class DFlash(ReadsFeatures):
     """What some layers of the target have computed of every token becomes the keys and values of a small network. The network
-    reads the last token and masks, which see each other in both directions, and says in one pass what stands in the place of
-    every mask. Embedding and output head are the target's.
+    reads the last token and masks, which see each other, and says in one pass what stands in the place of every mask. A head, if the
+    draft model has one, chooses tokens that fit the token before: a path selector (DFlash2), a Markov head (DSpark), a recurrent
+    correction (Domino), a correlator (LiLiCorr). Embedding and output head are the target's where the draft model has none.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
+
+    Attributes:
+        heads: classes of heads that a draft model may have; the first that its config describes is taken.
     """
 
     name = "dflash"
@@ -67,6 +74,7 @@ class DFlash(ReadsFeatures):
     needs = "network"
     settings_class = DFlashSettings
     hints = {"num_assistant_tokens": "length"}
+    heads: ClassVar[tuple[type[BlockHead], ...]] = HEADS
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         layers = read_config(self._folder).layers
@@ -86,17 +94,20 @@ class DFlash(ReadsFeatures):
 
     def start(self, context: Context) -> _State:
         s: DFlashSettings = self.settings
-        config, network = load_network(self._folder, context.device, dtype_of(context))
-        _check_fit(config, context, self._folder)
-        most = config.block_size - 1
+        files = load_draft_model(self._folder, context.device, dtype_of(context), self.heads)
+        config, most = files.config, files.config.places
+        _check_fit(files, context, self._folder)
         length = s.length or most
         if length > most:
             raise SettingsError(
                 f"dflash: length is {length}, and the draft model in {self._folder} was trained to draft {most} tokens"
             )
-        children = min(s.children, context.vocab_size)
-        tree = shape_of(self.name, s.tree, length, children, s.nodes, s.beam, context)
-        drafter = DFlashDrafter(context, config, network, length, tree.children)
+        offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
+        if files.head is not None and files.head.candidates is not None:
+            offered.append(files.head.candidates)
+        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context)
+        tree.graded = True
+        drafter = DFlashDrafter(context, files, length, tree.children)
         last = context.decoder_layers - 1
         return _State(drafter, tree, tuple(layer == last for layer in config.layers))
 
@@ -109,21 +120,23 @@ class DFlash(ReadsFeatures):
         return torch.cat([given.hidden if of_head else part for of_head, part in parts], dim=-1)
 
 
-class DFlashDrafter(FeatureWindow):
+class DFlashDrafter(BlockDrafter):
     """The network with keys and values of its own. Slot ``j`` is made of what the target computed for token ``j``; the block
     begins at the last token, for which it has computed nothing yet, and is forgotten afterwards.
 
-    The tokens of one level of a tree are the same under every parent: a place of the block knows no other's token. For a
-    rejection rule this is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
+    Without a head, the tokens of one level of a tree are the same under every parent: a place of the block knows no other's token.
+    For a rejection rule this is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
     """
 
-    def __init__(
-        self, context: Context, config: DFlashConfig, network: DFlashNetwork, length: int, children: int
-    ) -> None:
-        vocabulary = DraftVocabulary(context.vocab_size)
+    def __init__(self, context: Context, files: DFlashFiles, length: int, children: int) -> None:
+        network, config = files.network, files.config
+        vocabulary = files.vocabulary or DraftVocabulary(context.vocab_size)
         super().__init__(context, network.fc.in_features, length + 1, 0, vocabulary, children)
-        block, self.mask_token = length + 1, config.mask_token_id
-        self.embed, self.head = _embedding_of(context), context.head
+        self.network, self.chooser, self.mask_token = network, files.head, config.mask_token_id
+        self.embed = _embedding_of(context) if files.embed is None else files.embed
+        self.head = context.head if files.lm_head is None else files.lm_head
+        self.first = int(not config.from_last)  # the node of a block that drafts the first token
+        block = length + self.first
         self._make_block(context.rows, block)
         example = self.window.new_zeros(1, 1, config.layer.hidden_size)
         self.module: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
@@ -148,24 +161,39 @@ class DFlashDrafter(FeatureWindow):
 
     def root(self) -> Expansion:
         self.read_window()
-        block = torch.cat([self.sequences.last, self.masks], dim=1)
-        states = self.module(self.sequences.length - 1, self.embed(block), tree=self.block)
-        self.level, self.places = 0, self.best(self.head(states[:, 1:]), self.block.offsets[:, :-1])
-        return self._level(1)
+        read = torch.cat([self.sequences.last, self.masks], dim=1)
+        states = self.module(self.sequences.length - 1, self.embed(read), tree=self.block)[:, self.first :]
+        logits = self.head(states)
+        if self.chooser is None:
+            return self.opened(logits)
+        context = self.network.fused(self.window[:, -1])
+        self.drafted = DraftedBlock(logits, states, context, self.sequences.length > 1, self.embed)
+        self.level, self.begun = 0, self.chooser.begin(self.drafted)
+        self.paths: Tensor | None = None  # of all nodes that have been continued
+        return self._chosen(self.sequences.last, None)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        if self.chooser is None:
+            return super().expand(nodes, tree)
         self.level += 1
-        return self._level(nodes.shape[1])
+        above = None
+        if self.paths is not None:
+            parents = tree.parents[:, -nodes.shape[1] :, None]
+            above = self.paths.gather(1, parents.expand(-1, -1, self.paths.shape[-1]))
+        return self._chosen(nodes.clamp(0, self.most_id), above)
 
-    def _level(self, nodes: int) -> Expansion:
-        """What the block says of the present level, for so many nodes."""
-        here = slice(self.level, self.level + 1)
-        tokens, weights, scores = (
-            part[:, here].expand(-1, nodes, -1) if part is not None else None
-            for part in (self.places.tokens, self.places.weights, self.places.scores)
-        )
-        assert tokens is not None and weights is not None
-        return replace(self.places, tokens=tokens, weights=weights, scores=scores)
+    def _chosen(self, nodes: Tensor, above: Tensor | None) -> Expansion:
+        """What the head says of the present level, for `nodes` of the level before and the states of their parents."""
+        assert self.chooser is not None
+        choice = self.chooser.choose(self.drafted, self.begun, self.level, nodes, above)
+        if choice.state is not None:
+            self.paths = choice.state if self.paths is None else torch.cat([self.paths, choice.state], dim=1)
+        expansion = self.best(choice.logits, self.level)
+        if choice.confidence is None:
+            return expansion
+        # The best continuation is as likely as the head says; the others keep their ratio to it.
+        sure = choice.confidence.clamp(1e-6, 1)[..., None].log()
+        return replace(expansion, weights=expansion.weights - expansion.weights[..., :1] + sure)
 
 
 def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
@@ -176,8 +204,9 @@ def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
     return context.embed
 
 
-def _check_fit(config: DFlashConfig, context: Context, folder: str) -> None:
+def _check_fit(files: DFlashFiles, context: Context, folder: str) -> None:
     """Raises SettingsError if the draft model is for another target, UnsupportedError for a draft model's drafter."""
+    config = files.config
     if context.level > 0:
         raise UnsupportedError("dflash cannot draft for a draft model: its network reads the target's hidden states")
     name, width = type(context.model).__name__, context.model.config.get_text_config(decoder=True).hidden_size

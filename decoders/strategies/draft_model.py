@@ -132,8 +132,10 @@ class DraftTree(ABC):
         ahead: most slots that a draft model writes behind a row.
         children: continuations of a node that it asks for.
         least_children: continuations of a node that there must be.
+        graded: whether drafts have grades: how likely their tokens are by what the drafter says, see :func:`grades_of`.
     """
 
+    graded = False
     depth: int
     ahead: int
     children: int
@@ -183,15 +185,20 @@ class StaticTree(DraftTree):
         """Fills the tree for every row, level by level."""
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
+        weights: list[Tensor] = []
         for depth, (frontier, where, ranks, run) in enumerate(self._levels):
             if depth == 0:
                 expansion = drafter.root()
             else:
                 expansion = drafter.expand(torch.cat(tokens, dim=1)[:, frontier - 1], run)
             tokens.append(expansion.tokens[:, where, ranks])
+            weights.append(expansion.weights[:, where, ranks])
             if expansion.scores is not None:
                 scores.append(expansion.scores[:, where])
-        return Draft(torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None)
+        grades = grades_of(torch.cat(weights, dim=1)) if self.graded else None
+        return Draft(
+            torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None, grades=grades
+        )
 
 
 class DynamicTree(DraftTree):
@@ -261,7 +268,16 @@ class DynamicTree(DraftTree):
             count += level[0].shape[1]
         tokens, weights, above, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
-        return Draft(tokens, TreeTensors(*tree), depth=self.depth), weights
+        shape, grades = TreeTensors(*tree), None
+        if self.graded:
+            above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
+            grades = grades_of((weights - above).nan_to_num(nan=float("-inf")))
+        return Draft(tokens, shape, depth=self.depth, grades=grades), weights
+
+
+def grades_of(weights: Tensor) -> Tensor:
+    """Grades 0 … 7 of draft tokens by their log-probabilities, given the token before: eighths of the probability."""
+    return (weights.exp() * 8).long().clamp(0, 7)
 
 
 def require_coupled(context: Context, strategy: str) -> None:

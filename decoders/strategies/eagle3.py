@@ -9,15 +9,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..drafting import ModulePasses
+from ..drafting import Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
-from ..heads.eagle3 import EagleConfig, EagleHead
+from ..heads.eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
 from .draft_model import Beam, Children, NodeBudget, TreeForm, shape_of
-from .feature_drafter import FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
+from .feature_drafter import BlockDrafter, FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 
 class Eagle3Settings(Settings):
@@ -42,8 +42,8 @@ class Eagle3Settings(Settings):
 
 class Eagle3(ReadsFeatures):
     """One decoder layer reads the embedding of every token and, fused, what three layers of the target made of the token before.
-    From the second drafted token on its own output stands in for what the target has not computed. Its vocabulary may be a part
-    of the target's.
+    From the second drafted token on its own output stands in for what the target has not computed; a P-EAGLE head reads masks
+    there and drafts all tokens in one pass. Its vocabulary may be a part of the target's.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
     """
@@ -85,7 +85,10 @@ class Eagle3(ReadsFeatures):
         _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
         tree = shape_of(self.name, s.tree, s.length, children, s.nodes, s.beam, context)
-        return FeatureState(Eagle3Drafter(context, files, s.length, tree.children, tree.ahead), tree)
+        head = files.head.head_config
+        parallel = isinstance(head, Eagle3Config) and head.mask_token_id is not None
+        drafter = (ParallelDrafter if parallel else Eagle3Drafter)(context, files, s.length, tree.children, tree.ahead)
+        return FeatureState(drafter, tree)
 
     def features(self, state: FeatureState, given: Step | PromptChunk) -> Tensor:
         """The layers side by side; where none are asked for, what the target's output head reads."""
@@ -128,6 +131,27 @@ class Eagle3Drafter(FeatureDrafter):
         )
         self.states = torch.cat([self.states, states], dim=1)
         return self.head(last)
+
+
+class ParallelDrafter(BlockDrafter, Eagle3Drafter):
+    """P-EAGLE (arXiv:2602.01469): masks with one learned state in the place of what the target has not computed, all in one pass."""
+
+    def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
+        super().__init__(context, files, depth, children, max(ahead, depth + 1))
+        assert isinstance(files.head, Eagle3Head) and files.head.head_config.mask_token_id is not None
+        self.masks, self.state = depth - 1, files.head.mask_hidden
+        self.mask_token = self.prompts.tokens.new_full((1, 1), files.head.head_config.mask_token_id)
+
+    def root(self) -> Expansion:
+        self.read_window()
+        logits, rows = self.first(), len(self.sequences.length)
+        if self.masks:
+            read = self.embed(self.mask_token).expand(rows, self.masks, -1)
+            states = self.state.expand(rows, self.masks, -1)
+            logits = torch.cat(
+                [logits, self.module(self.sequences.length - 1, read, states, logits=self.masks)[1]], dim=1
+            )
+        return self.opened(logits)
 
 
 def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) -> None:

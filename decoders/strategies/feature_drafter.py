@@ -131,6 +131,28 @@ class FeatureDrafter(FeatureWindow):
         return self.best(logits, tree.offsets[:, -nodes.shape[1] :])
 
 
+class BlockDrafter(FeatureWindow):
+    """A network that drafts all places of a block in one pass: the continuations of a level are the same under every parent."""
+
+    def opened(self, logits: Tensor) -> Expansion:
+        """The first level of a block with so many places, logits ``[B, T, D]``."""
+        offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
+        self.level, self.places = 0, self.best(logits, offsets)
+        return self._level(1)
+
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        self.level += 1
+        return self._level(nodes.shape[1])
+
+    def _level(self, nodes: int) -> Expansion:
+        """What the block says of the present level, for so many nodes."""
+        here, places = slice(self.level, self.level + 1), self.places
+        scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
+        return Expansion(
+            places.tokens[:, here].expand(-1, nodes, -1), places.weights[:, here].expand(-1, nodes, -1), scores
+        )
+
+
 def dtype_of(context: Context) -> torch.dtype:
     """What the target computes in."""
     return next(p.dtype for p in context.model.parameters() if p.is_floating_point())

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..costs import draft_budget
 from ..errors import SettingsError, UnsupportedError
-from ..heads.medusa import HeadWeights, MedusaHeads, check_fit, find_heads, head_scores, load_heads
-from ..heads.medusa_trees import DEFAULT_TREE
+from ..heads.medusa import DEFAULT_TREE, HeadWeights, MedusaHeads, check_fit, find_heads, head_scores, load_heads
 from ..sampling import SamplingInputs, SamplingPlan, candidates
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy

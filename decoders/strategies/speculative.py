@@ -18,12 +18,10 @@ from .draft_model import (
     DraftModelSettings,
     DraftModelStrategy,
     DraftTree,
-    DynamicTree,
     StaticTree,
     TreeForm,
     TreeSettings,
-    likely_paths,
-    require_coupled,
+    shape_of,
 )
 from .text_drafter import TextDrafter
 
@@ -122,12 +120,10 @@ class Speculative(DraftModelStrategy):
             return _State(TextDrafter(context, other, most), None, lengths, other=other)
         tree: DraftTree | None = None
         ahead, children = s.length if s.schedule == "constant" else max(s.length, s.max_length), 1
-        if s.tree == "static":
-            paths = s.template or likely_paths(s.length, s.children, self.tree_nodes(context))
-            tree = StaticTree(paths, context.rows, context.device)
-        elif s.tree == "dynamic":
-            require_coupled(context, self.name)
-            tree = DynamicTree(s.length, s.beam, self.tree_nodes(context), s.children, context.compile)
+        if s.template is not None:
+            tree = StaticTree(s.template, context.rows, context.device)
+        elif s.tree != "none":
+            tree = shape_of(self.name, s.tree, s.length, s.children, self.tree_nodes(context), s.beam, context)
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)

@@ -49,11 +49,11 @@ class _State:
     """What a call keeps.
 
     Attributes:
-        matrix: of successors, see :mod:`.token_matrix`.
+        matrix: ``[V+1, k+1]`` int32, by token its successors, likeliest first, and their grade; the last row is that of no token.
         topology: of the tree.
         ranks: of its draft tokens among their parent's successors.
-        levels, parents: of it, for :func:`~.token_matrix.fill`.
-        fill, learn: those of :mod:`.token_matrix`, compiled.
+        levels, parents: of it, for :func:`fill`.
+        fill, learn: the functions of this file, compiled.
     """
 
     matrix: Tensor

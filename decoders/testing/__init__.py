@@ -12,14 +12,14 @@ Needs torch and transformers only; :func:`parametrize_with_checks` also needs py
 
 from __future__ import annotations
 
-from .contexts import context
+from .conditions import context
 from .exactness import assert_same_tokens, decode, prompts, reference
 from .grammars import check_backend
 from .kit import CHECKS, check_strategy, checks_for, parametrize_with_checks
 from .models import ARCHITECTURES, RECURRENT, UNSUPPORTED, tiny_draft, tiny_model
-from .replay import Replay, ReplaySettings
 from .spy import Spy
 from .verifiers import check_verifier
+from .wrapped import Replay, ReplaySettings
 
 __all__ = [
     "ARCHITECTURES", "CHECKS", "RECURRENT", "Replay", "ReplaySettings", "Spy", "UNSUPPORTED", "assert_same_tokens", "check_backend",

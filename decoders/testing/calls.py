@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from ..generate import forget
 from ..strategy import Strategy
 from . import memory
-from .conditions import Conditions, run
-from .exactness import assert_same_tokens, prompts, reference
+from .conditions import Conditions, run, run_alike
+from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 
@@ -93,16 +93,11 @@ def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions(
             inputs = prompts(rows, max(length, 3))
             if length == 1:
                 inputs = {key: value[:, -1:] for key, value in inputs.items()}
-            expected = reference(model, inputs, max_new_tokens=12)
             drafts: list[Any] = []
             for chunk in (5, 512):
-                spy = spied(strategy)
+                spy, what = spied(strategy), f"prompts read {chunk} tokens at once"
                 loop = {"compile": False, "prefill_chunk": chunk}
-                out = run(model, name, spy, inputs, eager, max_new_tokens=12, decoders_config=loop)
-                if strategy.exact:
-                    assert_same_tokens(
-                        model, inputs, expected.sequences, out.sequences, f"prompts read {chunk} tokens at once"
-                    )
+                run_alike(model, name, spy, inputs, eager, what, max_new_tokens=12, decoders_config=loop)
                 drafts.append([seen.draft.tokens.tolist() for seen in spy.seen] if isinstance(spy, Spy) else None)
             assert drafts[0] == drafts[1] or strategy.timed, (
                 f"drafts {drafts[0]} where prompts are read 5 tokens at once, and {drafts[1]} where they are read whole: prefill must "
@@ -136,10 +131,6 @@ def check_memory(strategy: Strategy, conditions: Conditions = Conditions()) -> N
         forget(model)
         for seed in (0, 1, 0):
             inputs = prompts(2, seed=seed)
-            expected = reference(model, inputs, max_new_tokens=16)
-            out = run(model, name, strategy, inputs, eager, max_new_tokens=16, decoders_config=loop)
-            if strategy.exact:
-                assert_same_tokens(
-                    model, inputs, expected.sequences, out.sequences, "with what earlier calls have left"
-                )
+            what = "with what earlier calls have left"
+            run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
         forget(model)

@@ -1,4 +1,4 @@
-"""The checks of the conformance kit, one function each; every one raises AssertionError with the reason."""
+"""Checks of the conformance kit, one function each; every one raises AssertionError with the reason."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import itertools
 import json
 import pickle
 from dataclasses import fields, replace
+from typing import Any
 
 from pydantic import ValidationError
 
 from ..common.devices import as_recorded
 from ..errors import SettingsError
+from ..registry.kinds import SNAKE_CASE
 from ..settings import Settings
 from ..strategy import Strategy, Traits
-from .conditions import Conditions, run
+from .conditions import Conditions, run, run_alike
 from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .models import VOCAB
-from .naming import check_name_and_summary
 from .spy import spied
 from .tape import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
@@ -184,10 +185,7 @@ def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions 
             continue  # the checks of rows that end early and of end tokens decode these
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
-            expected = reference(model, inputs, max_new_tokens=conditions.new_tokens)
-            out = run(model, name, strategy, inputs, conditions)
-            what = f"{type(model).__name__}, greedy, batch {rows}"
-            assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
+            run_alike(model, name, strategy, inputs, conditions, f"{type(model).__name__}, greedy, batch {rows}")
 
 
 def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -198,9 +196,8 @@ def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Condit
             plain = reference(model, inputs, max_new_tokens=conditions.new_tokens).sequences
             start = inputs["input_ids"].shape[1]
             stops = [int(plain[row, start + 3 + 5 * row]) for row in range(3)]
-            expected = reference(model, inputs, max_new_tokens=conditions.new_tokens, eos_token_id=stops)
-            out = run(model, name, strategy, inputs, conditions, eos_token_id=stops)
-            assert_same_tokens(model, inputs, expected.sequences, out.sequences, "rows that end at different times")
+            what = "rows that end at different times"
+            out = run_alike(model, name, strategy, inputs, conditions, what, eos_token_id=stops)
             first = [
                 next((i + 1 for i, t in enumerate(row[start:].tolist()) if t in stops), conditions.new_tokens)
                 for row in plain
@@ -213,13 +210,8 @@ def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditi
     for name, rows, draw in conditions.combinations(DRAWS):
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
-            options = dict(
-                max_new_tokens=conditions.new_tokens, decoders_config={"compile": conditions.compile}, do_sample=True
-            )
-            expected = reference(model, inputs, "autoregressive", **options, **draw)
-            out = run(model, name, strategy, inputs, conditions, do_sample=True, **draw)
             what = f"{type(model).__name__}, sampling with {draw}, batch {rows}"
-            assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
+            run_alike(model, name, strategy, inputs, conditions, what, "autoregressive", do_sample=True, **draw)
 
 
 def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -231,9 +223,7 @@ def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = 
             plain = reference(model, inputs, max_new_tokens=conditions.new_tokens).sequences
             stops = plain[0, start + 2 :: 5] if conditions.thorough else plain[0, start + 2 + 5 * (turn % 2) :: 10]
             for stop in dict.fromkeys(stops.tolist()):
-                expected = reference(model, inputs, max_new_tokens=conditions.new_tokens, eos_token_id=stop)
-                out = run(model, name, strategy, inputs, conditions, eos_token_id=stop)
-                assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"end token {stop}")
+                run_alike(model, name, strategy, inputs, conditions, f"end token {stop}", eos_token_id=stop)
 
 
 def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -242,9 +232,7 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
         for rows in (1, 4):
             name, inputs = conditions.models[0], prompts(rows)
             with conditions.enabled(name) as model:
-                expected = reference(model, inputs, max_new_tokens=conditions.new_tokens, **options)
-                out = run(model, name, strategy, inputs, conditions, **options)
-                assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"{options}, batch {rows}")
+                run_alike(model, name, strategy, inputs, conditions, f"{options}, batch {rows}", **options)
 
 
 def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
@@ -256,14 +244,19 @@ def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) ->
         grammars = [automata[0], Matched(automata[1]), None, automata[2]]
         with conditions.enabled(name) as model:
             options = dict(grammar=grammars, eos_token_id=stops, **draw)
-            loop = {"compile": conditions.compile}
-            plain = reference(
-                model, inputs, "autoregressive", max_new_tokens=conditions.new_tokens, decoders_config=loop, **options
-            )
-            out = run(model, name, strategy, inputs, conditions, **options)
-            assert_same_tokens(model, inputs, plain.sequences, out.sequences, f"a grammar per row, {draw or 'greedy'}")
+            what = f"a grammar per row, {draw or 'greedy'}"
+            out = run_alike(model, name, strategy, inputs, conditions, what, "autoregressive", **options)
             prompt = inputs["input_ids"].shape[1]
             for row, grammar in enumerate(grammars):
                 tokens = out.sequences[row, prompt : prompt + out.report.new_tokens[row]].tolist()
                 taken = grammar.start().advance(tokens) if grammar is not None else len(tokens)
                 assert taken == len(tokens), f"row {row}: token {taken}, {tokens[taken]}, is illegal in its grammar"
+
+
+def check_name_and_summary(cls: type[Any]) -> None:
+    """Name and summary can be listed and looked up."""
+    name, summary = getattr(cls, "name", None), cls.summary
+    assert isinstance(name, str) and SNAKE_CASE.fullmatch(name), f"{cls.__name__}.name must be snake_case, not {name!r}"
+    assert isinstance(summary, str) and summary.strip() and "\n" not in summary, (
+        f"{cls.__name__}.summary must be one line that says what it does, not {summary!r}"
+    )

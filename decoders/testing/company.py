@@ -15,7 +15,7 @@ from ..serving.scheduler import Scheduler
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import MAX_NODES
-from .conditions import Conditions, needs, run
+from .conditions import Conditions, needs, run, run_alike
 from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import Spy, spied
@@ -36,12 +36,9 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model:
-        expected = reference(model, inputs, max_new_tokens=16)
         for order in ((partner, *parts), (*parts, partner)):
             merged = Merged(order, MergedSettings(nodes=MAX_NODES))
-            out = run(model, name, spied(merged), inputs, eager, max_new_tokens=16)
-            if strategy.exact:
-                assert_same_tokens(model, inputs, expected.sequences, out.sequences, f"as {merged.name}")
+            run_alike(model, name, spied(merged), inputs, eager, f"as {merged.name}", max_new_tokens=16)
 
 
 class Resting(Strategy):
@@ -94,13 +91,10 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model, torch.no_grad():
-        expected = reference(model, inputs, max_new_tokens=16)
-        out = run(model, name, Resting(strategy), inputs, eager, max_new_tokens=16)
-        assert_same_tokens(model, inputs, expected.sequences, out.sequences, "left out of every other step")
-        out = run(
-            model, name, strategy, inputs, eager, max_new_tokens=16, decoders_config={"compile": False, "prune": True}
-        )
-        assert_same_tokens(model, inputs, expected.sequences, out.sequences, "with what is not worth its time left out")
+        what, loop = "left out of every other step", {"compile": False, "prune": True}
+        run_alike(model, name, Resting(strategy), inputs, eager, what, max_new_tokens=16)
+        what = "with what is not worth its time left out"
+        run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
 
 
 #: New tokens of each row: they end at different times, and a row that was waiting takes the place of one that has ended.

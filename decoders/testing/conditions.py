@@ -1,4 +1,4 @@
-"""What the checks of the conformance kit decode with: models, numbers of rows, and one call with what a strategy needs."""
+"""What strategies are tested with: models, numbers of rows, a call with what a strategy needs, and a context without a call."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engine.model.torch_compat import writes_counted
 from ..generate import disable, enable
-from ..strategy import Strategy
-from .exactness import decode
+from ..strategy import Context, Strategy
+from .exactness import assert_same_tokens, decode, reference
 from .models import VOCAB, tiny_draft, tiny_model
 from .toy_grammar import TokenAutomaton
 
@@ -123,3 +124,59 @@ def run(
     loop = {"memory": False, "prune": False} | options.pop("decoders_config", {"compile": conditions.compile})
     options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options
     return decode(model, inputs, strategy, **options)
+
+
+def run_alike(
+    model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
+    conditions: Conditions, what: str, like: str | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """As :func:`run`; the tokens of an exact strategy must be those of the strategy `like`, None for transformers' own loop.
+
+    Args:
+        what: is decoded, for messages.
+    """
+    options = dict(max_new_tokens=conditions.new_tokens) | options
+    out = run(model, name, strategy, inputs, conditions, **options)
+    if strategy.exact:
+        options.pop("decoders_config", None)
+        loop: dict[str, Any] = {} if like is None else {"decoders_config": {"compile": conditions.compile}}
+        expected = reference(model, inputs, like, **options, **loop)
+        assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
+    return out
+
+
+def context(
+    rows: int = 1,
+    *,
+    model: PreTrainedModel | None = None,
+    slots: int = 256,
+    vocab_size: int | None = None,
+    device: torch.device | str | None = None,
+    **more: Any,
+) -> Context:
+    """A :class:`~decoders.Context` as ``Strategy.start`` takes it, without a call and, unless one is given, without a model.
+
+    What exists in a call only (draft models, strategies by name, the target's own embedding and head) raises UnsupportedError where
+    it is asked for, and nothing is compiled. Whether the tokens are right is what :func:`check_strategy` says; this is for what a
+    strategy proposes.
+
+    Args:
+        rows: number of rows ``B``.
+        model: what ``context.model`` is. Without one it is None, for strategies that never look at it.
+        slots: capacity of each row in tokens, prompt included.
+        vocab_size: ``V``; that of `model`, or 1000 without one.
+        device: where the strategy's tensors are to live; that of `model`, or the CPU.
+        more: other attributes of the context: ``clock=``, ``costs=``, ``memory=``, ``assistant_model=`` …
+
+    Raises:
+        TypeError: a context has no such attribute.
+    """
+    if vocab_size is None:
+        vocab_size = 1000 if model is None else model.config.get_text_config().vocab_size
+    if device is None:
+        device = "cpu" if model is None else model.device
+    fields: dict[str, Any] = dict(tokenizer=None, assistant_model=None, compile=lambda function: function)
+    return Context(
+        model=cast(PreTrainedModel, model),
+        rows=rows, slots=slots, device=torch.device(device), vocab_size=vocab_size, **fields | more,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 On small regular languages and a recursive one (:mod:`.languages`), over one token per byte and over merged tokens,
 everything that a matcher says along random walks is compared with an automaton that shares no code with a backend.
-The checks: :mod:`.grammar_positions` and :mod:`.grammar_moves`.
+The checks: :mod:`.grammar_checks`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from ..constraints import Backend, CompiledGrammar, Language, Policy
 from ..errors import GrammarError
+from .checks import check_name_and_summary
 from .grammar_checks import (
     Check,
     GrammarCase,
@@ -26,7 +27,6 @@ from .grammar_checks import (
     check_tree,
 )
 from .languages import Reference, byte_vocabulary, references
-from .naming import check_name_and_summary
 
 NOTATIONS = ("regex", "lark")
 CHECKS: tuple[Check, ...] = (

@@ -24,8 +24,7 @@ from .calls import check_calls_share_no_state, check_finish, check_memory, check
 from .company import check_merged, check_rests, check_rows_come_and_go, check_rows_draft_apart
 from .conditions import Conditions
 from .drafts import check_draft_scores, check_draft_tokens_are_accepted
-from .memory import parts_of
-from .surroundings import kept
+from .memory import kept, parts_of
 
 Check = Callable[..., None]
 

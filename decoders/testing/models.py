@@ -23,10 +23,11 @@ VOCAB = 128
 WINDOW = 8
 CHUNK = 12
 
-_LLAMA_LIKE = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=512,
-)  # fmt: skip
+_SMALL: dict[str, Any] = dict(hidden_size=32)
+_TWO_LAYERS: dict[str, Any] = dict(num_hidden_layers=2, num_attention_heads=4)
+_LLAMA_LIKE: dict[str, Any] = dict(
+    **_SMALL, **_TWO_LAYERS, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=512
+)
 _NO_GQA = {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"}
 _GPT_LIKE = dict(n_embd=32, n_layer=2, n_head=4, n_positions=512)
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
@@ -38,9 +39,11 @@ class Architecture:
     """How to build one tiny model.
 
     Attributes:
-        model_type: transformers' name of the design. options: config values. seq2seq: an encoder-decoder model.
+        model_type: transformers' name of the design.
+        options: config values.
         embedding: scale of the embeddings. Small where they are tied to the head or multiplied by the model, or the
             likeliest next token would always be the last one.
+        seq2seq: an encoder-decoder model.
     """
 
     model_type: str
@@ -96,11 +99,15 @@ def _spread(model: PreTrainedModel, scale: float) -> None:
 
 
 def _decoder(model_type: str, embedding: float = 1.0, **options: Any) -> Architecture:
-    return Architecture(model_type, MappingProxyType(_LLAMA_LIKE | options), embedding)
+    return Architecture(model_type, _LLAMA_LIKE | options, embedding)
 
 
 def _gpt(model_type: str, embedding: float = 1.0, **options: Any) -> Architecture:
-    return Architecture(model_type, MappingProxyType(_GPT_LIKE | _DROPLESS | options), embedding)
+    return Architecture(model_type, _GPT_LIKE | _DROPLESS | options, embedding)
+
+
+def _other(model_type: str, embedding: float = 1.0, **options: Any) -> Architecture:
+    return Architecture(model_type, options, embedding)
 
 
 #: Designs that the shared loop decodes: name → builder, called with an optional seed.
@@ -110,140 +117,61 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "mistral": _decoder("mistral", sliding_window=WINDOW),
         "qwen2": _decoder("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
         "qwen3": _decoder("qwen3", head_dim=8),
-        "gemma": _decoder("gemma", embedding=0.03, head_dim=8),
+        "gemma": _decoder("gemma", 0.03, head_dim=8),
         # transformers 5.17 would take SDPA, which leaves the soft cap out.
         "gemma2": _decoder(
-            "gemma2",
-            embedding=0.03,
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=WINDOW,
-            attn_implementation="eager",
+            "gemma2", 0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, attn_implementation="eager"
         ),
         "gemma3": _decoder(
-            "gemma3_text",
-            embedding=0.03,
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=WINDOW,
-            layer_types=_SLIDING_FULL,
+            "gemma3_text", 0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_SLIDING_FULL
         ),
         # The last layers read the keys and values of those before them.
         "gemma4": _decoder(
-            "gemma4_text",
-            embedding=0.03,
-            head_dim=8,
-            global_head_dim=8,
-            num_hidden_layers=4,
-            sliding_window=WINDOW,
-            layer_types=_SLIDING_FULL * 2,
-            num_kv_shared_layers=2,
-            vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=8,
+            "gemma4_text", 0.03, head_dim=8, global_head_dim=8, num_hidden_layers=4, sliding_window=WINDOW,
+            layer_types=_SLIDING_FULL * 2, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8,
         ),
         "phi": _decoder("phi"),
         "phi3": _decoder("phi3", sliding_window=WINDOW),
-        "gpt2": _gpt("gpt2", embedding=0.1),
+        "gpt2": _gpt("gpt2", 0.1),
         # Its attention keeps masks of its own, with the window in every second one.
-        "gpt_neo": Architecture(
-            "gpt_neo",
-            MappingProxyType(
-                dict(
-                    hidden_size=32,
-                    intermediate_size=48,
-                    num_layers=2,
-                    num_heads=4,
-                    attention_types=[[["global", "local"], 1]],
-                    window_size=WINDOW,
-                    max_position_embeddings=512,
-                )
-            ),
-            embedding=0.1,
+        "gpt_neo": _other(
+            "gpt_neo", 0.1, **_SMALL, intermediate_size=48, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+            window_size=WINDOW, max_position_embeddings=512,
         ),
         "gptj": _gpt("gptj", rotary_dim=4),
         "codegen": _gpt("codegen", rotary_dim=4),
-        "gpt_neox": Architecture("gpt_neox", MappingProxyType(_NO_GQA)),
-        "opt": Architecture(
-            "opt",
-            MappingProxyType(
-                dict(
-                    hidden_size=32,
-                    ffn_dim=48,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    word_embed_proj_dim=32,
-                    max_position_embeddings=512,
-                    dropout=0.0,
-                )  # fmt: skip
-            ),
-            embedding=0.1,
+        "gpt_neox": Architecture("gpt_neox", _NO_GQA),
+        "opt": _other(
+            "opt", 0.1, **_SMALL, **_TWO_LAYERS, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=512, dropout=0.0
         ),
-        "falcon": Architecture(
-            "falcon",
-            MappingProxyType(
-                dict(
-                    hidden_size=32,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    num_kv_heads=2,
-                    new_decoder_architecture=True,
-                )  # fmt: skip
-            ),
-            embedding=0.1,
-        ),
-        "falcon_multi_query": Architecture(
-            "falcon",
-            MappingProxyType(dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)),
-            embedding=0.1,
-        ),
+        "falcon": _other("falcon", 0.1, **_SMALL, **_TWO_LAYERS, num_kv_heads=2, new_decoder_architecture=True),
+        "falcon_multi_query": _other("falcon", 0.1, **_SMALL, **_TWO_LAYERS),
         "stablelm": _decoder("stablelm"),
         "mixtral": _decoder("mixtral", num_local_experts=4, num_experts_per_tok=2),
         "olmo2": _decoder("olmo2"),
         "granite": _decoder("granite"),
-        "cohere": _decoder("cohere", embedding=0.1, logit_scale=1.0),
-        "cohere2": _decoder(
-            "cohere2", embedding=0.1, logit_scale=1.0, sliding_window=WINDOW, layer_types=_SLIDING_FULL
-        ),
-        "smollm3": _decoder("smollm3", embedding=0.1, no_rope_layers=[1, 0]),
+        "cohere": _decoder("cohere", 0.1, logit_scale=1.0),
+        "cohere2": _decoder("cohere2", 0.1, logit_scale=1.0, sliding_window=WINDOW, layer_types=_SLIDING_FULL),
+        "smollm3": _decoder("smollm3", 0.1, no_rope_layers=[1, 0]),
         "gpt_oss": _decoder(
-            "gpt_oss",
-            head_dim=8,
-            sliding_window=WINDOW,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=131072,
+            "gpt_oss", head_dim=8, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=131072
         ),
         "deepseek_v3": _decoder(
-            "deepseek_v3",
-            num_key_value_heads=4,
-            moe_intermediate_size=24,
-            n_routed_experts=4,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            kv_lora_rank=16,
-            q_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
+            "deepseek_v3", num_key_value_heads=4, moe_intermediate_size=24, n_routed_experts=4, n_group=2, topk_group=1,
+            num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
             v_head_dim=12,
-        ),  # fmt: skip
-        "starcoder2": _decoder("starcoder2", embedding=0.1, sliding_window=WINDOW),
+        ),
+        "starcoder2": _decoder("starcoder2", 0.1, sliding_window=WINDOW),
         "glm4": _decoder("glm4", head_dim=8),
         "exaone4": _decoder("exaone4", sliding_window=WINDOW, sliding_window_pattern="LG", layer_types=_SLIDING_FULL),
         "hunyuan": _decoder("hunyuan_v1_dense", head_dim=8),
         "ministral": _decoder("ministral", head_dim=8, sliding_window=WINDOW, layer_types=_SLIDING_FULL),
         "llama4": _decoder(
-            "llama4_text",
-            head_dim=8,
-            intermediate_size_mlp=48,
-            num_local_experts=4,
-            interleave_moe_layer_step=2,
-            attention_chunk_size=CHUNK,
-            no_rope_layers=[1, 0],
-        ),  # fmt: skip
+            "llama4_text", head_dim=8, intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2,
+            attention_chunk_size=CHUNK, no_rope_layers=[1, 0],
+        ),
     }
-)
+)  # fmt: skip
 
 _LAYERS: dict[str, Any] = dict(
     num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
@@ -306,27 +234,21 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
 #: Designs that the shared loop must refuse: position biases, nothing but recurrent states, encoders.
 UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
     {
-        "bloom": Architecture("bloom", MappingProxyType(dict(hidden_size=32, n_layer=2, n_head=4))),
-        "mpt": Architecture("mpt", MappingProxyType(dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=256))),
-        "falcon_alibi": Architecture(
-            "falcon", MappingProxyType(dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True))
-        ),
-        "mamba": Architecture("mamba", MappingProxyType(dict(hidden_size=32, num_hidden_layers=2, state_size=8))),
-        "recurrent_gemma": Architecture(
-            "recurrent_gemma", MappingProxyType(_LLAMA_LIKE | dict(num_hidden_layers=3, lru_width=32, head_dim=8))
-        ),
+        "bloom": _other("bloom", **_SMALL, n_layer=2, n_head=4),
+        "mpt": _other("mpt", d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
+        "falcon_alibi": _other("falcon", **_SMALL, **_TWO_LAYERS, alibi=True),
+        "mamba": _other("mamba", **_SMALL, num_hidden_layers=2, state_size=8),
+        "recurrent_gemma": _decoder("recurrent_gemma", num_hidden_layers=3, lru_width=32, head_dim=8),
         "t5": Architecture(
             "t5",
-            MappingProxyType(
-                dict(
-                    d_model=32,
-                    d_kv=8,
-                    d_ff=48,
-                    num_layers=1,
-                    num_heads=4,
-                    decoder_start_token_id=0,
-                    is_encoder_decoder=True,
-                )
+            dict(
+                d_model=32,
+                d_kv=8,
+                d_ff=48,
+                num_layers=1,
+                num_heads=4,
+                decoder_start_token_id=0,
+                is_encoder_decoder=True,
             ),
             seq2seq=True,
         ),

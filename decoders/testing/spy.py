@@ -17,7 +17,7 @@ from ..strategies.merged import Merged
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import Topology, TreeTensors
 from . import memory
-from .surroundings import undisturbed
+from .memory import undisturbed
 from .tape import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingError
 from .wrapped import Wrapped
 

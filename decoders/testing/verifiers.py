@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import VerifierError
 from ..tree import Topology, TreeTensors, parents_by_row
 from ..verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
-from .naming import check_name_and_summary
+from .checks import check_name_and_summary
 
 #: A model as conditional tables: entry ``d`` is ``[V**d, V]``, the next token's distribution after each ``d`` tokens.
 Tables = tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""Strategies around another one, for tests: one passes everything on, one records its hooks and replays them as a CUDA graph would."""
+"""Strategies for tests: one passes all on to another, one also replays its hooks as a CUDA graph would, one proposes a known text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from ..engine.model.recordings import WARM_UP_STEPS
 from ..engine.model.static_inputs import find_tensors
-from ..settings import Configured
+from ..settings import Configured, Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import Topology
 from .tape import NoHostData, Tape
@@ -173,3 +175,43 @@ def _equal(own: Any, other: Any) -> bool:
 
 class ShapeError(AssertionError):
     """Something changed from step to step that a recording holds fast."""
+
+
+class ReplaySettings(Settings):
+    """The text and how to spoil it."""
+
+    texts: tuple[tuple[int, ...], ...] = Field((), description="Prompt and output of every row, without padding.")
+    length: int = Field(6, ge=1, description="Tokens proposed per branch.")
+    branches: int = Field(1, ge=1, description="Branches; the right one changes place from step to step.")
+    wrong_every: int = Field(5, ge=0, description="Spoils the token at every such position; 0 spoils none.")
+
+
+class Replay(Strategy):
+    """Proposes the next tokens of a known text: acceptance is high and of every length."""
+
+    name = "replay"
+    summary = "Proposes a known text, wrong here and there (for tests)."
+    settings_class = ReplaySettings
+    on_device = True
+    rows_apart = False  # a text belongs to a place in the batch
+
+    def start(self, context: Context) -> Tensor:
+        texts = self.settings.texts
+        width = max(map(len, texts), default=0) + self.settings.length + 1
+        known = torch.full((context.rows, max(width, context.slots)), -1, dtype=torch.int64)
+        for row, text in enumerate(texts[: context.rows]):
+            known[row, : len(text)] = torch.tensor(text)
+        return known.to(context.device)
+
+    def propose(self, state: Tensor, sequences: Sequences) -> Draft:
+        s: ReplaySettings = self.settings
+        at = sequences.length[:, None] + torch.arange(s.length, device=state.device)
+        draft_token = state.gather(1, at.clamp(max=state.shape[1] - 1))
+        if s.wrong_every:
+            # Rows are spoilt at different places, so that they advance unevenly.
+            row = torch.arange(state.shape[0], device=state.device)[:, None]
+            draft_token = torch.where((at + 2 * row) % s.wrong_every == 0, (draft_token - 1).clamp(min=-1), draft_token)
+        branch = torch.arange(s.branches, device=state.device)
+        right = branch[None] == sequences.length[:, None] % s.branches
+        decoy = (draft_token - 2).clamp(min=-1)
+        return Draft.branches(torch.where(right[:, :, None], draft_token[:, None], decoy[:, None]))

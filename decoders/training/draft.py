@@ -20,10 +20,9 @@ from ..common.layers import decoder_layers
 from ..errors import SettingsError, TrainingError
 from ..generate import disable, enable
 from .cards import draft_card
-from .optimisation import muon_and_adamw, soft_cross_entropy, warmup_stable_decay
 from .recipes import DraftTraining, Measurement
 from .texts import PROMPT_SHARE, Texts, TextStore, counted, held_out_rows, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer
+from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, soft_cross_entropy, warmup_stable_decay
 
 if TYPE_CHECKING:
     from rich.console import Console

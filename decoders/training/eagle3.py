@@ -19,10 +19,9 @@ from ..heads.eagle3 import Eagle3Config, Eagle3Head
 from ..heads.eagle3_files import Eagle3Files, Format, load_head, save_head
 from .cards import eagle3_card
 from .eagle3_lessons import Lesson, Teacher, unrolled
-from .optimisation import muon_and_adamw, soft_cross_entropy, warmup_stable_decay
 from .recipes import HeadTraining
 from .texts import Texts, TextStore, digest, held_out_rows, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer
+from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, soft_cross_entropy, warmup_stable_decay
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,24 +49,13 @@ def train_eagle3(
     checkpoint_minutes: float = 1.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains an EAGLE-3 head with the model frozen, and writes it to `out` with a card.
-
-    Checkpoints, and the text that the model writes itself, lie in ``out/training`` until the run is complete. With `resume`, an
-    interrupted run goes on there and ends where it would have ended.
+    """Trains an EAGLE-3 head with the model frozen, and writes it to `out` with a card. What is not listed is as in
+    :func:`~decoders.training.draft.train_draft`.
 
     Args:
-        texts: to learn from.
-        run: settings of the training.
-        held: judged by, for early stop; best is text that the model itself never learnt from. Without it a twentieth of `texts`
-            is held out.
         test: measured on at the end, for the card.
         start: folder of a head to begin with, in either format; its draft vocabulary is kept. None: a new one.
         form: in which format it is written.
-        dtype: of the weights that are written.
-        command: that started this, for the card.
-        resume: go on from what lies in ``out/training``.
-        checkpoint_minutes: between checkpoints.
-        console: where progress is shown.
 
     Returns:
         The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.

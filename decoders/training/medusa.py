@@ -21,14 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import TrainingError
-from ..heads.medusa import HeadsConfig, MedusaHeads, check_fit, save_heads
-from ..heads.medusa_trees import DEFAULT_TREE, accepted_length, search_tree
+from ..heads.medusa import DEFAULT_TREE, HeadsConfig, MedusaHeads, accepted_length, check_fit, save_heads, search_tree
 from .cards import medusa_card
-from .optimisation import warmup_cosine
 from .progress import progress_bar
 from .recipes import HeadsTraining
 from .texts import Progress, Texts, TextStore, digest, evaluating, held_out_rows, hold_out, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer
+from .trainer import EpochLearner, Run, Trainer, warmup_cosine
 
 if TYPE_CHECKING:
     from rich.console import Console

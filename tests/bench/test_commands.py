@@ -174,18 +174,6 @@ def test_made_up_prompts_are_the_same_in_every_run() -> None:
 
 
 @pytest.mark.usefixtures("tiny_demo")
-def test_bench_checks_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    from decoders.bench import capacity
-
-    monkeypatch.setattr(capacity, "SLOTS", (256, 320))
-    done = run("bench", "--no-compile", "--check-capacity", "--repeats", "1", "--json", "-")
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["capacity"]
-    assert {"dtype", "batch", "length", "slots", "core_ms", "ratio", "reason"} == set(rows[0])
-    assert [row["reason"] for row in rows] == ["", ""]
-
-
-@pytest.mark.usefixtures("tiny_demo")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from decoders import bench
-from decoders.bench.call import first_token, written
-from decoders.bench.capacity import check_capacity
+from decoders.bench.call import compiled_share, first_token, written
 from decoders.bench.measurement import Check, Competitor
 from decoders.bench.tables import noise, tables
 from decoders.errors import SettingsError, UnknownNameError
@@ -282,20 +280,11 @@ def test_tokens_count_up_to_and_with_the_stop_token(methods: list[Any], tokenize
     assert written(methods[0], work, torch.cat([work.input_ids, new], 1)) == [[1, 2, 5]]
 
 
-def test_capacity_check_compares_every_capacity_with_the_first(methods: list[Any]) -> None:
-    ours = methods[1]
-
-    def decode(method: Any, workload: Any, new_tokens: int) -> Any:
-        slots = method.arguments["decoders_config"]["slots"]
-        return SimpleNamespace(report=fake_report(core=0.01 * slots))
-
-    small, large = check_capacity([ours], 1, slots=(256, 512), repeats=3, decode=decode)
-    assert (small.slots, small.core_ms.median, small.ratio.median) == (256, pytest.approx(512.0), 1.0)
-    assert (large.slots, large.ratio.median) == (512, pytest.approx(2.0))
-    assert small.core_ms.count == 3, "the warm-up round does not count"
-
-
-def test_capacity_check_runs_for_real(methods: list[Any]) -> None:
-    rows = check_capacity(methods[1:2], 2, slots=(96, 400), length=16, new_tokens=4, repeats=1)
-    assert [(c.slots, c.reason) for c in rows] == [(96, ""), (400, "")]
-    assert all(c.core_ms.median > 0 for c in rows)
+def test_the_share_of_compiled_steps_counts_the_one_that_reads_the_prompts_end() -> None:
+    report = Report(strategy="autoregressive", steps=4, prefill_steps=1)
+    shares = []
+    for compiled in (0, 3, 4):
+        report.compiled_steps = compiled
+        shares.append(compiled_share(report))
+    assert shares == [0, 0.75, 1]  # a run waits until it is 1
+    assert compiled_share(None) is None

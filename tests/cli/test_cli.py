@@ -490,8 +490,13 @@ def test_config_says_where_each_setting_comes_from(monkeypatch: pytest.MonkeyPat
     assert loop["compile"] == (False, "environment variable DECODERS_COMPILE")
     assert loop["reuse"] == (False, file) and loop["weights"] == ("keep", "default")
     own = {item["setting"]: (item["value"], item["from"]) for item in found["prompt_lookup"]}
-    assert own == {"max_ngram": (4, f"{file} [prompt_lookup]"), "length": (9, "environment variable DECODERS_PROMPT_LOOKUP_LENGTH")}
-    assert all(name in run("config", "prompt-lookup").stdout for name in ("max_ngram", "min_ngram", "DECODERS_PROMPT_LOOKUP"))
+    assert own == {
+        "max_ngram": (4, f"{file} [prompt_lookup]"),
+        "length": (9, "environment variable DECODERS_PROMPT_LOOKUP_LENGTH"),
+    }
+    assert all(
+        name in run("config", "prompt-lookup").stdout for name in ("max_ngram", "min_ngram", "DECODERS_PROMPT_LOOKUP")
+    )
     assert any(file in finding["detail"] for finding in json.loads(run("doctor", "--json").stdout))
     monkeypatch.setenv("DECODERS_COMPILE", "maybe")
     assert run("config").exit_code == 2 and run("config", "prompt_lokup").exit_code == 2

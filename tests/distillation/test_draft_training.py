@@ -11,9 +11,9 @@ import decoders
 from decoders.errors import SettingsError, TrainingError
 from decoders.testing import tiny_model
 from decoders.training.draft import DraftLearner, cut, measure, new_draft, train_draft
-from decoders.training.optimisation import soft_cross_entropy
 from decoders.training.recipes import DraftTraining, Measurement
 from decoders.training.texts import Texts
+from decoders.training.trainer import soft_cross_entropy
 
 SMALL = DraftTraining(
     count=1, tokens=24 * 24, length=24, own_share=0.5, epochs=2, rows=4, rate=1e-3, bf16=False, patience=50

@@ -8,7 +8,7 @@ import torch
 import decoders
 from decoders.demo import load, prompts
 from decoders.errors import UnsupportedError
-from decoders.heads.eagle3_files import FOLDER, find_head
+from decoders.heads.eagle3_files import find_head
 from decoders.testing import tiny_model
 
 
@@ -20,7 +20,7 @@ def demo():
 
 def test_it_is_found_and_small(demo) -> None:
     folder = find_head(None, demo[0].config)
-    assert folder == find_head("demo", None) and folder.name == FOLDER
+    assert folder == find_head("demo", None) and folder.name == "eagle3"
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
     with pytest.raises(UnsupportedError, match="decoders train eagle3"):
         find_head(None, tiny_model("llama").config)

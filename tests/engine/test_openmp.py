@@ -13,8 +13,8 @@ import torch
 from transformers import StoppingCriteria
 
 import decoders
-from decoders.engine.model import locks
-from decoders.engine.model.locks import CallLock
+from decoders.engine.model import threads
+from decoders.engine.model.threads import CallLock
 from decoders.testing import prompts, tiny_model
 
 
@@ -23,7 +23,7 @@ def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    locks.release_threads()
+    threads.release_threads()
     torch.set_num_threads(before)
 
 
@@ -42,19 +42,19 @@ def run_parallel() -> torch.Tensor:
     return torch.arange(1 << 20, dtype=torch.float32).exp_()
 
 
-@pytest.mark.skipif(locks._pause() is None, reason="OpenMP is not libgomp here")
+@pytest.mark.skipif(threads._pause() is None, reason="OpenMP is not libgomp here")
 def test_a_thread_gives_its_team_back_and_gets_another_one(two_threads: None) -> None:
     expected, busy = run_parallel(), tasks()
-    locks.release_threads()
+    threads.release_threads()
     assert becomes(lambda: tasks() == busy - 1)
     before = tasks()
     assert torch.equal(run_parallel(), expected)
     assert tasks() == before + 1
-    locks.release_threads()
+    threads.release_threads()
     assert becomes(lambda: tasks() == before)
 
 
-@pytest.mark.skipif(locks._pause() is None, reason="OpenMP is not libgomp here")
+@pytest.mark.skipif(threads._pause() is None, reason="OpenMP is not libgomp here")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_gives_its_team_back(two_threads: None, fails: bool) -> None:
     class Criterion(StoppingCriteria):
@@ -65,7 +65,7 @@ def test_a_call_gives_its_team_back(two_threads: None, fails: bool) -> None:
             return torch.zeros(1, dtype=torch.bool)
 
     model = decoders.enable(tiny_model("llama"))
-    locks.release_threads()
+    threads.release_threads()
     before = tasks()
     with pytest.raises(ValueError, match="of the criterion") if fails else nullcontext():
         model.generate(
@@ -78,14 +78,14 @@ def test_a_call_gives_its_team_back(two_threads: None, fails: bool) -> None:
 def test_wheels_for_linux_have_the_openmp_that_is_expected() -> None:
     maps = Path("/proc/self/maps")
     loaded = maps.read_text() if maps.exists() else ""
-    assert (locks._pause() is not None) == ("libgomp" in loaded and "libiomp" not in loaded)
+    assert (threads._pause() is not None) == ("libgomp" in loaded and "libiomp" not in loaded)
 
 
 def test_who_waits_for_a_model_and_who_leaves_it_to_others_give_their_teams_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released: list[str] = []
-    monkeypatch.setattr(locks, "release_threads", lambda: released.append(threading.current_thread().name))
+    monkeypatch.setattr(threads, "release_threads", lambda: released.append(threading.current_thread().name))
     lock = CallLock()
     with lock:
         pass

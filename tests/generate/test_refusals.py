@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import decoders
-from decoders.engine.model import fitness
-from decoders.engine.model.fitness import refuse_unfit
+from decoders.engine.model import layout
+from decoders.engine.model.layout import refuse_unfit
 from decoders.errors import ContextLengthError, DecodersError, SettingsError, UnknownNameError, UnsupportedError
 from decoders.strategies import Autoregressive, PromptLookup
 from decoders.testing import UNSUPPORTED, prompts, tiny_model
@@ -244,7 +244,7 @@ def test_several_devices_without_tensor_parallelism_are_refused_with_the_remedy(
 ) -> None:
     model = decoders.enable(tiny_model("llama"))
     elsewhere = SimpleNamespace(device=torch.device("cuda:1"))
-    monkeypatch.setattr(fitness, "parameters_in", lambda modules: [torch.zeros(1), elsewhere])
+    monkeypatch.setattr(layout, "parameters_in", lambda modules: [torch.zeros(1), elsewhere])
     with pytest.raises(UnsupportedError, match=r'spread over cpu, cuda:1.*torchrun.*tp_plan="auto"'):
         refuse_unfit(model)
 
@@ -252,8 +252,8 @@ def test_several_devices_without_tensor_parallelism_are_refused_with_the_remedy(
 def test_calls_within_a_recording_of_the_callers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match=r"torch\.cuda\.graph.*Call it outside"):
-        fitness.refuse_capture(torch.device("cuda"))
-    fitness.refuse_capture(torch.device("cpu"))
+        layout.refuse_capture(torch.device("cuda"))
+    layout.refuse_capture(torch.device("cpu"))
 
 
 def test_an_assistant_that_is_no_model_is_told_what_is_wanted(llama: PreTrainedModel) -> None:

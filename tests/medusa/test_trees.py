@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoders.errors import DecodersError
-from decoders.heads.medusa_trees import DEFAULT_TREE, accepted_length, picture, search_tree
+from decoders.heads.medusa import DEFAULT_TREE, accepted_length, picture, search_tree
 from decoders.tree import Topology
 
 

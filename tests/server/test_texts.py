@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from decoders.common.pieces import text_behind
 from decoders.constraints.calls import not_beginning
-from decoders.engine.decode.request_output import TokenLogprobs
+from decoders.engine.decode.request import TokenLogprobs
 from decoders.server.answers import Growing
 from decoders.server.arguments import StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.engine.decode import calibration
-from decoders.engine.decode.passes import StepPass
+from decoders.engine.decode.core import StepPass
 from decoders.engine.decode.sessions import Sessions
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculative, Staged, Suffix, Threshold

@@ -19,14 +19,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.decode.lane import Lane, in_place
+from decoders.engine.decode.lane import Lane, in_place, share_steps
 from decoders.engine.decode.session import Session
-from decoders.engine.decode.sharing import share_steps
 from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.errors import (
     CancelledError,
     ContextLengthError,
     DeadlineError,
+    GrammarError,
     InputError,
     QueueFull,
     SettingsError,
@@ -140,6 +140,41 @@ def test_every_row_has_its_own_sampling_values(
         generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
         got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
     assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+
+
+@pytest.mark.parametrize("strategy", ["grammar", "speculative"])
+@pytest.mark.parametrize("question", ["fill_mask", "advance"])
+def test_a_grammar_that_fails_ends_its_request_alone(
+    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, options_of: Any, monkeypatch: Any,
+    strategy: str, question: str,
+) -> None:  # fmt: skip
+    from decoders.constraints.llguidance.grammar import LLGuidanceMatcher
+
+    asked, sound = [], getattr(LLGuidanceMatcher, question)
+
+    def failing(matcher: Any, *arguments: Any) -> Any:
+        asked.append(matcher)
+        if "failing" in matcher.grammar.language.name and asked.count(matcher) > 4:
+            raise GrammarError("it gives up")
+        return sound(matcher, *arguments)
+
+    monkeypatch.setattr(LLGuidanceMatcher, question, failing)
+    grammars = [decoders.grammar(f"start: /[a-z ]*/ // {name}\n") for name in ("failing", "sound")]
+    common = {"max_new_tokens": 14, "eos_token_id": 1}
+    expected = [
+        write_alone(llama, text_of(seed, 9), **common | more) for seed, more in ((1, {"grammar": grammars[1]}), (2, {}))
+    ]
+    with scheduler_of(llama, **options_of(strategy)) as scheduler:
+        bad = scheduler.submit(text_of(0, 9), grammar=grammars[0], **common)
+        good = scheduler.submit(text_of(1, 9), grammar=grammars[1], **common)
+        more = {"grammar": grammars[1]} if strategy == "grammar" else {}
+        free = scheduler.submit(text_of(2, 9), **common | more)
+        with pytest.raises(GrammarError, match="it gives up"):
+            bad.result(60)
+        assert good.result(60)[0, 9:].tolist() == expected[0]
+        assert more or free.result(60)[0, 9:].tolist() == expected[1]
+        again = scheduler.submit(text_of(1, 9), grammar=grammars[1], **common)
+        assert again.result(60)[0, 9:].tolist() == expected[0]
 
 
 @pytest.mark.in_turns(2)

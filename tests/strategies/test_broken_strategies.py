@@ -20,7 +20,7 @@ from decoders.strategies.merged import Merged
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, check_strategy, checks_for, parametrize_with_checks
 from decoders.testing.checks import check_on_device
-from decoders.testing.surroundings import surroundings
+from decoders.testing.memory import surroundings
 
 from .test_conformance import Good, Leaks
 

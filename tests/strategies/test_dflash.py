@@ -18,7 +18,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import decoders
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.heads.dflash import DFlashConfig, DFlashNetwork, load_network, read_config
+from decoders.heads.dflash import DFlashConfig, DFlashNetwork
+from decoders.heads.dflash_files import load_draft_model, read_config
 from decoders.strategies import DFlash
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy
@@ -273,7 +274,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="types are linear_attention"):
         call(written("sliding", layer_types=Ints(["linear_attention"] * 2)))
     with pytest.raises(SettingsError, match="fc.weight is .* not"):
-        load_network(written("authors", head_dim=12, hidden_size=16), torch.device("cpu"), torch.float32)
+        load_draft_model(written("authors", head_dim=12, hidden_size=16), torch.device("cpu"), torch.float32)
     broken = Path(written("sliding", block_size=BLOCK + 0.0))
     next(broken.glob("*-of-*")).write_bytes(b"nothing")
     with pytest.raises(SettingsError, match="cannot be read"):

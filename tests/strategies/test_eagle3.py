@@ -143,6 +143,112 @@ def by_the_paper(model: Any, text: Tensor, kind: str, length: int) -> list[int]:
     return drafted
 
 
+#: EAGLE-3.1 and P-EAGLE: fields of the config, and what they bring.
+NEWER = {
+    "3.1, each layer normed": dict(fc_norm=True, norm_output=True),
+    "3.1, normed as a whole": dict(norm_before_fc=True),
+    "two layers": dict(layers=2),
+    "parallel": dict(speculators_model_type="peagle", mask_token_id=7),
+    "parallel, two layers, normed": dict(layers=2, parallel_drafting=True, pard_token=9, fc_norm=True),
+}
+
+
+@cache
+def newer(name: str) -> str:
+    """A folder with a head like those that NeMo AutoModel (names with ``model.``) and `speculators` write."""
+    fields, state = dict(NEWER[name]), weights(5)
+    random = torch.Generator().manual_seed(6)
+    count = fields.pop("layers", 1)
+    if fields.get("norm_before_fc"):
+        state["input_norm.weight"] = 1 + 0.3 * torch.randn(3 * H, generator=random)
+    if fields.get("fc_norm"):
+        state |= {f"fc_norm.{i}.weight": 1 + 0.3 * torch.randn(H, generator=random) for i in range(3)}
+    if "parallel" in name:
+        state["mask_hidden"] = torch.randn(1, 1, 3 * H, generator=random)
+    for layer in range(1, count):
+        for part, tensor in weights(7 + layer).items():
+            own = part.removeprefix("midlayer.")
+            if own != part and own != "hidden_norm.weight":
+                wide = own.removeprefix("self_attn.")[:1] in "qkv" and "self_attn" in own
+                state[f"layers.{layer}.{own}"] = tensor[:, :H].contiguous() if wide else tensor
+    state = {part.replace("midlayer.", "layers.0."): tensor for part, tensor in state.items()}
+    if "two layers" in name:
+        state = {
+            part if part in ("lm_head.weight", "d2t", "t2d", "mask_hidden") else f"model.{part}": t
+            for part, t in state.items()
+        }
+    _folders.append(tempfile.TemporaryDirectory(prefix="eagle3-"))
+    folder = Path(_folders[-1].name)
+    save_file(state, folder / "model.safetensors")
+    config = dict(
+        architectures=["Eagle3Speculator"], draft_vocab_size=len(IDS), eagle_aux_hidden_state_layer_ids=[1, 2, 4],
+        transformer_layer_config=LAYER | dict(num_hidden_layers=count),
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return str(folder)
+
+
+@torch.no_grad()
+def plainly(model: Any, text: Tensor, name: str, length: int) -> list[int]:
+    """The chain that a newer head drafts after `text`, by transformers' layers over the whole text and the whole draft so far."""
+    head = load_head(newer(name), torch.device("cpu"), torch.float32).head
+    table, hidden = model.get_input_embeddings().weight, model(text[None], output_hidden_states=True).hidden_states
+    features = torch.cat([hidden[layer + 1][0] for layer in (0, 1, 3)], -1)[:-1]
+
+    def fused(states: Tensor) -> Tensor:
+        w = {part: tensor for part, tensor in head.state_dict().items() if "norm" in part}
+        if "as a whole" in name:
+            states = norm(states, w["input_norm.weight"])
+        if NEWER[name].get("fc_norm"):
+            states = torch.cat([norm(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(states.split(H, -1))], -1)
+        return states @ head.fc.weight.T
+
+    def run(read: Tensor, states: Tensor) -> Tensor:
+        n = len(read)
+        mask = torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None]
+        rotary = head.rotary_emb(read[None], torch.arange(n)[None])
+        states = eager(head, head.midlayer, read, states, rotary, mask)
+        for layer in head.deeper:
+            states = layer(states, position_embeddings=rotary, attention_mask=mask)
+        return states[0]
+
+    states, read = fused(features), table[text[1:]]
+    if "parallel" in name:
+        masks = (length - 1, -1)
+        read = torch.cat([read, table[head.head_config.mask_token_id].expand(*masks)])
+        given = run(read, torch.cat([states, fused(head.mask_hidden[0]).expand(*masks)]))[-length:]
+        return IDS[(norm(given, head.norm.weight) @ head.lm_head.weight.T).argmax(-1)].tolist()
+    drafted: list[int] = []
+    for _ in range(length):
+        given = run(read, states)[-1:]
+        normed = norm(given, head.norm.weight)
+        drafted.append(int(IDS[int((normed @ head.lm_head.weight.T).argmax())]))
+        states = torch.cat([states, normed if NEWER[name].get("norm_output") else given])
+        read = torch.cat([read, table[drafted[-1:]]])
+    return drafted
+
+
+def eager(head: Any, layer: Any, read: Tensor, states: Tensor, rotary: Any, mask: Tensor) -> Tensor:
+    """The first layer of a head, whose attention reads an embedding and a state side by side."""
+    normed = layer.hidden_norm(states)
+    side_by_side = torch.cat([layer.input_layernorm(read), normed], -1)[None]
+    attended = layer.self_attn(side_by_side, position_embeddings=rotary, attention_mask=mask)[0]
+    states = (normed if layer.norm_before_residual else states) + attended[0]
+    return (states + layer.mlp(layer.post_attention_layernorm(states)))[None]
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_heads_draft_what_their_equations_say(name: str) -> None:
+    model, inputs, spy = target(), prompts(3), Spy(Eagle3(head=newer(name), tree="none", length=4))
+    out = decode(model, inputs, spy, max_new_tokens=8, decoders_config={"prefill_chunk": 7})
+    assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=8).sequences)
+    for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        for step in spy.seen:
+            if not step.finished[row]:
+                text = out.sequences[row, padding : padding + step.lengths[row]]
+                assert step.draft.tokens[row].tolist() == plainly(model, text, name, 4)
+
+
 @pytest.mark.parametrize(
     "kind, compile",
     [("authors", False), ("speculators", False), pytest.param("authors", True, marks=pytest.mark.slow)],
@@ -197,6 +303,7 @@ SHAPES: dict[Strategy, tuple[str, ...]] = {
         "check_drafts", "check_copies", "check_prompt_chunks", "check_rows_come_and_go", "check_draft_tokens_are_accepted"
     ),
     Eagle3(head=written("speculators"), tree="static", length=2, nodes=24, children=24): ("check_draft_scores",),
+    Eagle3(head=newer("parallel"), length=4, nodes=16): ("check_drafts", "check_on_device", "check_rows_draft_apart"),
     Eagle3(head=written("speculators"), tree="none", length=3): (
         "check_on_device", "check_sampling_equals_autoregressive"
     ),
@@ -241,8 +348,14 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(Eagle3(head=written("authors"), layers=(0, 1)))
     with pytest.raises(SettingsError, match="vocabulary of 130"):
         call(Eagle3(head=written("authors", vocab_size=130)))
-    with pytest.raises(UnsupportedError, match="norm_before_fc"):
-        call(Eagle3(head=written("speculators", norm_before_fc=True)))
+    with pytest.raises(SettingsError, match="norm_before_fc and fc_norm are both true"):
+        call(Eagle3(head=written("speculators", norm_before_fc=True, fc_norm=True)))
+    with pytest.raises(SettingsError, match="drafts in parallel, and no mask_token_id"):
+        call(Eagle3(head=written("speculators", speculators_model_type="peagle")))
+    with pytest.raises(UnsupportedError, match="1 layers of 'qwen3'; only Llama layers"):
+        call(
+            Eagle3(head=written("speculators", transformer_layer_config=MappingProxy(LAYER | dict(model_type="qwen3"))))
+        )
     with pytest.raises(SettingsError, match="fc.weight is .* not"):
         load_head(written("authors", target_hidden_size=16), torch.device("cpu"), torch.float32)
     broken = Path(written("speculators", draft_vocab_size=len(IDS) + 0.0))

@@ -9,7 +9,7 @@ from scipy import stats
 import decoders
 from decoders import demo
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.heads.medusa_trees import DEFAULT_TREE
+from decoders.heads.medusa import DEFAULT_TREE
 from decoders.strategies import Medusa, PromptLookup
 from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged

@@ -11,8 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from decoders.errors import TrainingError
-from decoders.training.optimisation import warmup_cosine, warmup_stable_decay
-from decoders.training.trainer import Learner, Run, Trainer
+from decoders.training.trainer import Learner, Run, Trainer, warmup_cosine, warmup_stable_decay
 
 
 class Line(Learner):

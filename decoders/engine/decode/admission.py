@@ -15,8 +15,7 @@ from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.weights.state import WeightState
 from .batch import Batch
 from .prompts import NOTHING, KeptText, PrefillPlan
-from .request import Request
-from .request_output import RequestOutput
+from .request import Request, RequestOutput
 from .session import Session
 
 #: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.

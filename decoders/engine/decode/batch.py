@@ -24,8 +24,7 @@ from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .guard import check_tree, untouched
-from .request import Request
-from .request_output import RequestOutput
+from .request import Request, RequestOutput
 from .resources import CallResources
 from .roster import Roster
 from .rows import Rows
@@ -157,7 +156,7 @@ class Batch(Roster):
         if isinstance(self.guide, HostGuide) and stays:
             return self.guide.rebatch(sources, grammars)
         if self.shared:
-            return HostGuide.of(grammars, target.vocab_size, target.device)
+            return HostGuide.of(grammars, target.vocab_size, target.device, shared=True)
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def finish(self, cause: BaseException | None = None) -> None:

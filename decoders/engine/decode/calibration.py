@@ -25,8 +25,7 @@ from ..model.compiled.tiers import Compile, PassKind
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import Core
-from .passes import StepPass
+from .core import Core, StepPass
 from .rows import sampling_inputs
 from .sessions import Sessions
 from .step import Parts, forward_verify_commit

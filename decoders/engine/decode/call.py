@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from ...errors import UnsupportedError
 from ...report import Stopwatch
-from ..model.locks import release_threads
 from ..model.ranks import Ranks
+from ..model.threads import release_threads
 from .batch import Batch
 from .engine import Engine
 from .recording import StepRecording, recordable
-from .request import Request
-from .request_output import RequestOutput
+from .request import Request, RequestOutput
 from .rows import sampling_inputs
 from .step import step
 from .watch import StepWatch

@@ -21,18 +21,17 @@ from ...strategy import Strategy
 from ..model.compiled.functions import CompiledFunction, TieredFunction
 from ..model.compiled.tiers import Compile
 from ..model.features import OutputHead, layer_indices
-from ..model.locks import CallLock
 from ..model.recordings import recorder_of
 from ..model.self_check import parameters_read, target_of
-from ..model.threads import Threads, own_number_afterwards
+from ..model.threads import CallLock, Threads, own_number_afterwards
 from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from ..model.weights.packing import freed_error
 from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
+from .core import StepPass
 from .drafts.modules import ModuleTwin
-from .passes import StepPass
 from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.

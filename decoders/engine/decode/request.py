@@ -1,23 +1,28 @@
-"""What a call asks for, in the loop's terms."""
+"""What a call asks for, in the loop's terms, and what is written for it, however many requests share its steps."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ...constraints import CompiledGrammar
 from ...costs.curve import default_folder
-from ...report import Observer
+from ...report import ObservedCall, Observer, Report, TracedStep, Written
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
-from .criteria import Criteria
-from .host_processors import Processors
+from ..model.ranks import ALONE, Ranks
+from ..model.target import Target
+from .core import StepOutput
+from .criteria import Criteria, CriteriaRun, Outcome
+from .host_processors import PaddedRows, Processors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -114,3 +119,159 @@ class Request:
     def memory_salt(self) -> str:
         """The salt of what the strategy keeps between calls: rows of different salts share only what learns nothing of their texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
+
+
+def empty_report(request: Request, target: Target) -> Report:
+    """The report on a request before anything has been decoded."""
+    strategy, verifier = request.strategy, request.verifier
+    return Report(
+        strategy=strategy.name, settings=strategy.settings_in_force(), exact=strategy.exact and verifier.exact,
+        verifier=verifier.name, verifier_settings=verifier.settings_in_force(),
+        rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
+        new_tokens=[0] * len(request.prompts),
+        same_bits=target.invariance.holds if target.invariance is not None else None,
+        weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was, as the model has it: before temperature, filters, penalties and grammar.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability.
+        top: the likeliest tokens and their log probabilities, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class RequestOutput:
+    """What has been written for a request. It is the only place on the host that keeps the tokens.
+
+    Attributes:
+        request: what was asked for.
+        report: its figures; those of the whole step where no other request shares it.
+        generated: token ids per row, stop token included.
+        lengths: tokens per row, prompt included.
+        finished: per row.
+        drafters: per row and token, who drafted it; "" for the target's own.
+        logprobs: per row and token, if asked for.
+        logits: per row and token, if asked for.
+        scores: per row and token, if asked for.
+        padded_rows: the rows as transformers would show them.
+        criteria: asked on the host, None if there are none.
+        error: what a callback of this request has raised, where that ends this request alone.
+    """
+
+    def __init__(self, request: Request, report: Report, ranks: Ranks = ALONE) -> None:
+        self.request, self.report = request, report
+        rows = len(request.prompts)
+        self.lengths = [len(prompt) for prompt in request.prompts]
+        self.generated: list[list[int]] = [[] for _ in range(rows)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.drafters: list[list[str]] = [[] for _ in range(rows)]
+        traced: list[list[TracedStep]] = [[] for _ in range(rows)]
+        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.tokenizer)
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
+        self.finished = [request.new_tokens == 0] * rows
+        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
+        self.criteria: CriteriaRun | None = None
+        if request.criteria is not None:
+            kept = self.scores if request.keep_scores else None
+            self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
+        self.error: Exception | None = None
+        self._closed = False
+        self._observed = ObservedCall(
+            request.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
+        )
+        self._tell_observers("start")
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def ended(self) -> bool:
+        return all(self.finished)
+
+    def text(self, row: int) -> Tensor:
+        """Prompt and generated tokens of a row, 1-D int64."""
+        prompt = self.request.prompts[row]
+        return torch.cat([prompt, torch.tensor(self.generated[row], dtype=torch.int64, device=prompt.device)])
+
+    def book(self, outcome: Outcome, out: StepOutput | None, first: int) -> list[list[int]]:
+        """Books a step and gives the new tokens of every row.
+
+        Args:
+            outcome: of this request's rows.
+            out: of all rows; needed for logits and scores only.
+            first: the first of this request's rows among them.
+        """
+        request, report = self.request, self.report
+        report.steps += 1
+        report.accepted += sum(map(min, outcome.accepted, outcome.emitted))  # criteria may have cut the row
+        report.drafted += sum(outcome.drafted)
+        new = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
+        for row, tokens in enumerate(new):
+            if self.finished[row]:
+                continue
+            count = len(tokens)
+            if count:
+                histogram = report.accepted_lengths
+                histogram.extend([0] * (count - len(histogram)))
+                histogram[count - 1] += 1
+            if out is not None and request.keep_logits:
+                self.logits[row] += out.logits[first + row, out.path[first + row, :count]].unbind(0)
+            if out is not None and out.scores is not None:
+                self.scores[row] += out.scores[first + row, out.path[first + row, :count]].unbind(0)
+            if out is not None and request.top_logprobs is not None:
+                logits = out.logits[first + row, out.path[first + row, :count]]
+                self.logprobs[row] += logprobs_of(tokens, logits, request.top_logprobs)
+            accepted = min(outcome.accepted[row], count)
+            drafters = outcome.drafters[row] if outcome.drafters else [request.strategy.name] * accepted
+            self.drafters[row] += [*drafters[:accepted], *[""] * (count - accepted)]
+            self.generated[row] += tokens
+            self.lengths[row] += count
+            report.new_tokens[row] += count
+        self.finished = [bool(ended) for ended in outcome.ended]
+        return new
+
+    def tell(self, new: list[list[int]]) -> None:
+        """Tells observers and streamer what a step has written."""
+        self._tell_observers("step", lambda: ([list(row) for row in new],))  # each observer has lists of its own
+        if self.request.on_step is not None:
+            self.request.on_step(new, self.generated, self.finished)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tells observers, the first time only, that it is over; `error` is what ended the request, if something did."""
+        if not self._closed:
+            self._closed = True
+            self._tell_observers("end", lambda: (self.report, error or self.error))
+
+    def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
+        """Calls a method of every observer; what it raises is a warning."""
+        for observer in self.request.observers:
+            try:
+                getattr(observer, method)(self._observed, *told())
+            except Exception as error:
+                warnings.warn(
+                    f"decoders: {method} of observer {observer.name!r} raised {error!r}; the call goes on", RuntimeWarning,
+                    stacklevel=3,
+                )  # fmt: skip
+
+
+def logprobs_of(tokens: list[int], logits: Tensor, top: int) -> list[TokenLogprobs]:
+    """The log probabilities of `tokens` and of the `top` likeliest ones, under logits ``[T, V]``."""
+    every = logits.float().log_softmax(-1)
+    own = every.gather(1, torch.tensor(tokens, device=every.device)[:, None])[:, 0].tolist()
+    best = every.topk(min(top, every.shape[-1]), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, (ids, values) in zip(tokens, own, pairs, strict=True)
+    ]

@@ -15,8 +15,7 @@ from ..model.buckets import row_bucket
 from ..model.cache import CacheBuffers
 from .engine import Engine
 from .grammar.guide import Guide
-from .request import Request
-from .request_output import RequestOutput, empty_report
+from .request import Request, RequestOutput, empty_report
 from .rows import Rows
 from .session import Session
 

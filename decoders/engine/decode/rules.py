@@ -20,8 +20,7 @@ from ..model.recordings import Recordings
 from ..model.target import ForwardResult
 from .core import Core, StepOutput
 from .host_processors import NOT_REACHED, choose_along_path
-from .request import Request
-from .request_output import RequestOutput
+from .request import Request, RequestOutput
 from .rows import Fault, Rows
 from .step import Parts, forward_verify_commit
 from .verify import Verdict, draw

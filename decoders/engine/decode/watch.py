@@ -14,7 +14,7 @@ from ..model.invariance import branch_length
 from .batch import Batch
 from .core import StepOutput
 from .criteria import Outcome
-from .request_output import RequestOutput
+from .request import RequestOutput
 from .step import Watch
 
 

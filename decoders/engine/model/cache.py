@@ -263,7 +263,7 @@ class SlotCache(Cache):
         view: attention sees slots ``0 … view-1``, so that its cost follows the current length, not the capacity.
         states: how recurrent layers run in this pass, where there are any.
         counts: ``[N]``, what stands in front of each node of a single row, less its place in the pass, for designs that add the two
-            (:mod:`.counted_tokens`).
+            (:class:`~decoders.engine.model.layout.CountedTokens`).
     """
 
     def __init__(

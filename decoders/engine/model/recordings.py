@@ -272,7 +272,9 @@ class Recordings:
         recording = self._kept.get(full)
         if recording is None:
             self._runs[full] += 1
-            recording = self._recorded(full, function, given) if self._runs[full] > PLAIN_RUNS else None
+            if self._runs[full] > PLAIN_RUNS:
+                own = copied(given)
+                recording = self.record(full, None, StaticInputs(own), lambda: function(*own))
             if recording is None:
                 return function(*given)
             if key() != begun:
@@ -285,10 +287,6 @@ class Recordings:
         recording.replay()
         self.replays += 1
         return recording.output
-
-    def _recorded(self, key: Hashable, function: Callable[..., Any], given: tuple) -> Recording | None:
-        own = copied(given)
-        return self.record(key, None, StaticInputs(own), lambda: function(*own))
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
         """The step recorded for `key`, with the values of `inputs` copied in; None if there is none that fits.

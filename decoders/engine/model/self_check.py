@@ -24,9 +24,9 @@ from . import mixed, own_masks
 from .blocks import PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
-from .fitness import refusing
 from .invariance import brief_check
 from .kernels import attention as kernel
+from .layout import refusing
 from .target import Target
 from .weights.freed import ReadParameters
 from .weights.quantization import Precision, quantize

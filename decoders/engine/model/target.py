@@ -22,9 +22,8 @@ from . import attention, buckets, own_masks, recurrent
 from .blocks import LeadingText, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
-from .fitness import refuse_unfit
 from .kernels import attention as kernel
-from .layout import backbone_of, context_length, embeddings_of, probe_layout, shared_inputs, vocabulary_of
+from .layout import backbone_of, context_length, embeddings_of, probe_layout, refuse_unfit, shared_inputs, vocabulary_of
 from .ranks import Ranks
 from .state_probe import adopt
 from .weights.fingerprints import Fingerprints

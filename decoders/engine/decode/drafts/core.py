@@ -13,8 +13,7 @@ from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.target import ForwardResult
-from ..core import Core, StepOutput
-from ..passes import StepPass
+from ..core import Core, StepOutput, StepPass
 from ..rows import Rows
 
 

@@ -1,7 +1,7 @@
 """What a draft model has still to read, and what it did in a call.
 
 What steps decide is counted on the device, what Python runs on the host. A recorded step runs Python once, and the device does
-nothing meanwhile; its replays are unseen by Python. So both counts are told when a step is recorded and how often it was replayed.
+nothing meanwhile; its replays are unseen by Python. So the counts are told when a step is recorded and how often it was replayed.
 """
 
 from __future__ import annotations
@@ -14,48 +14,6 @@ from ...model.buckets import node_bucket
 
 #: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
 MIN_PENDING = 2
-
-
-class PendingTokens:
-    """How many committed tokens are pending in the row that has most of them, and what reads them.
-
-    Args:
-        level: how many tokens are pending after a step that has accepted what was drafted.
-        static: whether passes have one of a few sizes.
-        shared: whether the model that verifies computes what is committed for the draft as well: none of it is read again.
-
-    Attributes:
-        count: tokens that are pending.
-    """
-
-    def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
-        self.level, self.static, self.device, self.shared = level, static, device, shared
-        self.count = level
-        self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
-        self._before = 0
-
-    def after_step(self, behind: int) -> None:
-        """A step has committed tokens, `behind` of them after the last that was drafted."""
-        self.count = self.level + behind
-
-    def range(self, reach: int) -> Tensor:
-        """``[U]`` int64, 0 … U-1: an entry for each pending token, and some more. No row is longer than `reach`."""
-        pending = 0 if self.shared else max(min(self.count, reach), MIN_PENDING)
-        if self.static and pending:  # with the last token they are a block
-            pending = node_bucket(pending + 1) - 1
-        if pending not in self._ranges:
-            self._ranges[pending] = torch.arange(pending, device=self.device)
-        return self._ranges[pending]
-
-    def recording(self) -> None:
-        """What follows is recorded: Python runs, and the device does not."""
-        self._before = self.count
-
-    def not_recorded(self) -> None:
-        """The recording has failed, and nothing has been run."""
-        self.count = self._before
-
-
 #: Longest stretch of accepted tokens per pass that a stage's histogram can hold.
 LONGEST = 64
 
@@ -63,18 +21,36 @@ LONGEST = 64
 class DraftCounts:
     """Passes, tokens and seconds of a draft model.
 
+    Args:
+        level: how many tokens are pending after a step that has accepted what was drafted.
+        static: whether passes have one of a few sizes.
+        shared: whether the model that verifies computes what is committed for the draft as well: none of it is read again.
+
     Attributes:
+        pending: committed tokens that are to be read, in the row that has most of them.
         tally: ``[3 + LONGEST]`` int64: tokens, accepted and drafted ones of its stage, and a histogram of tokens per pass.
         passes: forward passes.
         forward_seconds: spent in these.
         stage_seconds: spent in the strategy that drafts for it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, level: int, static: bool, device: torch.device, shared: bool = False) -> None:
+        self.level, self.static, self.device, self.shared = level, static, device, shared
+        self.pending = level
+        self._ranges: dict[int, Tensor] = {MIN_PENDING: torch.arange(MIN_PENDING, device=device)}
         self.tally = torch.zeros(3 + LONGEST, dtype=torch.int64, device=device)
-        self.passes = 0
-        self._before, self._per_step = 0, 0
+        self.passes = self._per_step = 0
+        self._before = self.pending, self.passes
         self.forward_seconds = self.stage_seconds = 0.0
+
+    def range(self, reach: int) -> Tensor:
+        """``[U]`` int64, 0 … U-1: an entry for each pending token, and some more. No row is longer than `reach`."""
+        pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)
+        if self.static and pending:  # with the last token they are a block
+            pending = node_bucket(pending + 1) - 1
+        if pending not in self._ranges:
+            self._ranges[pending] = torch.arange(pending, device=self.device)
+        return self._ranges[pending]
 
     def accepted(self, summary: Tensor) -> None:
         """Counts what a stage's step has decided. summary: as of a step's output."""
@@ -84,15 +60,20 @@ class DraftCounts:
 
     def recording(self) -> None:
         """What follows is recorded: Python runs, and the device does not."""
-        self._before = self.passes
+        self._before = self.pending, self.passes
 
-    def recorded(self) -> None:
-        """The recording is over; what Python counted meanwhile is what every replay does."""
-        self._per_step, self.passes = self.passes - self._before, self._before
+    def recorded(self, worked: bool) -> None:
+        """The recording is over, or has failed; what Python counted meanwhile is what every replay does."""
+        pending, passes = self._before
+        self._per_step, self.passes = self.passes - passes, passes
+        if not worked:
+            self.pending = pending
 
     def replayed(self, like: DraftCounts, steps: int) -> None:
         """What `like` has recorded has been run so many times."""
         self.passes += steps * like._per_step
+        if steps:
+            self.pending = like.pending
 
     def report(self, model: str, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
         """Everything counted. Reads the device: not for use between steps."""

@@ -26,7 +26,7 @@ from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
 from .core import DraftCore
-from .counts import DraftCounts, PendingTokens
+from .counts import DraftCounts
 from .shared_slots import SharedSlots, fits
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ModelDrafter(Drafter):
     Attributes:
         proposed: nodes of the block that is verified next, its padding not counted; set by the batch or stage that verifies it.
         reach: most committed tokens of a row, as far as the host knows.
-        pending: committed tokens that it has not run yet.
+        counts: committed tokens that it has not run yet, passes, tokens and seconds.
         inner: draft models of the strategy that drafts for it, if there is one (:mod:`.staged`).
         drafted_by: name of that strategy.
     """
@@ -77,14 +77,20 @@ class ModelDrafter(Drafter):
         slots = (above.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, batch.engine.target.layout
         shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
-        opened = self._open(slots) if not batch.shared and not shared else None
+        opened: OpenSession | None = None
         self.session: Session
         if shared:
             batch.read_rest()
             self.session = SharedSlots.of(target, batch.session)
             if target.static:
                 self.session.reserve(above.longest + 2 * ahead)
-        elif opened is not None:
+        elif not batch.shared:  # for the length of the call
+            request = batch.request
+            opened = stack.enter_context(
+                self.engine.sessions.open(
+                    request.prompts, ahead, batch.rows.sampling, slots, request.runtime.reuse, shared=True
+                )
+            )
             self.session = opened.session
         else:
             recordings = self.engine.sessions.recordings()
@@ -94,23 +100,15 @@ class ModelDrafter(Drafter):
         self.guide = above.guide.ahead() if above.guide is not None else None
         self._begun = self.rows.length.clone()
         self.reach = max(map(len, batch.request.prompts))
-        self.pending = PendingTokens(self.level, target.static, target.device, shared)
+        self.counts = DraftCounts(self.level, target.static, target.device, shared)
         self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
-        self.counts = DraftCounts(target.device)
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
         self._unread = opened
         if not seldom:
             self._read_prompts()
-
-    def _open(self, slots: int) -> OpenSession:
-        """A session of the engine's for the length of the call."""
-        request, sampling = self.batch.request, self.batch.rows.sampling
-        return self.stack.enter_context(
-            self.engine.sessions.open(request.prompts, self.ahead, sampling, slots, request.runtime.reuse, shared=True)
-        )
 
     def _read_prompts(self) -> None:
         """Runs the prompts, unless that has been done."""
@@ -229,7 +227,7 @@ class ModelDrafter(Drafter):
             self.guide.follow()
 
     def extend(self) -> Expansion:
-        expansion = self.run("extend", self.covering(1)[0], self.pending.range(self.reach), *self._masks())
+        expansion = self.run("extend", self.covering(1)[0], self.counts.range(self.reach), *self._masks())
         if self.guide is not None:
             self.guide.append(expansion.tokens[:, 0, 0])
         return expansion
@@ -238,7 +236,7 @@ class ModelDrafter(Drafter):
         raise TypeError("a drafter without a stage extends")
 
     def root(self) -> Expansion:
-        return self.run("root", self.covering(1)[0], self.pending.range(self.reach), *self._masks())
+        return self.run("root", self.covering(1)[0], self.counts.range(self.reach), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         count = nodes.shape[1]
@@ -266,13 +264,13 @@ class ModelDrafter(Drafter):
         else:
             others = step.nodes.shape[1] != self.above.blocks.size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
-        self.pending.after_step(behind)
+        self.counts.pending = self.level + behind
         for drafter in self.inner:
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
         """The model that this one drafts for has committed so many tokens that were not its own."""
-        self.pending.count += tokens
+        self.counts.pending += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
@@ -293,24 +291,19 @@ class ModelDrafter(Drafter):
 
     def recording(self) -> None:
         """What follows is a round that is recorded: Python runs, and the device does not."""
-        self.pending.recording()
         self.counts.recording()
         for drafter in self.inner:
             drafter.recording()
 
     def recorded(self, worked: bool) -> None:
         """The round has been recorded, or not; nothing has been run."""
-        self.counts.recorded()
-        if not worked:
-            self.pending.not_recorded()
+        self.counts.recorded(worked)
         for drafter in self.inner:
             drafter.recorded(worked)
 
     def replayed(self, like: ModelDrafter, steps: int) -> None:
         """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
         self.counts.replayed(like.counts, steps)
-        if steps:
-            self.pending.count = like.pending.count
         for drafter, recorded in zip(self.inner, like.inner, strict=True):
             drafter.replayed(recorded, steps)
 
@@ -347,7 +340,7 @@ class ModelDrafter(Drafter):
             )
         self.counts.forward_seconds += stopwatch.next()
         self.counts.passes += 1
-        self.pending.count = 0
+        self.counts.pending = 0
         return result
 
     def _masks(self) -> tuple[Masks, ...]:

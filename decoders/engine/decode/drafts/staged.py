@@ -141,7 +141,7 @@ class DraftStage:
 
     def decide(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         """The draft's own :meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
-        pending = self.drafter.pending.range(self.drafter.reach)
+        pending = self.drafter.counts.range(self.drafter.reach)
         out, self.expansion = self.drafter.run(
             "advance", block.view, block.draft_tokens, block.tree, pending, block.masks
         )

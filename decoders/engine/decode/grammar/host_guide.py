@@ -4,13 +4,14 @@ one table of packed masks. Unpacked (:class:`~decoders.sampling.processors.Masks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....constraints import CompiledGrammar, Tabulated
+from ....constraints import CompiledGrammar, Tabulated, pack
 from ....errors import GrammarError
 from ....sampling.processors import Masks
 from ....strategy import Sequences
@@ -28,12 +29,19 @@ class HostGuide(Guide):
     Attributes:
         texts: one per row.
         positions: where each row stands; None for rows that have ended.
+        shared: whether rows belong to several requests, so that what a row's grammar raises ends that row alone.
+        faults: what grammars have raised, by row. These rows are free from then on, and end.
     """
 
     on_device = False
 
-    def __init__(self, texts: Sequence[Text], table: MaskTable, outer: HostGuide | None = None) -> None:
-        self.texts, self.table, self.outer = texts, table, outer
+    def __init__(
+        self, texts: Sequence[Text], table: MaskTable, outer: HostGuide | None = None, shared: bool = False
+    ) -> None:
+        self.texts, self.table, self.outer, self.shared = list(texts), table, outer, shared
+        self.faults: dict[int, GrammarError] = {}
+        if outer is not None:
+            self.texts, self.faults, self.shared = outer.texts, outer.faults, outer.shared
         self._shifts: dict[
             int, tuple[Tabulated, int]
         ] = {}  # grammars whose masks are in the table, and their first rows
@@ -42,16 +50,19 @@ class HostGuide(Guide):
         self._history = [HostHistory() for _ in texts]
 
     @staticmethod
-    def of(grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device) -> HostGuide:
+    def of(
+        grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device, shared: bool = False
+    ) -> HostGuide:
         """A guide at the beginning of every row's text; None is a row that may write anything."""
-        return HostGuide([], MaskTable(vocabulary, device)).rebatch([-1] * len(grammars), grammars)
+        guide = HostGuide([], MaskTable(vocabulary, device), shared=shared)
+        return guide.rebatch([-1] * len(grammars), grammars)
 
     def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
         """A guide of other rows: each is the row of this one with that number, or for -1 a new one, at its text's beginning.
 
         The masks of tabulated grammars stay in the table; a new guide drops those that no row follows any more.
         """
-        guide = HostGuide([], self.table)
+        guide = HostGuide([], self.table, shared=self.shared)
         guide._shifts = self._shifts
         guide.texts = [
             self.texts[row] if row >= 0 else guide._text(grammar) for row, grammar in zip(rows, grammars, strict=True)
@@ -89,18 +100,21 @@ class HostGuide(Guide):
             if start is None or isinstance(text, FreeText):
                 continue
             reached = [start, *(None for _ in written)]
-            mask[0] = text.mask(start)
-            if self.table.empty(mask[0]):
-                raise GrammarError(NOTHING_ALLOWED.format(row=row))
-            for node in range(1, len(above)):
-                parent, token = above[node], written[node - 1]
-                if parent < 0 or token < 0:
-                    continue
-                position = text.step(reached[parent], token) if reached[parent] is not None else None
-                if position is None:
-                    written[node - 1], illegal = -1, True
-                else:
-                    reached[node], mask[node] = position, text.mask(position)
+            with self._of_row(row):
+                mask[0] = text.mask(start)
+                if self.table.empty(mask[0]):
+                    raise GrammarError(NOTHING_ALLOWED.format(row=row))
+                for node in range(1, len(above)):
+                    parent, token = above[node], written[node - 1]
+                    if parent < 0 or token < 0:
+                        continue
+                    position = text.step(reached[parent], token) if reached[parent] is not None else None
+                    if position is None:
+                        written[node - 1], illegal = -1, True
+                    else:
+                        reached[node], mask[node] = position, text.mask(position)
+            if row in self.faults:
+                rows[row] = [self._ending(text)] * len(mask)
         return torch.tensor(tokens, device=draft_tokens.device) if illegal else draft_tokens, self._masks(rows)
 
     def end(self) -> Masks:
@@ -113,8 +127,10 @@ class HostGuide(Guide):
             reached, text = self._nodes[row], self.texts[row]
             del reached[before:]
             for token, parent in zip(mine, above, strict=True):
-                start = reached[parent]
-                reached.append(text.step(start, token) if start is not None and token >= 0 else None)
+                start, position = reached[parent], None
+                with self._of_row(row):
+                    position = text.step(start, token) if start is not None and token >= 0 else None
+                reached.append(position)
             rows.append([self._mask(row, position) for position in reached[-len(mine) :]])
         return self._masks(rows)
 
@@ -135,9 +151,10 @@ class HostGuide(Guide):
         for row, text in enumerate(self.texts):
             if through[row]:
                 self.positions[row] = None
-            elif self.positions[row] is None:
-                raise GrammarError(MASK_MISMATCH.format(row=row))
-            else:
+                continue
+            with self._of_row(row):
+                if self.positions[row] is None:
+                    raise GrammarError(MASK_MISMATCH.format(row=row))
                 self.positions[row] = text.settle(self.positions[row])
 
     def check(self) -> None:
@@ -146,7 +163,10 @@ class HostGuide(Guide):
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         runs, lengths = [], sequences.length.tolist()
         for row, (text, position) in enumerate(zip(self.texts, self.positions, strict=True)):
-            runs.append(self._spelled(row, text, position, sequences.tokens[row], lengths[row], limit))
+            run: list[int] = []
+            with self._of_row(row):
+                run = self._spelled(row, text, position, sequences.tokens[row], lengths[row], limit)
+            runs.append(run)
         longest = max(map(len, runs))
         padded = [run + [-1] * (longest - len(run)) for run in runs]
         return torch.tensor(padded, dtype=torch.int64, device=self.table.device).reshape(len(runs), longest)
@@ -161,12 +181,35 @@ class HostGuide(Guide):
     def _go(self, new: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         for row, tokens in enumerate(new):
             position = self.positions[row]
-            for token in tokens[: counts[row]]:
-                position = self.texts[row].step(position, token) if position is not None else None
-            self.positions[row] = position
+            with self._of_row(row):
+                for token in tokens[: counts[row]]:
+                    position = self.texts[row].step(position, token) if position is not None else None
+                self.positions[row] = position
+
+    @contextmanager
+    def _of_row(self, row: int) -> Iterator[None]:
+        """Where rows belong to several requests, what a grammar raises within is the fault of this row."""
+        try:
+            yield
+        except GrammarError as error:
+            if not self.shared:
+                raise
+            self.faults.setdefault(row, error)
+            self.texts[row], self.positions[row] = FreeText(), FreeText.begin
+
+    def _ending(self, text: Text) -> int:
+        """A mask of the stop tokens alone, for a row whose grammar does not know how to go on."""
+        row = self.table.new()
+        allowed = torch.zeros(self.table.vocabulary, dtype=torch.bool)
+        allowed[list(text.grammar.vocabulary.stops) if text.grammar is not None else []] = True
+        self.table.words[row] = pack(allowed)
+        return row
 
     def _mask(self, row: int, position: Any) -> int:
-        return self.texts[row].mask(position) if position is not None else FREE
+        mask = FREE
+        with self._of_row(row):
+            mask = self.texts[row].mask(position) if position is not None else FREE
+        return mask
 
     def _masks(self, rows: list[list[int]]) -> Masks:
         return Masks(self.table.unpacked(rows))

@@ -76,7 +76,7 @@ class Tiers:
 
     Uncompiled and compiled passes give the same tokens in float32. In lower precision they round differently, so there a
     call stays in the tier in which it began: its tokens do not depend on when the compiler is ready. What a step does beside the
-    pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.passes.StepPass`).
+    pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.core.StepPass`).
     """
 
     def __init__(self, target: Target) -> None:

@@ -1,6 +1,6 @@
 """Weight matrices packed once for oneDNN, shared by uncompiled steps, compiled graphs and every use of a model as a draft.
 
-On CUDA matrices are multiplied as they are, by a kernel of ours (:mod:`.few_rows`): there is nothing to pack, to free or to renew.
+On CUDA matrices are multiplied as they are, by a kernel of ours (:mod:`.same_bits`): there is nothing to pack, to free or to renew.
 """
 
 from __future__ import annotations

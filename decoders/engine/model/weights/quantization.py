@@ -43,7 +43,7 @@ class Precision:
     Attributes:
         weights: of the packed matrices.
         cache: of keys and values.
-        exact_products: on CUDA, whether products of few rows have the same bits for any number of rows (:mod:`.few_rows`).
+        exact_products: on CUDA, whether products of few rows have the same bits for any number of rows (:mod:`.same_bits`).
     """
 
     weights: Scheme | None = None

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from ....common.transformers_compat import NO_PART_OF_NETWORK
 from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, modules_in, parameters_in, with_parts
 from .fingerprints import state_of
-from .twin import DEPTH, HELPERS, INTERNAL, OF_GENERATION, OURS, PLAIN
+from .twin import DEPTH, HELPERS, INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 
 #: Attributes that no state of a model has.
 _LEFT_OUT = INTERNAL | OF_GENERATION
@@ -307,15 +307,6 @@ def _plain(value: Any) -> types.FunctionType | None:
 
 def _class_names(kind: type) -> set[str]:
     return {name for base in kind.__mro__ for name in vars(base)}
-
-
-def captured(function: types.FunctionType) -> Iterator[Any]:
-    """What a function made within another one, by a decorator say, keeps of that."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not there yet
-            continue
 
 
 def is_of_library(function: types.FunctionType) -> bool:

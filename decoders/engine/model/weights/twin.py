@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -87,9 +87,9 @@ class _Twin:
         twin.__kwdefaults__ = function.__kwdefaults__
         vars(twin).update(vars(function))
         self.memo[id(function)] = twin  # a function may hold itself
-        for cell, value in zip(cells, map(_held, function.__closure__ or ()), strict=True):
-            if value is not _EMPTY:
-                cell.cell_contents = self._captured(value)
+        for cell, held in zip(cells, function.__closure__ or (), strict=True):
+            if held != _EMPTY:
+                cell.cell_contents = self._captured(held.cell_contents)
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
@@ -130,7 +130,7 @@ class _Twin:
         if isinstance(value, types.MethodType):
             return self._touches(value.__self__, depth - 1)
         if isinstance(value, types.FunctionType):
-            return any(self._touches(_held(cell), depth - 1) for cell in value.__closure__ or ())
+            return any(self._touches(held, depth - 1) for held in captured(value))
         if isinstance(value, functools.partial):
             return any(self._touches(v, depth - 1) for v in (value.func, *value.args, *value.keywords.values()))
         if isinstance(value, dict):
@@ -138,16 +138,13 @@ class _Twin:
         return isinstance(value, (list, tuple, set)) and any(self._touches(entry, depth - 1) for entry in value)
 
 
-#: Stands for what a cell of a closure does not hold yet.
-_EMPTY = object()
+#: A cell of a closure that holds nothing yet; it equals no other.
+_EMPTY = types.CellType()
 
 
-def _held(cell: types.CellType) -> Any:
-    """What a cell of a closure holds."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
+def captured(function: types.FunctionType) -> Iterator[Any]:
+    """What a function made within another one, by a decorator say, keeps of that."""
+    return (cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY)
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from decoders.bench.fresh import ending
 from decoders.bench.load import Arrival, LoadResult, result_of
 from decoders.errors import DecodersError
 
+from .fresh import ending
 from .vllm_process import MARK
 
 

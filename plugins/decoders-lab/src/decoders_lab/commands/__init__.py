@@ -3,13 +3,16 @@
 from collections.abc import Callable
 
 from .beside import beside, load_beside
+from .capacity import capacity
 from .device import device
+from .fresh import fresh
 from .grammar import grammar
 from .precision import precision
 from .sampling import sampling
 from .serve import serve
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "bench beside": beside, "bench load-beside": load_beside, "bench device": device, "bench grammar": grammar,
+    "bench beside": beside, "bench load-beside": load_beside, "bench capacity": capacity,
+    "bench device": device, "bench fresh": fresh, "bench grammar": grammar,
     "bench precision": precision, "bench sampling": sampling, "bench serve": serve,
 }  # fmt: skip

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decoders_lab import fresh
+from decoders_lab.fresh import Job, measure
+from decoders_lab.fresh_tables import fresh_tables
 from rich.console import Console
 from typer.testing import CliRunner
 
-from decoders.bench import fresh
-from decoders.bench.call import compiled_share
-from decoders.bench.fresh import Job, measure
-from decoders.bench.shapes import SHAPES, RandomShape, build, random_workloads
-from decoders.bench.tables import fresh_tables
+from decoders.bench.shapes import SHAPES, RandomShape
 from decoders.cli import app
-from decoders.errors import UnknownNameError
-from decoders.report import Report
 
 SMALL = RandomShape("llama", dict(
     num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
@@ -37,32 +34,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> str:
 def job(**values: Any) -> Job:
     common = dict(subject="small", strategy="autoregressive", config={"compile": False}, prompt_lengths=(8, 24, 999))
     return Job(**common | dict(new_tokens=6, repeats=1, history=40, question=5, patience=0) | values)
-
-
-def test_a_shape_is_the_same_in_every_run_and_has_no_stop_token(small: str) -> None:
-    one, two, other = build(small), build(small), build(small, seed=1)
-    ids = random_workloads(128, [9])[0].input_ids
-    assert one(ids).logits.equal(two(ids).logits)
-    assert not one(ids).logits.equal(other(ids).logits)
-    assert one.generation_config.eos_token_id is None
-    assert one.get_output_embeddings().weight is one.get_input_embeddings().weight
-    assert len(one.get_input_embeddings().weight.unique(dim=0)) == 128, "equal rows would be ties"
-
-
-def test_an_unknown_shape_names_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'llama-110m'"):
-        build("llama-100m")
-
-
-def test_random_prompts_are_the_same_in_every_run() -> None:
-    prompts = random_workloads(50, [4, 8], rows=2, count=2)
-    assert [(p.name, p.kind, tuple(p.input_ids.shape)) for p in prompts] == [
-        ("4-01", "4 random tokens", (2, 4)), ("4-02", "4 random tokens", (2, 4)),
-        ("8-01", "8 random tokens", (2, 8)), ("8-02", "8 random tokens", (2, 8)),
-    ]  # fmt: skip
-    again = random_workloads(50, [4, 8], rows=2, count=2)
-    assert all(a.input_ids.equal(b.input_ids) for a, b in zip(prompts, again, strict=True))
-    assert not prompts[0].input_ids.equal(prompts[1].input_ids)
 
 
 def test_a_job_measures_calls_memory_prefill_and_a_second_turn(small: str) -> None:
@@ -197,13 +168,3 @@ def test_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -> None
     done = CliRunner().invoke(app, ["bench", "fresh", *arguments])
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.output.split())
-
-
-def test_the_share_of_compiled_steps_counts_the_one_that_reads_the_prompts_end() -> None:
-    report = Report(strategy="autoregressive", steps=4, prefill_steps=1)
-    shares = []
-    for compiled in (0, 3, 4):
-        report.compiled_steps = compiled
-        shares.append(compiled_share(report))
-    assert shares == [0, 0.75, 1]  # a run waits until it is 1
-    assert compiled_share(None) is None

@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from rich.table import Table
+from rich.text import Text
 
-from .call import Decode, decode, vocabulary_size
-from .figures import Spread
-from .measurement import rotation
-from .methods import Method
-from .prompts import Workload
+from decoders.bench.call import Decode, decode, vocabulary_size
+from decoders.bench.figures import Spread
+from decoders.bench.measurement import rotation
+from decoders.bench.methods import Method
+from decoders.bench.prompts import Workload
+from decoders.bench.tables import plain_table, ranged
 
 #: Tokens of the prompts used, and cache capacities compared (slots per row).
 LENGTH, SLOTS = 128, (256, 8192)
@@ -90,3 +93,14 @@ def check_capacity(
             for count in slots
         ]  # fmt: skip
     return costs
+
+
+def capacity_table(rows: Sequence[CapacityCost]) -> Table:
+    """Time of the core against the room in the cache."""
+    table = plain_table("step time against cache capacity", "rows", "length", "slots", "core ms/step", "ratio")
+    for c in rows:
+        table.add_row(
+            c.dtype, str(c.batch), str(c.length), str(c.slots),
+            ranged(c.core_ms, ".2f") if not c.reason else Text(c.reason, style="red"), ranged(c.ratio, ".2f"),
+        )  # fmt: skip
+    return table

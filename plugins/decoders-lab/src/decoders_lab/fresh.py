@@ -1,6 +1,6 @@
 """What a new process waits for, and what it needs: the first token, compilation, memory.
 
-``python -m decoders.bench.fresh`` is that process: a :class:`Job` as JSON on standard input, lines of JSON on standard
+``python -m decoders_lab.fresh`` is that process: a :class:`Job` as JSON on standard input, lines of JSON on standard
 output, ``{"progress": …}`` and in the end ``{"result": …}``. :func:`in_new_process` starts it. All prompts are random tokens, and no
 text ends early.
 """
@@ -22,14 +22,15 @@ from typing import IO, Any
 import torch
 from transformers import PreTrainedModel
 
-from .call import TimedCall, compiled_share, stamped, vocabulary_size
-from .machine import resident
-from .measurement import rotation
-from .methods import BASELINE, Method, Sampling, strategy_methods, transformers_methods
-from .prompts import Workload
-from .shapes import SHAPES, build
+import decoders
+from decoders.bench.call import TimedCall, compiled_share, stamped, vocabulary_size
+from decoders.bench.machine import resident
+from decoders.bench.measurement import rotation
+from decoders.bench.methods import BASELINE, Method, Sampling, strategy_methods, transformers_methods
+from decoders.bench.prompts import Workload
+from decoders.bench.shapes import SHAPES, build
 
-MODULE = "decoders.bench.fresh"
+MODULE = "decoders_lab.fresh"
 #: Last lines of a process's standard error that are shown if it ended without a result.
 LINES = 3
 #: How the sampled calls sample.
@@ -259,11 +260,9 @@ def _load(job: Job) -> PreTrainedModel:
     if job.subject in SHAPES:
         model = build(job.subject, dtype)
     elif job.subject == "demo":
-        from .. import demo
-
-        model = demo.load("target", dtype)[0]
+        model = decoders.demo.load("target", dtype)[0]
     else:
-        from ..common.checkpoints import load_model
+        from decoders.common.checkpoints import load_model
 
         model = load_model(job.subject, dtype)
     device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -293,9 +292,9 @@ def in_new_process(
     Args:
         compile_cache: folder for what torch.compile keeps on disk; None leaves it where it is.
     """
-    # The package that is running, wherever the process would find another one.
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    # The packages that are running, wherever the process would find other ones.
+    packages = [str(Path(file).resolve().parents[1]) for file in (__file__, decoders.__file__)]
+    path = os.pathsep.join(filter(None, [*packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     if compile_cache is not None:
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import SettingsError, UnknownNameError
-from .benches import JsonFile, Threads, conclude, consoles, numbers, pieces
-from .console import waiting
+from decoders.cli.benches import JsonFile, Threads, conclude, consoles, numbers, pieces
+from decoders.cli.console import waiting
+from decoders.errors import SettingsError, UnknownNameError
 
 
 def fresh(
@@ -58,7 +58,7 @@ def fresh(
     Prompts are random tokens, and no text ends early. torch.compile's disk cache is empty for the first process.
     """
 
-    from .models import DTYPES
+    from decoders.cli.models import DTYPES
 
     status, console = consoles(json_file)
     lengths = tuple(numbers(prompt_length, "--prompt-length takes tokens such as 64,2000"))
@@ -67,11 +67,12 @@ def fresh(
         if name not in DTYPES[1:]:
             raise UnknownNameError("dtype", name, DTYPES[1:])
 
-    from ..bench.fresh import Job, in_new_process
-    from ..bench.shapes import SHAPES
-    from ..bench.tables import fresh_tables
-    from ..registry.resolve import resolve_strategy
-    from ..settings import RuntimeSettings, parse_assignments
+    from decoders.bench.shapes import SHAPES
+    from decoders.plugins import resolve_strategy
+    from decoders.settings import RuntimeSettings, parse_assignments
+
+    from ..fresh import Job, in_new_process
+    from ..fresh_tables import fresh_tables
 
     config = parse_assignments(settings or [])
     RuntimeSettings.parse(config)

@@ -1,0 +1,292 @@
+"""What chooses the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
+
+The network alone says of every place which tokens are likely there, whatever its neighbours become. A head says which of them fit
+the token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q`` nodes that are continued, ``C``
+candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the network.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from ..common.network_files import Count, FileConfig, Whole
+from ..errors import SettingsError, UnsupportedError
+
+#: Kind of file, for messages.
+_KIND = "config of a DFlash draft model"
+
+
+@dataclass(frozen=True)
+class HeadFields:
+    """What the ``config.json`` of a draft model says to the class of a head.
+
+    Attributes:
+        raw: all its fields; those of ``dflash_config`` stand beside the others.
+        place: file, for messages.
+        layer: of the network's decoder layers.
+        places: ``T``, tokens drafted per block in training.
+        draft_vocab_size: ``D``.
+    """
+
+    raw: dict[str, Any]
+    place: str
+    layer: LlamaConfig
+    places: int
+    draft_vocab_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        """``V``, of the target."""
+        return self.layer.vocab_size
+
+    def whole_vocabulary(self, head: str) -> int:
+        """``V``. Raises UnsupportedError where only a part of the target's tokens can be drafted."""
+        if self.draft_vocab_size != self.vocab_size:
+            raise UnsupportedError(
+                f"{self.place}: {head} with a draft vocabulary of {self.draft_vocab_size} of {self.vocab_size} tokens; it needs all"
+            )
+        return self.vocab_size
+
+    def read(self, fields: type[FileConfig]) -> Any:
+        """The fields that a head needs. Raises SettingsError if one is missing or wrong."""
+        return fields.of(self.raw, self.place, _KIND)
+
+
+@dataclass(frozen=True)
+class DraftedBlock:
+    """What one pass of the network says of a block.
+
+    Attributes:
+        logits: ``[B, T, D]`` of the tokens at every place.
+        states: ``[B, T, H]``, what the output head read.
+        context: ``[B, H]``, what the target computed for the last token that it has read, as the network takes it.
+        has_context: ``[B]`` bool, false where the target has not read a token yet: then `context` means nothing.
+        embed: gives ``[…, H]``, the embeddings of tokens of the target.
+    """
+
+    logits: Tensor
+    states: Tensor
+    context: Tensor
+    has_context: Tensor
+    embed: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """What follows ``Q`` nodes.
+
+    Attributes:
+        logits: ``[B, Q, D]``; ``-inf`` for tokens that are not drafted.
+        state: ``[B, Q, S]``, what the head knows of the path up to each node; None: of heads that look at the token before alone.
+        confidence: ``[B, Q]``, how likely the best continuation is to be accepted, where the head has learned that.
+    """
+
+    logits: Tensor
+    state: Tensor | None = None
+    confidence: Tensor | None = None
+
+
+class BlockHead(nn.Module, ABC):
+    """A head. Its parameters have the names that they have in a checkpoint.
+
+    A head of one's own goes to a subclass of :class:`~decoders.strategies.DFlash`, in `heads`.
+
+    Attributes:
+        candidates: ``C``, most continuations of a node; None: all ``D`` tokens.
+    """
+
+    candidates: int | None = None
+
+    @classmethod
+    @abstractmethod
+    def of(cls, fields: HeadFields) -> Self | None:
+        """The head that a config describes, its weights still to be read; None: it describes no such head."""
+
+    def begin(self, block: DraftedBlock) -> Any:
+        """What is computed once of a block; :meth:`choose` gets it as `begun`."""
+        return None
+
+    @abstractmethod
+    def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
+        """What stands at a `place` of the block, 0 … T-1.
+
+        Args:
+            tokens: ``[B, Q]``, the tokens at the place before; the last committed ones for place 0.
+            above: ``[B, Q, S]``, the states of their parents; None for place 0, and where :attr:`HeadScores.state` is None.
+        """
+
+    @staticmethod
+    def only(candidates: Tensor, scores: Tensor, size: int) -> Tensor:
+        """``[B, Q, D]``: `scores` ``[B, Q, C]`` at the places of `candidates` ``[B, C]``, ``-inf`` at the others."""
+        index = candidates[:, None].expand(-1, scores.shape[1], -1)
+        return scores.new_full((*scores.shape[:2], size), float("-inf")).scatter(2, index, scores)
+
+
+class _SelectorFields(FileConfig):
+    selector_rank: Count
+    selector_top_k: Count = 16
+
+
+class _Codebooks(nn.Module):
+    def __init__(self, vocab_size: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+
+class PathSelector(BlockHead):
+    """DFlash2 (z-lab, 2026): of every place the ``C`` likeliest tokens, scored by how they follow the token before.
+
+    ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``: the network's logit ``U``, a gate ``W`` on its state ``h``, and two tables ``A``
+    and ``B`` that hold a short vector for each token.
+    """
+
+    candidates: int
+
+    def __init__(self, vocab_size: int, width: int, rank: int, candidates: int) -> None:
+        super().__init__()
+        self.candidates = min(candidates, vocab_size)
+        self.candidate_selector = _Codebooks(vocab_size, width, rank)
+
+    @classmethod
+    def of(cls, fields: HeadFields) -> Self | None:
+        if "selector_rank" not in fields.raw:
+            return None
+        own = fields.read(_SelectorFields)
+        return cls(
+            fields.whole_vocabulary("a path selector"), fields.layer.hidden_size, own.selector_rank, own.selector_top_k
+        )
+
+    def begin(self, block: DraftedBlock) -> tuple[Tensor, Tensor, Tensor]:
+        top = block.logits.topk(self.candidates, dim=-1)
+        return top.values, top.indices, self.candidate_selector.hidden_projection(block.states)
+
+    def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
+        own, candidates, gates = (part[:, place] for part in begun)
+        gated = F.embedding(tokens, self.candidate_selector.predecessor_codebook) * gates[:, None]
+        pairs = gated @ F.embedding(candidates, self.candidate_selector.successor_codebook).mT
+        return HeadScores(self.only(candidates, own[:, None] + pairs, block.logits.shape[-1]))
+
+
+class _MarkovFields(FileConfig):
+    markov_rank: Annotated[Whole, Field(ge=0)] = 0
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+
+
+class _MarkovTables(nn.Module):
+    def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, rank: int, kind: str) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        if kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+
+class _Confidence(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class MarkovHead(BlockHead):
+    """DSpark (arXiv:2607.05147): a bias of low rank by the token before is added to the network's logits, and a second head says
+    how likely the token is to be accepted.
+
+    ``vanilla``: ``W2 W1[a]``. ``gated``: ``W2 (sigmoid(G [h; W1[a]]) * W1[a])``. ``rnn``: a recurrent state of the path, whose gate,
+    candidate and output are one product with ``[s; W1[a]; h]``.
+    """
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, own: _MarkovFields) -> None:
+        super().__init__()
+        rank, self.kind = own.markov_rank, own.markov_head_type if own.markov_rank else "none"
+        self.reads_token = own.confidence_head_with_markov
+        if rank:
+            self.markov_head = _MarkovTables(vocab_size, draft_vocab_size, width, rank, self.kind)
+        self.confidence_head = _Confidence(width + rank * self.reads_token) if own.enable_confidence_head else None
+
+    @classmethod
+    def of(cls, fields: HeadFields) -> Self | None:
+        if "markov_rank" not in fields.raw and not fields.raw.get("enable_confidence_head"):
+            return None
+        own = fields.read(_MarkovFields)
+        if own.confidence_head_with_markov and own.enable_confidence_head and not own.markov_rank:
+            raise SettingsError(
+                f"{fields.place}: confidence_head_with_markov needs a markov_rank of 1 or more, and it is 0"
+            )
+        return cls(fields.vocab_size, fields.draft_vocab_size, fields.layer.hidden_size, own)
+
+    def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
+        states = block.states[:, place, None].expand(-1, tokens.shape[1], -1)
+        logits, read, state = block.logits[:, place, None].expand(-1, tokens.shape[1], -1), states, None
+        if self.kind != "none":
+            before = self.markov_head.markov_w1(tokens)
+            bias, state = self._bias(before, states, above)
+            logits = logits + bias
+            read = torch.cat([states, before], dim=-1) if self.reads_token else states
+        if self.confidence_head is None:
+            return HeadScores(logits, state)
+        return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
+
+    def _bias(self, before: Tensor, states: Tensor, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        head = self.markov_head
+        if self.kind == "gated":
+            before = head.gate_proj(torch.cat([states, before], dim=-1)).sigmoid() * before
+        if self.kind != "rnn":
+            return head.markov_w2(before), None
+        above = torch.zeros_like(before) if above is None else above
+        gate, candidate, output = head.joint_proj(torch.cat([above, before, states], dim=-1)).chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return head.markov_w2(output.tanh()), gate * above + (1 - gate) * candidate.tanh()
+
+
+class _DominoFields(FileConfig):
+    emb_dim: Count
+    gru_hidden_dim: Count
+    pure_draft_prefix_len: Annotated[Whole, Field(ge=0)] = 0
+
+
+class DominoHead(BlockHead):
+    """Domino (SpecForge): a recurrent unit reads the block's tokens one by one, and a network of two layers over ``[h; s]``, the
+    state of the place and that of the unit, corrects the logits. The first places may be left as they are.
+    """
+
+    def __init__(self, draft_vocab_size: int, width: int, own: _DominoFields) -> None:
+        super().__init__()
+        self.untouched = own.pure_draft_prefix_len
+        self.prefix_gru = nn.GRU(width, own.gru_hidden_dim, bias=False, batch_first=True)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + own.gru_hidden_dim, own.emb_dim, bias=False), nn.SiLU(),
+            nn.Linear(own.emb_dim, draft_vocab_size, bias=False),
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, fields: HeadFields) -> Self | None:
+        if fields.raw.get("projector_type") != "domino":
+            return None
+        return cls(fields.draft_vocab_size, fields.layer.hidden_size, fields.read(_DominoFields))
+
+    def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
+        read = block.embed(tokens).to(block.states.dtype)
+        above = read.new_zeros(*tokens.shape, self.prefix_gru.hidden_size) if above is None else above
+        unit: Any = self.prefix_gru
+        state = torch.gru_cell(read.flatten(0, 1), above.flatten(0, 1), unit.weight_ih_l0, unit.weight_hh_l0)
+        state = state.unflatten(0, tokens.shape)
+        logits = block.logits[:, place, None].expand(-1, tokens.shape[1], -1)
+        if place >= self.untouched:
+            states = block.states[:, place, None].expand(-1, tokens.shape[1], -1)
+            logits = logits + self.embed_proj(torch.cat([states, state], dim=-1))
+        return HeadScores(logits, state)

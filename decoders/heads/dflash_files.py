@@ -1,0 +1,267 @@
+"""DFlash draft models on disk, in the formats of the authors, DeepSpec, SpecForge, LiLiCorr, `speculators` and transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from ..common.network_files import (
+    Count,
+    FileConfig,
+    LlamaLayerConfig,
+    Stamp,
+    Whole,
+    filled,
+    read_json,
+    read_tensors,
+    stamp_of,
+)
+from ..drafting import DraftVocabulary
+from ..errors import SettingsError, UnsupportedError
+from .block_heads import BlockHead, DominoHead, HeadFields, MarkovHead, PathSelector
+from .dflash import DFlashConfig, DFlashNetwork
+from .lattice_head import LatticeHead
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+#: What transformers calls the parts that fuse the target's hidden states, and what the authors do.
+_RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+#: Heads of published checkpoints; the first that a config describes is taken.
+HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
+
+
+@dataclass(frozen=True)
+class DFlashFiles:
+    """A draft model that was read.
+
+    Attributes:
+        head: what chooses tokens; None: the network's logits alone do.
+        embed: its own embedding; None: the target's.
+        lm_head: its own output head; None: the target's.
+        vocabulary: the tokens that it drafts; None: all.
+    """
+
+    config: DFlashConfig
+    network: DFlashNetwork
+    head: BlockHead | None = None
+    embed: nn.Embedding | None = None
+    lm_head: nn.Linear | None = None
+    vocabulary: DraftVocabulary | None = None
+
+
+class _LayerConfig(LlamaLayerConfig):
+    """Of the decoder layers; in the format of `speculators` they have a place of their own."""
+
+    intermediate_size: Count
+    num_hidden_layers: Whole
+    layer_types: list[str] | None = None
+    sliding_window: Annotated[Whole, Field(ge=0)] | None = None
+    use_sliding_window: bool = True
+
+    def config(self, place: str, *, window_everywhere: bool, before: int) -> LlamaConfig:
+        """For transformers' modules.
+
+        Args:
+            window_everywhere: whether a window without `layer_types` is one of all layers.
+            before: tokens that a node sees beside `sliding_window` ones: transformers does not count the token itself.
+        """
+        count, window = self.num_hidden_layers, self.sliding_window or 0
+        windowed = bool(window) and window_everywhere and self.use_sliding_window
+        types = self.layer_types or ["sliding_attention" if windowed else "full_attention"] * count
+        if set(types) - {"full_attention", "sliding_attention"} or len(types) != count or not count:
+            raise UnsupportedError(
+                f"{place}: num_hidden_layers is {count}, and layer_types are {', '.join(types) or 'none'}: there is one layer or more, "
+                "and each is full_attention or sliding_attention"
+            )
+        if "sliding_attention" in types and not window:
+            raise SettingsError(f"{place} has layers with a sliding window, and no sliding_window")
+        seen = window + before if "sliding_attention" in types else None
+        return self.llama(place, num_hidden_layers=count, layer_types=types, sliding_window=seen)
+
+
+class _Config(FileConfig):
+    """What all formats say of a block."""
+
+    block_size: Annotated[Whole, Field(ge=2)]
+    mask_token_id: Whole
+    target_layer_ids: list[int] | None = None
+    num_target_layers: Whole | None = None
+    aux_hidden_state_layer_ids: list[int] | None = None
+    dflash_config: dict[str, Any] | None = None
+    draft_vocab_size: Count | None = None
+    sample_from_anchor: bool | None = None
+    shift_label: bool = False
+    causal_head: bool | None = None
+    causal: bool | None = None
+    is_causal: bool | None = None
+    sliding_window_non_causal: bool = False
+    conv_kernel_size: Annotated[Whole, Field(ge=0)] = 0
+    conv_group_size: Annotated[Whole, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _convolution_is_whole(self) -> Self:
+        if bool(self.conv_kernel_size) != bool(self.conv_group_size) or self.conv_kernel_size > self.block_size:
+            raise ValueError(
+                f"conv_kernel_size is {self.conv_kernel_size} and conv_group_size {self.conv_group_size}: both are 0, or both are 1 "
+                "or more, the first at most block_size"
+            )
+        return self
+
+
+class _Index(FileConfig):
+    """Which file holds which tensor."""
+
+    weight_map: dict[str, str]
+
+
+def read_config(folder: str | Path) -> DFlashConfig:
+    """What the ``config.json`` of a draft model says, in any of the formats.
+
+    Raises:
+        SettingsError: there is none, it is none of a DFlash draft model, or a field has a value that it cannot have.
+        UnsupportedError: a design that is not had here.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    place, kind = f"dflash: {path}", "config of a DFlash draft model"
+    raw = read_json(path, f"there is no draft model at {str(folder)!r}", "dflash")
+    apart = raw.get("dflash_config") if isinstance(raw, dict) else None
+    if isinstance(apart, dict):  # the authors keep some fields apart
+        raw = raw | {name: value for name, value in apart.items() if value is not None}
+    nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
+    own = _Config.of(raw, place, kind)
+    within = place if nested is None else f"{place}, transformer_layer_config"
+    of_layer = _LayerConfig.of(raw if nested is None else nested, within, kind)
+    transformers = nested is None and own.dflash_config is None and "markov_rank" not in raw
+    layer = of_layer.config(within, window_everywhere=transformers, before=int(transformers))
+    layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
+    if own.aux_hidden_state_layer_ids:  # speculators numbers what goes into a layer
+        layers = [layer - 1 for layer in own.aux_hidden_state_layer_ids]
+    if not layers:
+        raise SettingsError(f"{place} is no {kind}: it has no target_layer_ids")
+    if min(layers) < 0:
+        raise UnsupportedError(
+            f"{place}: the draft model reads the target's embeddings as a feature, which is not supported"
+        )
+    if own.conv_group_size and layer.hidden_size % own.conv_group_size:
+        raise SettingsError(
+            f"{place}: conv_group_size is {own.conv_group_size}, which does not divide hidden_size, {layer.hidden_size}"
+        )
+    # DSpark drafts from the last token on, whatever its format; of the others it is said.
+    from_last = own.shift_label if own.sample_from_anchor is None else own.sample_from_anchor
+    if own.sample_from_anchor is None and "markov_rank" in raw:
+        from_last = True
+    config = DFlashConfig(
+        layer, own.block_size, own.mask_token_id, tuple(layers), _causal(own, layer, nested is not None), from_last,
+        own.conv_kernel_size, own.conv_group_size, draft_vocab_size=own.draft_vocab_size,
+    )  # fmt: skip
+    return replace(config, head=HeadFields(raw, place, layer, config.places, own.draft_vocab_size or layer.vocab_size))
+
+
+def _causal(own: _Config, layer: LlamaConfig, speculators: bool) -> tuple[bool, ...]:
+    """Which layers let a node of a block see those before it only. `speculators` takes layers with a window for such."""
+    said = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
+    if said is not None or not speculators:
+        return (bool(said),) * layer.num_hidden_layers
+    return tuple(kind == "sliding_attention" and not own.sliding_window_non_causal for kind in layer.layer_types)
+
+
+def _authors_choice(depth: int | None, count: int) -> list[int] | None:
+    """Layers of the target, spread evenly: the authors' where a config names none."""
+    if not depth or not count:
+        return None
+    if count == 1:
+        return [depth // 2]
+    return [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+
+
+def load_draft_model(
+    folder: str | Path, device: torch.device, dtype: torch.dtype, heads: tuple[type[BlockHead], ...] = HEADS
+) -> DFlashFiles:
+    """A draft model from a folder; read once while unchanged. No code in the files is run.
+
+    Args:
+        heads: those that it may have.
+
+    Raises:
+        SettingsError: the files are not there, not readable, or no such model. UnsupportedError: see :func:`read_config`.
+    """
+    path = Path(folder).expanduser()
+    files = sorted([path / CONFIG, path / INDEX, *path.glob("*.safetensors")])
+    return _load(path.absolute(), stamp_of(files), device, dtype, heads)
+
+
+@lru_cache(maxsize=4)
+def _load(
+    path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype, heads: tuple[type[BlockHead], ...]
+) -> DFlashFiles:
+    config, state = read_config(path), {}
+    for name, tensor in _read(path).items():
+        for theirs, ours in _RENAMED.items():
+            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        state[name] = tensor
+    vocabulary = _vocabulary(config, state, path, device)
+    embedding, output = (state.pop(f"{name}.weight", None) for name in ("embed_tokens", "lm_head"))
+    assert config.head is not None
+    with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
+        network = DFlashNetwork(config)
+        head = next((found for kind in heads if (found := kind.of(config.head)) is not None), None)
+    parts = set() if head is None else {name.partition(".")[0] for name in head.state_dict()}
+    of_head = {name: state.pop(name) for name in list(state) if name.partition(".")[0] in parts}
+    filled(network, state, path, "dflash", device, dtype)
+    if head is not None:
+        filled(head, of_head, path, "dflash", device, dtype)
+    return DFlashFiles(
+        config, network, head,
+        None if embedding is None else nn.Embedding.from_pretrained(embedding.to(device, dtype)),
+        None if output is None else _linear(output.to(device, dtype)),
+        vocabulary,
+    )  # fmt: skip
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _vocabulary(
+    config: DFlashConfig, state: dict[str, Tensor], path: Path, device: torch.device
+) -> DraftVocabulary | None:
+    """Takes the tables of a reduced vocabulary out of `state`; None: all tokens are drafted."""
+    d2t, t2d = (state.pop(name).to(device) if name in state else None for name in ("d2t", "t2d"))
+    size, drafted = config.layer.vocab_size, config.draft_vocab_size
+    if drafted is None or drafted == size:
+        return None
+    if d2t is None and t2d is None:
+        raise SettingsError(f"dflash: {path} has a reduced vocabulary, and neither d2t nor t2d to tell which")
+    try:
+        vocabulary = DraftVocabulary.of(size, d2t, t2d)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"dflash: {path}: {error}") from error
+    if len(vocabulary) != drafted or "lm_head.weight" not in state:
+        raise SettingsError(
+            f"dflash: {path}: draft_vocab_size is {drafted}, its tables name {len(vocabulary)} tokens, and it has "
+            f"{'an' if 'lm_head.weight' in state else 'no'} lm_head: a reduced vocabulary needs a table and a head for as many"
+        )
+    return vocabulary
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """All weights of a folder, which may be in several files."""
+    names = [WEIGHTS]
+    if (path / INDEX).is_file():
+        raw = read_json(path / INDEX, f"{path / INDEX} cannot be read", "dflash")
+        names = sorted(set(_Index.of(raw, f"dflash: {path / INDEX}", "index of weights").weight_map.values()))
+    if missing := [name for name in names if not (path / name).is_file()]:
+        raise SettingsError(f"dflash: {path} holds no {', '.join(missing)}, where weights are looked for")
+    state: dict[str, Tensor] = {}
+    for name in names:
+        state |= read_tensors(path / name, "dflash")
+    return state

@@ -1,0 +1,502 @@
+"""Heads of block drafters: every draft is what the papers' equations, written down plainly, say after the same text."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decoders.errors import SettingsError, UnsupportedError
+from decoders.heads.block_heads import BlockHead, HeadFields, HeadScores, PathSelector
+from decoders.heads.dflash import DFlashNetwork
+from decoders.heads.dflash_files import HEADS, load_draft_model, read_config
+from decoders.strategies import DFlash
+from decoders.strategies.merged import Merged
+from decoders.strategy import Strategy
+from decoders.testing import Replay, check_strategy, decode, prompts
+from decoders.testing.conditions import Conditions
+from decoders.testing.kit import Check, check_alone
+from decoders.testing.models import VOCAB
+from decoders.testing.spy import Spy
+
+from .conftest import of_shapes
+from .test_dflash import BLOCK, MASK, SHAPE, H, target
+
+LAYERS, RANK, TOP, EPS = (0, 2), 6, 5, SHAPE["rms_norm_eps"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A draft model.
+
+    Attributes:
+        form: of its config.
+        fields: of the config, beside those of the layers.
+        extra: weights beside those of the network, by shape.
+        own_head: tokens that it drafts, with a head and an embedding of its own; None: the target's.
+        from_last: whether the last token's own place drafts.
+    """
+
+    form: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    own_head: int | None = None
+    from_last: bool = False
+
+
+def convolved(count: int) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for layer in range(count):
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{layer}.{name}.base_kernel"] = (2, 2, H)
+            shapes[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * 2 * (H // 8), H)
+    return shapes
+
+
+def markov(kind: str, drafted: int, *, confident: bool = True) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"markov_head.markov_w1.weight": (VOCAB, RANK)}
+    shapes["markov_head.markov_w2.weight"] = (drafted, RANK)
+    if kind == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (RANK, H + RANK), "markov_head.gate_proj.bias": (RANK,)}
+    if kind == "rnn":
+        shapes |= {
+            "markov_head.joint_proj.weight": (3 * RANK, 2 * RANK + H),
+            "markov_head.joint_proj.bias": (3 * RANK,),
+        }
+    if confident:
+        shapes |= {"confidence_head.proj.weight": (1, H + RANK), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def lattice(width: int, heads: int, factors: int) -> dict[str, tuple[int, ...]]:
+    def linear(name: str, given: int, read: int) -> dict[str, tuple[int, ...]]:
+        return {f"lilicorr.{name}.weight": (given, read), f"lilicorr.{name}.bias": (given,)}
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "lilicorr.slot_embedding": (1, 1, BLOCK - 1, 1, width),
+        "lilicorr.rank_embedding": (1, 1, 1, TOP, width),
+        "lilicorr.relative_slot_bias": (heads, 2 * BLOCK - 1),
+        "lilicorr.same_slot_bias": (heads,),
+        "lilicorr.feature_norm.weight": (5,), "lilicorr.feature_norm.bias": (5,),
+    }  # fmt: skip
+    for name, given, read in (
+        ("token_proj", width, H), ("pass_hidden_proj", width, H), ("context_proj", width, H),
+        ("feature_mlp.up_proj", width, 5), ("feature_mlp.down_proj", width, width), ("factor_input_proj", width, 3 * width),
+        ("out_head", factors, width), ("in_head", factors, width), ("anchor_out_head", factors, width),
+    ):  # fmt: skip
+        shapes |= linear(name, given, read)
+    for layer in range(2):
+        own = f"layers.{layer}"
+        shapes |= {
+            f"lilicorr.{own}.attn.in_proj_weight": (3 * width, width),
+            f"lilicorr.{own}.attn.in_proj_bias": (3 * width,),
+        }
+        shapes |= linear(f"{own}.attn.out_proj", width, width)
+        shapes |= linear(f"{own}.mlp.up_proj", 2 * width, width) | linear(f"{own}.mlp.down_proj", width, 2 * width)
+        shapes |= {f"lilicorr.{own}.{norm}.weight": (width,) for norm in ("attn_norm", "mlp_norm")}
+    return shapes | {f"lilicorr.{norm}.weight": (width,) for norm in ("output_norm", "anchor_norm")}
+
+
+SELECTED = {"candidate_selector.predecessor_codebook": (VOCAB, RANK), "candidate_selector.successor_codebook": (VOCAB, RANK),
+            "candidate_selector.hidden_projection.weight": (RANK, H)}  # fmt: skip
+CONVOLUTION = dict(conv_kernel_size=2, conv_group_size=8)
+DSPARK = dict(markov_rank=RANK, enable_confidence_head=True, confidence_head_with_markov=True)
+DOMINO = dict(projector_type="domino", emb_dim=10, gru_hidden_dim=7)
+CORRECTION = {"prefix_gru.weight_ih_l0": (21, H), "prefix_gru.weight_hh_l0": (21, 7), "embed_proj.0.weight": (10, H + 7),
+              "embed_proj.2.weight": (VOCAB, 10)}  # fmt: skip
+CORRELATOR = dict(
+    lilicorr_hidden_size=16, lilicorr_candidate_topk=TOP, lilicorr_num_layers=2, lilicorr_num_heads=2, lilicorr_mlp_ratio=2.0,
+    lilicorr_factor_dim=4, lilicorr_vector_eps=1e-6, lilicorr_logit_scale=10.0,
+)  # fmt: skip
+SMALL = VOCAB // 2
+
+VARIANTS = {
+    "dflash2": Variant("authors", CONVOLUTION | dict(selector_rank=RANK, selector_top_k=TOP), convolved(2) | SELECTED),
+    "dspark": Variant("deepspec", DSPARK | dict(markov_head_type="vanilla"), markov("vanilla", VOCAB), VOCAB, from_last=True),
+    "dspark gated": Variant(
+        "speculators", DSPARK | dict(speculators_model_type="dspark", markov_head_type="gated", sample_from_anchor=False),
+        markov("gated", VOCAB),
+    ),
+    "dspark rnn, small vocabulary": Variant(
+        "speculators", DSPARK | dict(speculators_model_type="dspark", markov_head_type="rnn", draft_vocab_size=SMALL),
+        markov("rnn", SMALL), SMALL, from_last=True,
+    ),
+    "domino": Variant("authors", DOMINO | dict(pure_draft_prefix_len=1), CORRECTION),
+    "domino shifted": Variant("authors", DOMINO | dict(shift_label=True), CORRECTION, from_last=True),
+    "lilicorr": Variant("authors", CORRELATOR, lattice(16, 2, 4)),
+    "jetspec": Variant("authors", dict(causal_head=True)),
+    "speculators": Variant("speculators", dict(speculators_model_type="dflash", layer_types=["sliding_attention", "full_attention"])),
+}  # fmt: skip
+
+
+@cache
+def state(name: str) -> dict[str, Tensor]:
+    """Random weights, the same in every run."""
+    variant = VARIANTS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        network = DFlashNetwork(read_config(bare(name)))
+        shapes = {n: tuple(t.shape) for n, t in network.state_dict().items()} | variant.extra
+        if variant.own_head:
+            shapes |= {"embed_tokens.weight": (VOCAB, H), "lm_head.weight": (variant.own_head, H)}
+        return {n: torch.randn(shape) * 0.3 + (len(shape) == 1 and "norm" in n) for n, shape in shapes.items()}
+
+
+_folders: list[tempfile.TemporaryDirectory] = []
+
+
+@cache
+def bare(name: str) -> Path:
+    """A folder with the config alone."""
+    variant = VARIANTS[name]
+    _folders.append(tempfile.TemporaryDirectory(prefix="block-heads-"))
+    folder, fields = Path(_folders[-1].name), dict(variant.fields)
+    layer = SHAPE | dict(
+        vocab_size=VOCAB, layer_types=fields.pop("layer_types", ["full_attention"] * 2), hidden_act="silu"
+    )
+    layer["sliding_window"] = 14 if "sliding_attention" in layer["layer_types"] else None
+    common = dict(block_size=BLOCK, mask_token_id=MASK)
+    if variant.form == "speculators":
+        config = common | fields | dict(
+            transformer_layer_config=layer | {"model_type": "qwen3"},
+            aux_hidden_state_layer_ids=[layer + 1 for layer in LAYERS],
+        )  # fmt: skip
+        config.setdefault("draft_vocab_size", VOCAB)
+    elif variant.form == "deepspec":
+        config = (
+            layer | common | fields | dict(architectures=["Qwen3DSparkModel"], target_layer_ids=LAYERS, num_anchors=8)
+        )
+    else:
+        config = layer | dict(
+            architectures=["DFlashDraftModel"], num_target_layers=5, dflash_config=common | fields | dict(target_layer_ids=LAYERS)
+        )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@cache
+def written(name: str) -> str:
+    tensors = dict(state(name))
+    if VARIANTS[name].own_head == SMALL:
+        tensors["d2t"] = drafted_ids() - torch.arange(SMALL)
+        tensors["t2d"] = torch.isin(torch.arange(VOCAB), drafted_ids())
+    save_file(tensors, bare(name) / "model.safetensors")
+    return str(bare(name))
+
+
+def drafted_ids() -> Tensor:
+    """Of the small vocabulary."""
+    return torch.arange(SMALL) * 2 + 1
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def block_states(name: str, features: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+    """The network over ``[n, T·H]`` features and the embeddings ``[N, H]`` of a block that follows them, and the fused features."""
+    w, config = state(name), read_config(bare(name))
+    heads, kept, size = config.layer.num_attention_heads, config.layer.num_key_value_heads, config.layer.head_dim
+    context = rms(features @ w["fc.weight"].T, w["hidden_norm.weight"])
+    n, count = len(context), len(block)
+    places = torch.arange(n + count)
+    cos, sin = (part[0] for part in LlamaRotaryEmbedding(config.layer)(block, places[None]))
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = size // 2
+        return x * cos[:, None] + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin[:, None]
+
+    def conv(layer: int, part: str, side: int, x: Tensor, kernels: Tensor) -> Tensor:
+        base = w[f"layers.{layer}.{part}.base_kernel"][side]
+        before = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+        taps = base[:, None] + kernels[:, side].repeat_interleave(8, dim=-1).transpose(0, 1)
+        return taps[0] * x + taps[1] * before
+
+    def wrapped(layer: int, part: str, x: Tensor, inner: Any) -> Tensor:
+        if f"layers.{layer}.{part}.base_kernel" not in w:
+            return inner(x)
+        kernels = (x @ w[f"layers.{layer}.{part}.kernel_projection.weight"].T).view(count, 2, 2, -1)
+        return conv(layer, part, 1, inner(conv(layer, part, 0, x, kernels)), kernels)
+
+    x = block
+    for layer, kind in enumerate(config.layer.layer_types):
+        own = {name.removeprefix(f"layers.{layer}."): t for name, t in w.items() if name.startswith(f"layers.{layer}.")}
+        sees = torch.ones(count, n + count, dtype=torch.bool)
+        apart = places[n:, None] - places
+        if VARIANTS[name].fields.get("causal_head") or (
+            kind == "sliding_attention" and VARIANTS[name].form == "speculators"
+        ):
+            sees &= apart >= 0
+        if kind == "sliding_attention":
+            sees &= apart < config.layer.sliding_window
+
+        def attention(x: Tensor, own: dict = own, sees: Tensor = sees) -> Tensor:
+            q = rms((x @ own["self_attn.q_proj.weight"].T).view(count, heads, size), own["self_attn.q_norm.weight"])
+            both = torch.cat([context, x])
+            k = rms(
+                (both @ own["self_attn.k_proj.weight"].T).view(n + count, kept, size), own["self_attn.k_norm.weight"]
+            )
+            v = (both @ own["self_attn.v_proj.weight"].T).view(n + count, kept, size)
+            q, k = turned(q, cos[n:], sin[n:]), turned(k, cos, sin)
+            k, v = (part.repeat_interleave(heads // kept, dim=1) for part in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
+            weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+            return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ own["self_attn.o_proj.weight"].T
+
+        def mlp(x: Tensor, own: dict = own) -> Tensor:
+            gate, up = (x @ own[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            return (F.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+
+        x = x + wrapped(layer, "attention_conv", rms(x, own["input_layernorm.weight"]), attention)
+        x = x + wrapped(layer, "mlp_conv", rms(x, own["post_attention_layernorm.weight"]), mlp)
+    return rms(x, w["norm.weight"]), context
+
+
+def chain(name: str, model: Any, text: Tensor) -> tuple[list[int], list[float]]:
+    """The tokens that the equations draft after `text`, greedily, and the confidences in them."""
+    w, variant = state(name), VARIANTS[name]
+    hidden = model(text[None], output_hidden_states=True).hidden_states
+    features = torch.cat([hidden[layer + 1][0, :-1] for layer in LAYERS], dim=-1)
+    table = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    head = w.get("lm_head.weight", model.get_output_embeddings().weight)
+    ids = torch.cat([text[-1:], torch.full((BLOCK - 1,), MASK)])
+    states, context = block_states(name, features, table[ids])
+    states = states if variant.from_last else states[1:]
+    logits = states @ head.T
+    names = drafted_ids() if variant.own_head == SMALL else torch.arange(VOCAB)
+    before, path, sure = int(text[-1]), [], []
+    memory, kind = torch.zeros(RANK if "markov_rank" in variant.fields else 7), variant.fields.get("markov_head_type")
+    scores = correlated(w, states, logits, context[-1], table) if "lilicorr_num_heads" in variant.fields else None
+    for place, (h, own) in enumerate(zip(states, logits, strict=True)):
+        if "selector_rank" in variant.fields:
+            top = own.topk(TOP)
+            gate = w["candidate_selector.predecessor_codebook"][before] * (
+                w["candidate_selector.hidden_projection.weight"] @ h
+            )
+            pairs = w["candidate_selector.successor_codebook"][top.indices] @ gate
+            token = int(top.indices[(top.values + pairs).argmax()])
+        elif kind is not None:
+            e = w["markov_head.markov_w1.weight"][before]
+            bias = e
+            if kind == "gated":
+                read = torch.cat([h, e])
+                bias = (w["markov_head.gate_proj.weight"] @ read + w["markov_head.gate_proj.bias"]).sigmoid() * e
+            if kind == "rnn":
+                read = torch.cat([memory, e, h])
+                g, c, o = (w["markov_head.joint_proj.weight"] @ read + w["markov_head.joint_proj.bias"]).chunk(3)
+                memory, bias = g.sigmoid() * memory + (1 - g.sigmoid()) * c.tanh(), o.tanh()
+            sure.append(
+                float((w["confidence_head.proj.weight"] @ torch.cat([h, e]) + w["confidence_head.proj.bias"]).sigmoid())
+            )
+            token = int(names[(own + w["markov_head.markov_w2.weight"] @ bias).argmax()])
+        elif "emb_dim" in variant.fields:
+            cell = torch.nn.GRUCell(H, 7, bias=False)
+            cell.load_state_dict({f"weight_{part}": w[f"prefix_gru.weight_{part}_l0"] for part in ("ih", "hh")})
+            memory = cell(table[before][None], memory[None])[0]
+            if place >= variant.fields.get("pure_draft_prefix_len", 0):
+                own = own + w["embed_proj.2.weight"] @ F.silu(w["embed_proj.0.weight"] @ torch.cat([h, memory]))
+            token = int(own.argmax())
+        elif scores is not None:
+            top = logits.topk(TOP).indices
+            rank = 0 if place == 0 else top[place - 1].tolist().index(before)
+            token = int(top[place, scores[place][rank].argmax()])
+        else:
+            token = int(own.argmax())
+        path.append(token)
+        before = token
+    return path, sure
+
+
+def correlated(w: dict[str, Tensor], states: Tensor, logits: Tensor, context: Tensor, table: Tensor) -> list[Tensor]:
+    """Of every place the scores ``[C, C]`` of its candidates after those of the place before."""
+    own = {name.removeprefix("lilicorr."): t for name, t in w.items() if name.startswith("lilicorr.")}
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ own[f"{name}.weight"].T + own[f"{name}.bias"]
+
+    def feedforward(name: str, x: Tensor) -> Tensor:
+        return linear(f"{name}.down_proj", F.silu(linear(f"{name}.up_proj", x)))
+
+    count = len(states)
+    top = logits.log_softmax(-1).topk(TOP)
+    p = top.values
+    rank = torch.arange(TOP).expand(count, TOP)
+    features = torch.stack([p, p.exp(), p - p[:, :1], rank / (TOP - 1), (rank == 0).float()], dim=-1)
+    x = linear("token_proj", table[top.indices]) + linear("pass_hidden_proj", states)[:, None]
+    x = x + feedforward(
+        "feature_mlp", F.layer_norm(features, (5,), own["feature_norm.weight"], own["feature_norm.bias"])
+    )
+    x = (x + own["slot_embedding"][0, 0, :count] + own["rank_embedding"][0, 0]).flatten(0, 1)
+    slots = torch.arange(count).repeat_interleave(TOP)
+    apart = slots[:, None] - slots
+    for layer in range(2):
+        inner = f"layers.{layer}"
+        attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        attention.load_state_dict(
+            {n.removeprefix(f"{inner}.attn."): t for n, t in own.items() if n.startswith(f"{inner}.attn.")}
+        )
+        bias = own["relative_slot_bias"][:, apart + BLOCK - 1] + (apart == 0) * own["same_slot_bias"][:, None, None]
+        read = rms(x, own[f"{inner}.attn_norm.weight"])[None]
+        x = x + attention(read, read, read, attn_mask=bias, need_weights=False)[0][0]
+        x = x + feedforward(f"{inner}.mlp", rms(x, own[f"{inner}.mlp_norm.weight"]))
+    x = rms(x, own["output_norm.weight"]).view(count, TOP, 16)
+    anchor = rms(linear("context_proj", context), own["anchor_norm.weight"])
+    read = F.silu(linear("factor_input_proj", torch.cat([x, anchor.expand_as(x), x * anchor], dim=-1)))
+    outward, inward = (F.normalize(linear(name, read), dim=-1) for name in ("out_head", "in_head"))
+    first = F.normalize(linear("anchor_out_head", anchor), dim=-1)
+    start = 10.0 * (inward[0] @ first)
+    return [start.expand(TOP, TOP)] + [10.0 * outward[t] @ inward[t + 1].T for t in range(count - 1)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_draft_is_what_the_equations_say(name: str) -> None:
+    model, inputs, spy = target(), prompts(3), Spy(DFlash(draft_model=written(name)))
+    out = decode(model, inputs, spy, max_new_tokens=8, decoders_config={"prefill_chunk": 7})
+    assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=8).sequences)
+    compared = 0
+    for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        for step in spy.seen:
+            if not step.finished[row]:
+                path, sure = chain(name, model, out.sequences[row, padding : padding + step.lengths[row]])
+                assert step.draft.tokens[row].tolist() == path
+                if sure:
+                    assert step.draft.grades[row].tolist() == [min(int(8 * p), 7) for p in sure]
+                compared += 1
+    assert compared > 12 and len({token for step in spy.seen for token in step.draft.tokens.flatten().tolist()}) > 3
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dspark rnn, small vocabulary", "domino", "lilicorr"])
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+def test_a_tree_holds_the_chain(name: str, tree: str) -> None:
+    model, inputs = target(), prompts(2)
+    text = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    spy = Spy(DFlash(draft_model=written(name), tree=tree, length=3, nodes=60, children=4, beam=8))
+    decode(model, inputs, spy, max_new_tokens=2)
+    first = spy.seen[0].draft
+    shape = first.topology if tree == "dynamic" else first.topology.tensors(2, torch.device("cpu"))
+    alone = Spy(DFlash(draft_model=written(name), length=3))
+    decode(model, inputs, alone, max_new_tokens=2)
+    for row in range(len(text)):
+        paths = {
+            tuple(first.tokens[row, node - 1].item() for node in range(1, len(shape)) if shape.ancestors[row, leaf, node])
+            for leaf in range(1, len(shape))
+        }  # fmt: skip
+        assert tuple(alone.seen[0].draft.tokens[row].tolist()) in paths
+        assert len({path[:1] for path in paths}) > 1
+
+
+#: A head, sampled and greedy, in batches, chains and trees, alone and merged; what all block drafters share is checked with dflash.
+SHAPES: dict[Strategy, tuple[str, ...]] = {
+    DFlash(draft_model=written("dflash2"), tree="dynamic", length=4, nodes=24): ("check_drafts", "check_draft_tokens_are_accepted"),
+    DFlash(draft_model=written("dspark rnn, small vocabulary")): ("check_draft_scores", "check_rows_draft_apart"),
+    DFlash(draft_model=written("domino"), tree="static", length=4, nodes=24): ("check_on_device", "check_rows_come_and_go"),
+    DFlash(draft_model=written("lilicorr"), tree="static", length=3, nodes=12): ("check_draft_scores",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy, check", of_shapes(SHAPES))
+def test_strategy_conforms(strategy: DFlash, check: Check) -> None:
+    check_alone(check, Conditions(models=(target(),)), strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
+def test_every_head_conforms(name: str, tree: str) -> None:
+    check_strategy(DFlash(draft_model=written(name), tree=tree, length=4, nodes=16), models=[target()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_head_conforms_compiled(name: str) -> None:
+    check_strategy(DFlash(draft_model=written(name), tree="dynamic", length=4), models=[target()], compile=True)
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dspark gated", "domino shifted"])
+def test_merged_with_others_a_head_finds_its_place(name: str) -> None:
+    model, inputs = target(), prompts(3)
+    out = decode(model, inputs, "autoregressive", max_new_tokens=16)
+    texts = [row[mask.argmax() :] for row, mask in zip(out.sequences, inputs["attention_mask"], strict=True)]
+    known = Replay(texts=tuple(tuple(text.tolist()) for text in texts), length=9, wrong_every=5)
+    own = Spy(DFlash(draft_model=written(name)))
+    again = decode(model, inputs, Merged([known, own]), max_new_tokens=16)
+    assert torch.equal(again.sequences, out.sequences)
+    with torch.no_grad():
+        for step in own.seen:
+            for row, text in enumerate(texts):
+                if not step.finished[row]:
+                    assert step.draft.tokens[row].tolist() == chain(name, model, text[: step.lengths[row]])[0]
+
+
+class Repeats(BlockHead):
+    """Prefers the token before, as a researcher's head of a few lines might."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = torch.nn.Parameter(torch.zeros(1))
+
+    @classmethod
+    def of(cls, fields: HeadFields) -> Repeats | None:
+        return cls() if fields.raw.get("projector_type") == "repeats" else None
+
+    def choose(self, block: Any, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
+        bias = F.one_hot(tokens, block.logits.shape[-1]) * self.strength
+        return HeadScores(block.logits[:, place, None] + bias)
+
+
+def test_a_head_of_ones_own(tmp_path: Path) -> None:
+    class Repeating(DFlash):
+        heads = (*HEADS, Repeats)
+
+    raw = json.loads((bare("jetspec") / "config.json").read_text())
+    raw["dflash_config"] |= {"projector_type": "repeats"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(state("jetspec") | {"strength": torch.tensor([1e4])}, tmp_path / "model.safetensors")
+    model, inputs, spy = target(), prompts(2), Spy(Repeating(draft_model=str(tmp_path)))
+    out = decode(model, inputs, spy, max_new_tokens=6)
+    assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=6).sequences)
+    last = inputs["input_ids"][:, -1:]
+    assert torch.equal(spy.seen[0].draft.tokens, last.expand(-1, BLOCK - 1))
+    with pytest.raises(SettingsError, match="strength has no place"):
+        decode(model, inputs, DFlash(draft_model=str(tmp_path)), max_new_tokens=2)
+
+
+def test_what_a_config_cannot_say(tmp_path: Path) -> None:
+    def read(name: str, **changes: Any) -> Any:
+        raw = json.loads((bare(name) / "config.json").read_text())
+        part = raw.get("dflash_config", raw)
+        part |= changes
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        save_file(state(name), tmp_path / "model.safetensors")
+        return load_draft_model(tmp_path, torch.device("cpu"), torch.float32)
+
+    with pytest.raises(SettingsError, match="conv_group_size 0: both are 0, or both"):
+        read("dflash2", conv_group_size=0)
+    with pytest.raises(SettingsError, match="conv_group_size is 5, which does not divide hidden_size"):
+        read("dflash2", conv_group_size=5)
+    with pytest.raises(SettingsError, match="markov_head_type: Input should be 'vanilla', 'gated' or 'rnn'"):
+        read("dspark", markov_head_type="lstm")
+    with pytest.raises(SettingsError, match="confidence_head_with_markov needs a markov_rank"):
+        read("dspark", markov_rank=0)
+    with pytest.raises(SettingsError, match="has no emb_dim"):
+        read("domino", emb_dim=None)
+    with pytest.raises(SettingsError, match="lilicorr_num_heads is 3, which does not divide 16"):
+        read("lilicorr", lilicorr_num_heads=3)
+    with pytest.raises(UnsupportedError, match="reads the target's embeddings as a feature"):
+        read("speculators", aux_hidden_state_layer_ids=[0, 3])
+    with pytest.raises(SettingsError, match="neither d2t nor t2d"):
+        read("dspark rnn, small vocabulary")
+    fields = HeadFields({"selector_rank": 4}, "here", read_config(bare("dflash2")).layer, BLOCK - 1, SMALL)
+    with pytest.raises(UnsupportedError, match="here: a path selector with a draft vocabulary"):
+        PathSelector.of(fields)
