@@ -132,11 +132,12 @@ class Options:
             return None
         # Settings in a config that names a strategy are that strategy's.
         same = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
+        in_call = with_hints(chosen, own["strategy_config"], hints_of(others))
         in_config = with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs), of_config)
         return Options(
             strategy=resolve_strategy(
                 chosen,
-                with_hints(chosen, own["strategy_config"], hints_of(others)),
+                in_call,
                 defaults.config_for(chosen, in_config),
             ),
             verifier=resolve_verifier(own["verifier"] or runtime.verifier, own["verifier_config"]),
