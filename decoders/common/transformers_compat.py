@@ -23,6 +23,19 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 #: in an object of their own.
 SET_BY_GENERATE = frozenset({"_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length"})
 
+# What training switches.
+
+#: Attributes that say how gradients are computed, which trainers switch around every rollout. Goes once they are kept in an object of
+#: their own.
+OF_TRAINING = frozenset(
+    {"gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"}
+)
+
+
+def is_of_training(hook: Any) -> bool:
+    """Whether it is the hook of ``enable_input_require_grads``. Nothing public tells; without gradients it does nothing."""
+    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
+
 
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether the design keeps a state that cannot be rolled back. transformers asks the same where it refuses assisted generation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,46 @@ def test_accelerates_hooks_on_one_device(plain: PreTrainedModel, enabled: PreTra
     expected = decode(plain, prompts(2), max_new_tokens=NEW)
     dispatched = accelerate.dispatch_model(enabled, device_map={"": "cpu"}, force_hooks=True)
     assert decode(dispatched, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    """As trainers make it: mixed precision, here on the CPU."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_rollouts_between_the_steps_of_a_trainer_are_of_the_weights_as_they_are(
+    enabled: PreTrainedModel, calls: list[str], accelerator: Any
+) -> None:
+    """A trainer of trl exchanges `forward`, accelerate wraps that in autocast, and weights change every step."""
+    before = enabled.forward
+
+    def fused(self: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
+        return before(*arguments, **options)
+
+    enabled.forward = types.MethodType(fused, enabled)  # type: ignore[method-assign]
+    model = accelerator.prepare(enabled).train()
+    optimizer, texts, engines = torch.optim.AdamW(model.parameters(), lr=0.05), [], set()
+    for _ in range(3):
+        model.gradient_checkpointing_disable()
+        rollout = decode(model, prompts(2), max_new_tokens=NEW).sequences
+        fresh = LlamaForCausalLM(model.config).eval()
+        fresh.load_state_dict(model.state_dict())
+        fresh.generation_config = copy.deepcopy(model.generation_config)
+        fresh.generation_config.strategy = None
+        assert torch.equal(rollout, decode(fresh, prompts(2), max_new_tokens=NEW).sequences)
+        texts.append(rollout.tolist())
+        engines.add(vars(model)["generate"].engine())
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        accelerator.backward(model(input_ids=rollout, labels=rollout.flip(1)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert texts[0] != texts[1] != texts[2], "the steps must matter"
+    assert len(engines) == 1, "what was compiled and remembered is kept"
 
 
 @needs("torchao")

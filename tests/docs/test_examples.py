@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import types
 import warnings
@@ -77,13 +79,16 @@ def reader_model() -> PreTrainedModel:
     return model
 
 
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+
+
 def reader_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, so that the examples can be written and grammars can be told in bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({c: i for i, c in enumerate(["<end>", *alphabet])}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = token_decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>", chat_template=TEMPLATE)
 
 
 def tiny_demo(
@@ -122,8 +127,45 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+#: Where pages have their server.
+SERVER = "http://127.0.0.1:8000"
+
+
+@contextlib.contextmanager
+def server_of(page: str, folder: Path) -> Iterator[str]:
+    """The address of the server that `page` starts with ``decoders serve MODEL``; whatever model that is, ours stands for it."""
+    text = "".join(block.text for block in blocks(page) if block.language == "sh")
+    started = re.search(r"^decoders serve (\S+)(.*)$", text, re.M)
+    if started is None or not any(SERVER in b.text for b in blocks(page) if b.language == "python"):
+        yield SERVER
+        return
+    own = ["--name", started[1].rpartition("/")[2], "--port", "0", "--no-compile", "--slots", "512"]
+    command = [sys.executable, "-m", "decoders", "serve", "my-model", *shlex.split(started[2]), *own]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            said = next((line for line in iter(server.stderr.readline, "") if "a page to try it" in line), "")
+            yield re.findall(r"http://[\d.:]+", said)[0]
+        finally:
+            server.terminate()
+            server.communicate()
+
+
+def needed(page: str) -> list[str]:
+    """The libraries of a page, named in comments before its blocks."""
+    comments = [block.comment for block in blocks(page) if block.comment.startswith("needs: ")]
+    return [library for comment in comments for library in comment.removeprefix("needs: ").split(", ")]
+
+
+def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Runs the Python blocks of a page one after the other in one namespace, as a reader would."""
+    for library in needed(page):
+        pytest.importorskip(library, reason=f"{library}, of the extra guides, is not installed")
+    with server_of(page, folder) as address:
+        run_blocks(page, monkeypatch, address)
+
+
+def run_blocks(page: str, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     module = types.ModuleType("page_of_the_docs")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # classes of a page can be pickled, as those of a script
     written = ""
@@ -136,10 +178,13 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
             with contextlib.redirect_stdout(stream), warnings.catch_warnings():
                 # transformers warns about random models' generation flags; what readers see is no matter of a test.
                 warnings.simplefilter("ignore")
-                warnings.simplefilter("error", FutureWarning)  # examples use no name that is going away
+                if not needed(page):  # other libraries warn of transformers' names in their own code
+                    warnings.simplefilter("error", FutureWarning)  # examples use no name that is going away
                 torch.manual_seed(0)
                 # Blank lines in front make line numbers in a traceback those of the page.
-                code = compile("\n" * block.line + block.text, where, "exec", dont_inherit=True)
+                code = compile(
+                    "\n" * block.line + block.text.replace(SERVER, address), where, "exec", dont_inherit=True
+                )
                 exec(code, vars(module))
             written = stream.getvalue()
 
@@ -165,7 +210,7 @@ def test_python_blocks_run(page: str, checkpoint: Path, reader: Path, monkeypatc
         monkeypatch.setattr(kit, "CHECKS", kit.CHECKS[:6])
     shutil.copytree(checkpoint, reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
-    run_page(page, monkeypatch)
+    run_page(page, monkeypatch, reader)
 
 
 @pytest.mark.slow
@@ -175,7 +220,7 @@ def test_python_blocks_run_with_the_whole_kit(
 ) -> None:
     shutil.copytree(checkpoint, reader / "my-model")
     monkeypatch.setattr(demo, "load", tiny_demo)
-    run_page(page, monkeypatch)
+    run_page(page, monkeypatch, reader)
 
 
 @pytest.mark.slow
@@ -185,7 +230,7 @@ def test_pages_about_the_demo_model_run_with_it(
     page: str, checkpoint: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(checkpoint, reader / "my-model")
-    run_page(page, monkeypatch)
+    run_page(page, monkeypatch, reader)
 
 
 def test_skipped_blocks_say_why() -> None:

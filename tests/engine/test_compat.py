@@ -275,6 +275,20 @@ def test_what_generating_leaves_on_a_model_is_known() -> None:
     assert left <= transformers_compat.SET_BY_GENERATE, TRANSFORMERS
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"
+)  # 5.17 has no other name
+def test_what_trainers_switch_on_a_model_is_named_as_ever() -> None:
+    model = tiny_model("llama")
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()  # newer versions have done it
+    left = {name for path, module in model.named_modules() for name in set(vars(module)) - before[path]}
+    assert "_gradient_checkpointing_func" in left and left <= transformers_compat.OF_TRAINING, TRANSFORMERS
+    hooks = torch_compat.hooks_of(model.get_input_embeddings())[0].values()
+    assert hooks and all(map(transformers_compat.is_of_training, hooks)), TRANSFORMERS
+
+
 def test_transformers_compiles_on_any_device_where_it_is_asked_to() -> None:
     model, cache = tiny_model("llama"), {transformers_compat.CACHE: StaticCache(tiny_model("llama").config, 8)}
     asked = GenerationConfig(compile_config=transformers_compat.compiled_on_any_device())

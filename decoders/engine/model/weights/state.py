@@ -15,13 +15,13 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ....common.transformers_compat import NO_PART_OF_NETWORK
+from ....common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, is_of_training
 from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, modules_in, parameters_in, with_parts
 from .fingerprints import state_of
 from .twin import DEPTH, HELPERS, INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 
 #: Attributes that no state of a model has.
-_LEFT_OUT = INTERNAL | OF_GENERATION
+_LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 #: How many entries of one container are looked at.
 _ENTRIES = 1000
 #: Of how many numbers of an array it is seen that they have changed.
@@ -59,8 +59,11 @@ class WeightState:
         configs: dict[int, PreTrainedConfig] = {}
         for module in parts:
             after, before = hooks_of(module)
-            modules += [id(module), *after, *before]
-            for hook in (*after.values(), *before.values()):
+            modules.append(id(module))
+            for number, hook in (*after.items(), *before.items()):
+                if is_of_training(hook):
+                    continue
+                modules.append(number)
                 read = read_by(hook)
                 held += [value for value in read if not isinstance(value, Tensor)]
                 loose += [value for value in read if isinstance(value, Tensor)]

@@ -40,6 +40,9 @@ def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
     # What other tools hung on the instance (an overridden generate, a lock) is not part of the network.
     for name in [name for name in vars(twin) if name in OF_GENERATION or name.startswith(OURS)]:
         del vars(twin)[name]
+    # Where a trainer computes with autocast, accelerate has wrapped `forward`. Calls compute in the model's own precision.
+    if (forward := vars(twin).pop("_original_forward", None)) is not None:
+        vars(twin)["forward"] = forward
     return twin.eval()
 
 
@@ -59,7 +62,8 @@ class _Twin:
         if isinstance(value, PreTrainedConfig):
             return copy.deepcopy(value, self.memo)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.of(value.__self__)) if self._touches(value) else value
+            touches = self._touches(value) or self._touches(value.__func__)
+            return types.MethodType(self.of(value.__func__), self.of(value.__self__)) if touches else value
         if isinstance(value, types.FunctionType) and self._touches(value):
             return self._function(value)
         if isinstance(value, functools.partial) and self._touches(value):
@@ -96,7 +100,7 @@ class _Twin:
         """The counterpart of what a closure holds. Its helper objects are its own, unlike those in attributes of modules."""
         if not self._captures(value, depth):
             return self.of(value)
-        twin = copy.copy(value)
+        twin = object.__new__(type(value))  # not copy.copy: accelerate's wrapper of a forward refuses it
         vars(twin).update({name: self._captured(held, depth - 1) for name, held in vars(value).items()})
         return twin
 
@@ -130,7 +134,8 @@ class _Twin:
         if isinstance(value, types.MethodType):
             return self._touches(value.__self__, depth - 1)
         if isinstance(value, types.FunctionType):
-            return any(self._touches(held, depth - 1) for held in captured(value))
+            held = [*captured(value)]
+            return any(self._touches(each, depth - 1) or self._captures(each, min(depth, HELPERS)) for each in held)
         if isinstance(value, functools.partial):
             return any(self._touches(v, depth - 1) for v in (value.func, *value.args, *value.keywords.values()))
         if isinstance(value, dict):
