@@ -68,10 +68,13 @@ class Drafter(ABC):
     Attributes:
         vocab_size: how many of the target's tokens the draft can propose.
         children: ``C``, continuations given per node: as many as were asked for, or the whole of a small vocabulary.
+        mask_token: what stands for a token that is still to be drafted, of a model that was trained to draft several in one pass
+            (PARD, arXiv:2504.18583); None of others.
     """
 
     vocab_size: int
     children: int
+    mask_token: int | None = None
 
     @property
     @abstractmethod

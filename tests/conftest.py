@@ -148,6 +148,35 @@ def traced_only(only_trace: Callable[[pytest.MonkeyPatch], None], monkeypatch: p
     only_trace(monkeypatch)
 
 
+@pytest.fixture
+def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling is worth it at once and takes no time, and compiled passes choose other tokens: each the next one of the vocabulary."""
+    from decoders.engine.decode.core import StepPass
+    from decoders.engine.decode.verify import settle
+    from decoders.engine.model.compiled import tiers
+    from decoders.engine.model.target import ForwardResult
+
+    def run(self: Any, nodes: Any, base: Any, tree: Any, buffers: Any, view: Any, kept: Any = None) -> ForwardResult:
+        self.compiled_passes += 1
+        plain = self.target.forward(nodes, base, tree, buffers, view)
+        logits = plain.logits.roll(1, -1)
+        return ForwardResult(logits if kept is None else logits[:, kept], plain.hidden, plain.layers)
+
+    def mixed(self: Any, *given: Any) -> ForwardResult:
+        *given, compiled = given
+        plain = uncompiled_mixed(self, *given, False)
+        self.compiled_passes += compiled
+        return ForwardResult(plain.logits.roll(compiled, -1), plain.hidden, plain.layers)
+
+    uncompiled_mixed = StepPass._mixed
+    monkeypatch.setattr(StepPass, "_mixed", mixed)
+    monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
+    monkeypatch.setattr(tiers.RegionalForward, "compile", lambda *_: None)
+    monkeypatch.setattr(StepPass, "compiling_beside", lambda self: lambda rows, count: None)
+    monkeypatch.setattr(StepPass, "settle", lambda self, *arguments: settle(*arguments))
+    monkeypatch.setattr(StepPass, "_run", run)
+
+
 @pytest.fixture(params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])
 def traced_or_compiled(request: pytest.FixtureRequest) -> str:
     """The test runs with `traced_only`, and, slow, as it is."""

@@ -6,9 +6,11 @@ after the same other one would inherit its caches.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +24,10 @@ from .methods import Method
 from .prompts import Workload
 
 T = TypeVar("T")
-Progress = Callable[[str], None]
+#: Share of a call that its first token takes, before any was timed.
+FIRST_TOKEN = 0.25
+#: Told what begins, and how many seconds the run is still expected to take; infinite before anything is known.
+Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -178,13 +183,13 @@ def measure(
     *,
     new_tokens: int,
     repeats: int = 3,
-    progress: Progress = lambda what: None,
+    progress: Progress = lambda what, left: None,
     decode: Decode = decode,
     first_tokens: bool = True,
 ) -> list[Competitor]:
     """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
 
-    A method that raises is not called again, and its entry says why. `progress` is called after every call.
+    A method that raises is not called again, and its entry says why. `progress` is called before every call.
 
     Raises:
         Interrupted: Ctrl-C, after some prompts were measured.
@@ -217,7 +222,7 @@ def warm_up(
     workloads: Sequence[Workload],
     *,
     new_tokens: int,
-    progress: Progress = lambda what: None,
+    progress: Progress = lambda what, left: None,
     decode: Decode = decode,
 ) -> list[Competitor]:
     """Two calls of every method on the first workload: what compiles compiles here, and memory is measured."""
@@ -228,7 +233,7 @@ def warm_up(
     for entry in entries:
         entry.reason = entry.method.skip_reason(entry.rows)
         entry.status = "skipped" if entry.reason else "ok"
-        progress(f"{entry.method.name} · compile, warm up")
+        progress(f"{entry.method.name} · compile, warm up", math.inf)
         _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
     return entries
 
@@ -239,7 +244,7 @@ def take_turns(
     *,
     new_tokens: int,
     repeats: int = 3,
-    progress: Progress = lambda what: None,
+    progress: Progress = lambda what, left: None,
     decode: Decode = decode,
     first_tokens: bool = True,
     deadline: float | None = None,
@@ -248,11 +253,13 @@ def take_turns(
     workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
     ``time.monotonic``, no other one than the first begins.
     """
+    pace = _Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0)
     forget(entries)
     for workload in workloads:
         for entry in entries:
-            progress(f"{entry.method.name} · check")
-            _attempt(entry, partial(_check, entry, workload, new_tokens, decode))
+            progress(f"{entry.method.name} · check", pace.left())
+            with pace.check(entry, workload):
+                _attempt(entry, partial(_check, entry, workload, new_tokens, decode))
     turn = 0
     for repeat in range(repeats):
         if repeat and deadline is not None and time.monotonic() > deadline:
@@ -260,10 +267,61 @@ def take_turns(
         forget(entries)
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
-                progress(f"{entry.method.name} · round {repeat + 1} of {repeats}")
-                _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
+                progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())
+                with pace.sample(entry, workload):
+                    _attempt(
+                        entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens)
+                    )
             turn += 1
     return repeats
+
+
+class _Pace:
+    """How long a run still takes: each prompt takes each method about as long in every round as in the one before.
+
+    Args:
+        sample: seconds of a timed call over those of an untimed one, until some were timed.
+    """
+
+    def __init__(
+        self, entries: Sequence[Competitor], workloads: Sequence[Workload], repeats: int, sample: float
+    ) -> None:
+        self.entries, self.sample_over_check = entries, sample
+        self.checks, self.samples = dict[tuple[int, str], float](), dict[tuple[int, str], float]()
+        self.rounds = {(id(entry), workload.name): repeats for entry in entries for workload in workloads}
+
+    @contextmanager
+    def check(self, entry: Competitor, workload: Workload) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.checks[id(entry), workload.name] = time.perf_counter() - began
+
+    @contextmanager
+    def sample(self, entry: Competitor, workload: Workload) -> Iterator[None]:
+        key, began = (id(entry), workload.name), time.perf_counter()
+        yield
+        self.samples[key] = time.perf_counter() - began
+        self.rounds[key] -= 1
+
+    def left(self) -> float:
+        """Expected seconds until the end."""
+        going = {id(entry): entry for entry in self.entries if entry.status == "ok"}
+        # A prompt may be longer than the one of the warm-up.
+        known = [(self.checks[key], self._warm(going[key[0]])) for key in self.checks if key[0] in going]
+        scale = sum(check for check, _ in known) / max(sum(warm for _, warm in known), 1e-9) if known else 1.0
+        timed = [(self.samples[key], self.checks[key]) for key in self.samples if key[0] in going]
+        if timed:
+            self.sample_over_check = sum(s for s, _ in timed) / max(sum(check for _, check in timed), 1e-9)
+        total = 0.0
+        for key in [key for key in self.rounds if key[0] in going]:
+            check = self.checks.get(key, scale * self._warm(going[key[0]]))
+            total += (key not in self.checks) * check
+            total += self.rounds[key] * self.samples.get(key, self.sample_over_check * check)
+        return total
+
+    @staticmethod
+    def _warm(entry: Competitor) -> float:
+        return entry.warmup.second_call if entry.warmup is not None else 0.0
 
 
 def forget(entries: Sequence[Competitor]) -> None:

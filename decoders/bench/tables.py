@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 
 import numpy
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.cells import cell_len
+from rich.table import Column, Table
 from rich.text import Text
 
 from .figures import PARTS, Spread
@@ -18,6 +20,71 @@ from .shapes import RANDOM_WEIGHTS
 WIDE = 1.5
 #: Longer names, of strategies with many settings, go on in the next line and leave room for the figures.
 NAME_WIDTH = 48
+#: Columns that names have at least, and those between two cells.
+SHORT_NAME, GAP = 26, 2
+
+
+def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
+    """A line for each method, in sections with these headings; below it why others are absent or differ. It fits into 80 columns."""
+    table = plain_table("", "tokens/s", "ratio", "tok/step", "identical")
+    for heading, records in sections.items():
+        if heading:
+            table.add_section()
+            table.add_row(Text(heading, style="italic"))
+        for r in [r for r in records if r.status == "ok"]:
+            table.add_row(
+                _name(r), "" if r.tokens_per_second is None else f"{r.tokens_per_second.median:.0f}",
+                ranged(r.ratio, ".2f", ratio_style(r.ratio)), shown(r.accepted_length, ".2f"), identical(r),
+            )  # fmt: skip
+    lines: dict[str, list[str]] = {}
+    for r in [r for records in sections.values() for r in records if r.status != "ok" or r.difference]:
+        names = lines.setdefault(reason(r).markup, [])
+        names += [r.method] if r.method not in names else []
+    captions = [Text.assemble(", ".join(names), ": ", Text.from_markup(why)) for why, names in lines.items()]
+    if any(r.random_weights for records in sections.values() for r in records):
+        captions.append(Text(RANDOM_WEIGHTS))
+    if captions:
+        table.caption, table.caption_justify = Text("\n").join(captions), "left"
+    return table
+
+
+def headings(groups: Mapping[tuple[str, str, int], Sequence[Record]]) -> dict[str, Sequence[Record]]:
+    """The methods of a run under what they were measured on, which is not said where there is only one."""
+    if len(groups) == 1:
+        return {"": next(iter(groups.values()))}
+    return {group_name(records[0]): records for records in groups.values()}
+
+
+def group_name(record: Record) -> str:
+    """Model, dtype and number of rows."""
+    named = [subject(record), record.dtype, f"{record.batch} row{'s' if record.batch > 1 else ''}"]
+    return ", ".join(filter(None, named))
+
+
+def fitting(table: Table, width: int) -> list[Table]:
+    """`table` for so many columns of a terminal: if it is wider it is several, one below the other, and no cell is cut or broken."""
+    names, *columns = table.columns
+    parts: list[list[tuple[str, Column]]] = []
+    room = 0
+    for column in columns:
+        header = str(column.header)
+        cells = max((cell_len(line) for cell in column.cells for line in str(cell).splitlines()), default=0)
+        needed = max(cells, min(len(header), 8), *map(len, header.split()))
+        room -= needed + GAP
+        if room < 0:
+            parts.append([])
+            room = width - SHORT_NAME - GAP - needed - GAP
+        parts[-1].append((textwrap.fill(header, needed), column))
+    narrower = []
+    for part in parts:
+        narrow = plain_table(str(table.title or "") if part is parts[0] else "")
+        for header, _ in part:
+            narrow.add_column(header, justify="right", no_wrap=True)
+        for row in zip(names.cells, *(column.cells for _, column in part), strict=True):
+            narrow.add_row(*row, end_section=table.rows[len(narrow.rows)].end_section)
+        narrower.append(narrow)
+    narrower[-1].caption, narrower[-1].caption_justify = table.caption, table.caption_justify
+    return narrower
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -115,8 +182,8 @@ def start_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def plain_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold", min_width=20, max_width=NAME_WIDTH)
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("", overflow="fold", min_width=SHORT_NAME, max_width=NAME_WIDTH)
     for column in columns:
         table.add_column(column, justify="right", overflow="fold")  # a figure without its end is none
     return table

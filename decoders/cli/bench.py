@@ -96,13 +96,16 @@ def measure(
         bool, typer.Option("--compile/--no-compile", help="Measure the compiled tier, which the warm-up brings about.")
     ] = True,
     tiers: Annotated[bool, typer.Option("--tiers", help="Measure every strategy uncompiled, too.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Show every kind of prompt, the parts of a step, start and memory, too.")
+    ] = False,
     json_file: JsonFile = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the speeds (PNG, SVG or PDF).")
     ] = None,
     subjects: Any = None,
 ) -> None:
-    """Measures strategies and transformers' own methods side by side, and prints the tables.
+    """Measures strategies and transformers' own methods side by side, and prints a table and what to use.
 
     Args:
         subjects: how models are loaded and what else is measured on them; None: as :class:`~decoders.cli.bench_run.Subjects` says.
@@ -146,8 +149,10 @@ def measure(
     )  # fmt: skip
     run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())
     run.measure()
-    for table in run.tables():
-        console.print(table)
+    for part in run.tables(details, console.width):
+        console.print(part)
+    if not details:
+        console.print("--details shows every kind of prompt, the parts of a step, start and memory", style="dim")
     console.print(footnote(run.facts), style="dim")
     if run.interrupted:
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")

@@ -76,7 +76,7 @@ def measure_load(
 
     from ..bench.load import arrivals, continuous, in_batches, scheduled
     from ..bench.prompts import INSTRUCTIONS, encode, instructions
-    from ..bench.tables import load_table
+    from ..bench.tables import fitting, load_table
     from ..report import Report
     from . import models
 
@@ -123,7 +123,9 @@ def measure_load(
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]
     come = "at once" if rate is None else f"{rate:g} per second"
     subject = ", ".join(filter(None, (model, getattr(loaded.config, "cost_scaled", ""))))
-    console.print(load_table(results, within, f"{subject}, {requests} requests, {come}, {rows} rows"))
+    table = load_table(results, within, f"{subject}, {requests} requests, {come}, {rows} rows")
+    for part in fitting(table, console.width):
+        console.print(part)
     run = {
         "model": model, "scale": None, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
         "longest": longest, "spread": spread, "repeats": repeats, "seed": seed, "compile": compile,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import bench
@@ -16,7 +17,8 @@ from ..bench import Method, Record, Sampling, machine
 from ..bench.call import vocabulary_size
 from ..bench.prompts import Content, read_prompts
 from ..bench.shapes import SHAPES
-from ..bench.tables import tables
+from ..bench.tables import fitting, group_name, headings, summary_table, tables
+from ..bench.verdict import Verdict, pooled, verdicts
 from ..errors import SettingsError, UnknownNameError
 from . import models
 from .benches import in_both_tiers, interrupted_by_sigterm, pieces, progress_bar
@@ -193,14 +195,31 @@ class Run:
             if self.interrupted:
                 break
 
-    def tables(self) -> list[Table]:
-        """What was measured, for people."""
-        return tables(self.records)
+    def verdicts(self) -> list[Verdict]:
+        """What to use."""
+        return verdicts(self.records)
+
+    def tables(self, details: bool, width: int) -> list[Table | Text]:
+        """What was measured, for people: one table, and what follows from it in a sentence; with `details` everything."""
+        groups = pooled(self.records)
+        shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
+        for verdict in self.verdicts():
+            records = groups[verdict.model, verdict.dtype, verdict.batch]
+            about = f"{group_name(records[0])}: " if len(groups) > 1 else ""
+            shown.append(Text.assemble(about, (verdict.text, "bold")))
+            if verdict.arguments:
+                shown.append(Text(f"    {verdict.code}"))
+        for table in tables(self.records) if details else []:
+            shown += fitting(table, width)
+        return shown
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, for programs."""
         run = self.plan.as_dict() | dict(self.subjects.facts)
-        return {"machine": self.facts, "run": run, "records": [record.as_dict() for record in self.records]}
+        return {
+            "machine": self.facts, "run": run, "verdicts": [verdict.as_dict() for verdict in self.verdicts()],
+            "records": [record.as_dict() for record in self.records],
+        }  # fmt: skip
 
     def _measure_subject(self, name: str, texts: Texts) -> None:
         methods, tokenizer = self._methods(name)
@@ -250,13 +269,14 @@ class Run:
 
     def _take_turns(self, name: str, methods: list[Method], groups: list[list[bench.Workload]]) -> None:
         plan, records = self.plan, list[Record]()
-        total = sum(bench.calls(len(methods), len(group), plan.repeats) for group in groups)
-        with progress_bar(self.console, total) as advance, interrupted_by_sigterm():
+        with interrupted_by_sigterm():
             for group in groups:
+                total = bench.calls(len(methods), len(group), plan.repeats)
                 try:
-                    entries = bench.measure(
-                        methods, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance
-                    )
+                    with progress_bar(self.console, total) as advance:
+                        entries = bench.measure(
+                            methods, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance
+                        )
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True
                 speed = self.facts["copy_bandwidth"]

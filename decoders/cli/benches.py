@@ -132,33 +132,38 @@ def importing(console: Console) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def progress_bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar of `total` calls; yields what to call with each, and what it is.
+def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar of `total` calls; yields what to call with each: what it is, and the seconds that are left, where somebody knows
+    better than that all calls take equally long.
 
     Where no terminal shows the bar, lines say the same: the first at once, then at most one in :data:`SECONDS_A_LINE`.
     """
-    if not console.is_terminal:
-        yield _progress_lines(console, total)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("compiling", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    done, due, began = 0, -math.inf, time.monotonic()
 
-
-def _progress_lines(console: Console, total: int) -> Callable[[str], None]:
-    done, due = 0, -math.inf
-
-    def advance(what: str) -> None:
+    def advance(what: str, left: float | None = None) -> None:
         nonlocal done, due
+        now = time.monotonic()
+        if left is None:
+            left = (now - began) / done * (total - done) if done else math.inf
         done += 1
-        if (now := time.monotonic()) >= due:
+        what += f" · {duration(left)} left" if left < math.inf else ""
+        if console.is_terminal:
+            bar.update(task, advance=1, description=what)
+        elif now >= due:
             due = now + SECONDS_A_LINE
             console.print(f"{done}/{total} {what}")
 
-    return advance
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield advance
+
+
+def duration(seconds: float) -> str:
+    """``40 s``, ``3 min``."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def footnote(machine: dict[str, Any]) -> str:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
 DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
+#: New tokens of a text for the table, however slow the machine.
+FEWEST = 16
 #: Strategies shown unless others are asked for: each further one would add to the wait.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
@@ -115,25 +117,24 @@ def demo(
         entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=advance)
     console.print(f"{compilation(entries)}\n", style="dim")
     deadline = time.monotonic() + seconds
-    measured, unmeasured = affordable(entries, texts, workloads, seconds)
-    if live and not as_json and console.is_terminal:
-        for entry, (name, _, content), workload in show_order(entries, texts[: len(measured)], measured):
-            if time.monotonic() < deadline:
-                show(console, entry.method, workload, tokenizer, name, bare(content), max_new_tokens)
-    for entry in entries:
-        entry.kind_of = {workload.name: workload.kind for workload in measured}
-    runs = b.calls(len(methods), len(measured), repeats)
+    lively = live and not as_json and console.is_terminal
+    # Of every prompt a text to check, one for the table, and one to look at.
+    new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), seconds, max_new_tokens)
+    for entry, (name, _, content), workload in show_order(entries, texts, workloads) if lively else ():
+        if time.monotonic() < deadline:
+            show(console, entry.method, workload, tokenizer, name, bare(content), new_tokens)
+    runs = b.calls(len(methods), len(workloads), repeats)
     with progress_bar(progress, runs - len(methods)) as advance:
         rounds = b.take_turns(
-            entries, measured, new_tokens=max_new_tokens, repeats=repeats, progress=advance, first_tokens=False,
+            entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=advance, first_tokens=False,
             deadline=deadline,
         )  # fmt: skip
     records = b.summarise(entries)
     different = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
-            "model": model, "machine": facts, "prompts": [workload.name for workload in measured],
-            "max_new_tokens": max_new_tokens, "rounds": rounds,
+            "model": model, "machine": facts, "prompts": [workload.name for workload in workloads],
+            "max_new_tokens": new_tokens, "rounds": rounds,
             "identical": not different, "completions": completions(entries, tokenizer),
             "records": [r.as_dict() for r in records],
         }  # fmt: skip
@@ -142,9 +143,11 @@ def demo(
         from ..bench.tables import noise
 
         console.print(overview(records))
-        if rounds < repeats or unmeasured:
-            without = f", without {', '.join(unmeasured)}" if unmeasured else ""
-            console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{without}", style="dim")
+        if rounds < repeats or new_tokens < max_new_tokens:
+            fewer = (
+                f", texts of {new_tokens} tokens in place of {max_new_tokens}" if new_tokens < max_new_tokens else ""
+            )
+            console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{fewer}", style="dim")
         if warning := noise(records):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
@@ -158,15 +161,13 @@ def demo(
         raise typer.Exit(1)
 
 
-def affordable(
-    entries: Sequence[Competitor], texts: Sequence[tuple[str, str, Content]], workloads: list[Workload], seconds: float
-) -> tuple[list[Workload], list[str]]:
-    """The first prompts of which everyone can write one text to check and one for the table in `seconds`, at least one of
-    them, and the names of the others. What a call takes is known from the warm-up.
+def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float, most: int) -> int:
+    """New tokens of which everyone can write so many texts in `seconds`, `most` of them if that is possible, and a few at least.
+
+    What a call with `most` tokens takes is known from the warm-up.
     """
-    seconds_per_prompt = 2 * sum(e.warmup.second_call for e in entries if e.warmup is not None)
-    count = max(min(len(workloads), int(seconds / seconds_per_prompt) if seconds_per_prompt else len(workloads)), 1)
-    return workloads[:count], [name for name, _, _ in texts[count:]]
+    needed = texts * sum(entry.warmup.second_call for entry in entries if entry.warmup is not None)
+    return most if needed <= seconds else min(most, max(FEWEST, int(most * seconds / needed)))
 
 
 def choose_prompts(
@@ -238,30 +239,13 @@ def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -
 
 def overview(records: list[Record]) -> Table:
     """The one table: every strategy on every kind of prompt."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    from ..bench.tables import identical, loops, ranged, ratio_style, reason, shown
+    from ..bench.tables import loops, summary_table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for header, whole in (("tokens/s", True), ("ratio", True), ("tokens per step", False), ("same output", False)):
-        table.add_column(header, justify="right", no_wrap=whole)
-    lines = []
-    for kind in dict.fromkeys(r.kind for r in records):
-        table.add_section()
-        members = [r for r in records if r.kind == kind]
-        table.add_row(Text(f"{kind} prompt", style="italic"))
-        if looping := loops(members):
-            lines.append(Text(f"{kind} prompt{looping}"))
-        for r in [r for r in members if r.status == "ok"]:
-            table.add_row(
-                Text(r.method, style="bold" if r.ours else ""), ranged(r.tokens_per_second, ".0f"),
-                ranged(r.ratio, ".2f", ratio_style(r.ratio)), shown(r.accepted_length, ".2f"), identical(r),
-            )  # fmt: skip
-    absent = {r.method: r for r in records if r.status != "ok"}
-    lines += [Text.assemble(f"{name}: ", reason(r)) for name, r in absent.items()]
-    if lines:
-        table.caption, table.caption_justify = Text("\n").join(lines), "left"
+    kinds = {kind: [r for r in records if r.kind == kind] for kind in dict.fromkeys(r.kind for r in records)}
+    table = summary_table({f"{kind} prompt": of_kind for kind, of_kind in kinds.items()})
+    lines = [f"{kind} prompt{loops(of_kind)}" for kind, of_kind in kinds.items() if loops(of_kind)]
+    below = [table.caption] if isinstance(table.caption, Text) else []
+    table.caption, table.caption_justify = Text("\n").join([*map(Text, lines), *below]), "left"
     return table

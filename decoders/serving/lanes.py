@@ -41,9 +41,16 @@ class Lanes:
         return [generation for several in list(self._active.values()) for generation in several]
 
     def admit(self, generation: Generation) -> None:
-        """Gives a request a row, in a lane whose requests it can share steps with."""
+        """Gives a request a row, in a lane whose requests it can share steps with.
+
+        One whose requests began before its passes were compiled takes no more: they end there, uncompiled, beside a new lane.
+        """
         call = generation.call
-        lane = next((lane for lane in self._active if lane.free and lane.fits(call.engine, call.request)), None)
+        alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
+        current = [lane for lane in alike if not lane.outdated]
+        if len(alike) - len(current) > 1:  # each has a cache of its own: no third one
+            current = alike
+        lane = max((lane for lane in current if lane.free), key=lambda lane: len(lane.seats), default=None)
         if lane is None:
             lane = Lane(call.engine, call.request, self.rows)
             self._active[lane] = []

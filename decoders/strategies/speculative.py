@@ -10,10 +10,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..drafting import Drafter, OtherVocabulary
+from ..drafting import Drafter, Expansion, OtherVocabulary
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
+from ..tree import TreeTensors
 from .draft_model import (
     DraftModelSettings,
     DraftModelStrategy,
@@ -80,6 +81,7 @@ class _State:
         limit: most tokens of the next draft, None for no limit.
         grades: bounds between the grades of draft tokens, once somebody asks for grades.
         other: what the draft model's tokens are, where they are others than the target's.
+        mask: the mask token of a model that drafts a chain in one pass; None: token by token.
     """
 
     drafter: Drafter | TextDrafter
@@ -89,6 +91,7 @@ class _State:
     limit: int | None = None
     grades: Tensor | None = None
     other: OtherVocabulary | None = None
+    mask: int | None = None
 
 
 class Speculative(DraftModelStrategy):
@@ -97,6 +100,9 @@ class Speculative(DraftModelStrategy):
 
     When sampling, the draft draws with the noise that the target will draw with (Daliri et al. 2024), so that both mostly
     draw the same token; under other verifiers with noise of its own.
+
+    A model whose config names a ``pard_token`` (An et al. 2025, "PARD") drafts a chain in two passes: one over what was committed,
+    one over masks, whatever the length. Trees, and calls with a grammar, go token by token.
     """
 
     name = "speculative"
@@ -127,11 +133,14 @@ class Speculative(DraftModelStrategy):
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
+        # A tree goes level by level, a grammar token by token.
+        mask = drafter.mask_token if tree is None and context.guide is None else None
         if tree is not None and tree.least_children > drafter.children:
             raise SettingsError(
                 f"the template takes the {tree.children} best continuations of a node; the vocabulary has {drafter.vocab_size}"
             )
-        return _State(drafter, tree, torch.full((context.rows,), s.length, device=context.device), other=other)
+        lengths = torch.full((context.rows,), s.length, device=context.device)
+        return _State(drafter, tree, lengths, other=other, mask=mask)
 
     def other_vocabulary(self, context: Context) -> OtherVocabulary | None:
         """What the draft model's tokens are, if they are not the target's."""
@@ -177,7 +186,10 @@ class Speculative(DraftModelStrategy):
         s: ShapeSettings = self.settings
         own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
         if not isinstance(state.drafter, TextDrafter):
-            state.drafter.observe(step, own_nodes, displaced=state.tree.depth if state.tree is not None else 0)
+            displaced = state.tree.depth if state.tree is not None else 0
+            if state.mask is not None:  # the model has read masks there
+                displaced = state.own_nodes - 1
+            state.drafter.observe(step, own_nodes, displaced=displaced)
         if s.schedule == "heuristic":
             whole = step.accepted >= state.lengths
             state.lengths = torch.where(whole, state.lengths + 2, state.lengths - 1).clamp(1, s.max_length)
@@ -204,8 +216,12 @@ class Speculative(DraftModelStrategy):
     def _chain(self, state: _State, drafter: Drafter, sequences: Sequences) -> Draft:
         s: ShapeSettings = self.settings
         length, varies = self._length(state, sequences), s.schedule == "heuristic"
-        passes = [drafter.extend() for _ in range(length)]
-        tokens = drafter.drafted(length)
+        if state.mask is not None:
+            passes = [drafter.root(), *_places(drafter, state.mask, sequences, length)]
+            tokens = torch.cat([p.tokens[:, :, 0] for p in passes], dim=1)
+        else:
+            passes = [drafter.extend() for _ in range(length)]
+            tokens = drafter.drafted(length)
         if varies:
             index = torch.arange(length, device=tokens.device)
             tokens = torch.where(index < state.lengths[:, None], tokens, -1)
@@ -215,3 +231,13 @@ class Speculative(DraftModelStrategy):
             return draft
         weights = torch.cat([p.weights[:, :, 0] for p in passes], dim=1)
         return replace(draft, grades=torch.bucketize(weights, state.grades))
+
+
+def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
+    """What a parallel draft model says of places 1 … `length` - 1 of a chain, in one pass over masks."""
+    if length == 1:
+        return []
+    rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)
+    offsets, visible = index.expand(rows, length), (index <= index[:, None]).expand(rows, length, length)
+    tree = TreeTensors((offsets - 1).clamp(min=0), offsets, visible, visible)
+    return [drafter.expand(torch.full_like(offsets[:, 1:], mask), tree)]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from decoders import bench
+from decoders.bench import measurement
 from decoders.bench.call import compiled_share, first_token, written
 from decoders.bench.measurement import Check, Competitor
 from decoders.bench.tables import noise, tables
@@ -288,3 +291,26 @@ def test_the_share_of_compiled_steps_counts_the_one_that_reads_the_prompts_end()
         shares.append(compiled_share(report))
     assert shares == [0, 0.75, 1]  # a run waits until it is 1
     assert compiled_share(None) is None
+
+
+def test_the_time_that_is_left_does_not_grow(
+    methods: list[Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a method or a prompt takes, and though the warm-up compiles."""
+    now, seconds, left = [0.0], {"transformers": 3.0, "autoregressive": 1.0, "prompt_lookup": 0.5}, list[float]()
+    work = bench.workloads(tokenizer, TEXTS)
+    clock = Clock({name: [1.0] for name in seconds})
+
+    def decode(method: Any, workload: Any, new_tokens: int, streamer: Any = None) -> Any:
+        now[0] += seconds[method.name] * (1 + workload.input_ids.shape[1] / 10)
+        return replace(clock(method, workload, new_tokens, None), seconds=seconds[method.name])
+
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+    bench.measure(
+        methods, work, new_tokens=4, repeats=3, decode=decode, first_tokens=False,
+        progress=lambda _, expected: left.append(expected + now[0]),
+    )  # fmt: skip
+    ends = left[len(methods) + len(methods) * len(work) :]  # once every prompt was read by everyone
+    assert ends == pytest.approx([now[0]] * len(ends)), "the expected end is the end"
+    assert all(end == math.inf for end in left[: len(methods)]), "compiling says nothing of the rest"
+    assert left[len(methods)] < 2 * now[0]

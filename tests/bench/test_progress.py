@@ -54,12 +54,12 @@ def test_every_stage_before_the_first_table_is_announced_as_it_begins(
 
 
 def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 1.0, 4.9, 5.0, 5.1])
+    moments = iter([0.0, 0.0, 1.0, 4.9, 5.0, 5.1])
     monkeypatch.setattr(benches.time, "monotonic", lambda: next(moments))
     with progress_bar(plain_console(stderr=True), 5) as advance:
         for name in "abcde":
             advance(name)
-    assert capsys.readouterr().err.splitlines() == ["1/5 a", "4/5 d"]
+    assert capsys.readouterr().err.splitlines() == ["1/5 a", "4/5 d · 3 s left"]
 
 
 def test_waiting_goes_to_the_log_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from decoders.cli import app
+
+from . import made_up
 
 FOLDER = Path(__file__).with_name("snapshots")
 
@@ -26,7 +29,14 @@ CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "verifiers": ["verifiers"],
     "grammar-backends": ["grammar-backends"],
     "grammars": ["grammars"],
+    "bench": made_up.print_bench,
+    "bench-groups": partial(made_up.print_bench, batches=(1, 4)),
+    "bench-details": partial(made_up.print_bench, details=True),
+    "bench-load": made_up.print_load,
+    "demo": made_up.print_demo,
 }
+
+NUMBERS = re.compile(r"\d[\d.,]*\d|\d")
 
 
 def printed(case: Sequence[str] | Callable[[Console], None], width: int) -> str:
@@ -51,4 +61,5 @@ def test_a_command_prints_what_it_printed_and_cuts_nothing(name: str, width: int
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
     assert not re.search(r"\w…", text), "a cell is cut"
+    assert set(NUMBERS.findall(printed(CASES[name], 400))) <= set(NUMBERS.findall(text)), "a figure is cut"
     assert [line for line in text.splitlines() if len(line) > width] == []

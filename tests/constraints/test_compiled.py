@@ -92,7 +92,7 @@ def test_a_grammar_is_compiled_once_for_what_it_follows_from() -> None:
     first = keep.compiled(Plain("a"), BYTES, Keeper())
     again = keep.compiled(Plain("a"), Vocabulary(BYTES.tokens, BYTES.stops), Keeper())
     assert (first.source, again.source) == ("compiled", "memory")
-    assert again.grammar is first.grammar and again.seconds < 1
+    assert again.grammar is first.grammar
     others = [
         keep.compiled(Plain("b"), BYTES, Keeper()),
         keep.compiled(Plain("a", policy="canonical"), BYTES, Keeper()),

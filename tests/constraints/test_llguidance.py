@@ -257,14 +257,14 @@ HOSTILE = {
     "kind", [pytest.param(k, marks=pytest.mark.slow if k in ("optional parts", "and") else ()) for k in HOSTILE]
 )
 def test_hostile_grammars_are_refused_or_walked_in_bounded_time(vocabulary: Vocabulary, kind: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()  # other processes add nothing to it
     try:
         matcher = compiled(vocabulary, lark=HOSTILE[kind]).start()
         walk(matcher, seed=0, steps=20)
         matcher.forced_bytes()
     except GrammarError as refusal:
         assert len(str(refusal)) < 2000
-    assert time.perf_counter() - begin < 10  # seconds; a slow machine's allowance, all take less than 2
+    assert time.process_time() - begin < 10  # seconds; a slow machine's allowance, all take less than 2
 
 
 @pytest.mark.parametrize(

@@ -260,10 +260,10 @@ def test_what_all_choices_share_is_written_once() -> None:
 def test_a_hundred_thousand_choices_are_quick() -> None:
     draw = random.Random(0)
     texts = [f"https://example.org/{draw.getrandbits(48):x}/view" for _ in range(100_000)]
-    begin = time.perf_counter()
+    begin = time.process_time()  # other processes add nothing to it
     spec = decoders.choice(texts)
     matcher = compiled(spec.language().regex or "")
-    assert time.perf_counter() - begin < 20  # about 1 s; the limit is for busy machines
+    assert time.process_time() - begin < 20  # about 1 s; the limit is for slow machines
     assert accepts(matcher, texts[-1]) and not accepts(matcher, texts[-1][:-1])
 
 

@@ -173,10 +173,10 @@ def test_language_without_regex_names_the_backend_that_reads_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("regex", ["(a|b)*a(a|b){25}", "((a{100}){100}){100}", "((a{1000}){1000}){1000}"])
 def test_exponential_regex_is_bounded_in_time(regex):
-    begin = time.monotonic()
+    begin = time.process_time()  # other processes add nothing to it
     with pytest.raises(GrammarError, match="llguidance"):
         compile(regex)
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def test_bounded_text_with_escaped_quotes_is_linear():

@@ -32,7 +32,7 @@ def tasks() -> int:
 
 
 def becomes(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
     return condition()

@@ -79,6 +79,32 @@ def test_a_planted_fault_is_seen(
         target_of(tiny)
 
 
+def blind_from_slot_256(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
+    mask = plain_mask(kinds, base, offsets, visible, view, dtype)
+    mask[..., 256:-16] = torch.finfo(dtype).min
+    return mask
+
+
+def test_what_goes_wrong_at_256_slots_is_seen_where_kernels_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "ON_CPU", self_check.ON_CUDA)
+    tiny = tiny_model("llama", max_position_embeddings=512)
+    target_of(tiny)
+    monkeypatch.setattr(attention, "build_mask", blind_from_slot_256)
+    with pytest.raises(UnsupportedError, match="behind 300 tokens"):
+        target_of(tiny)
+
+
+def test_a_text_that_goes_on_in_the_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Target.prefill
+
+    def prefill(target: Target, tokens: Any, start: torch.Tensor, buffers: Any, view: Any, latest: int) -> None:
+        plain(target, tokens, start + (latest > 0), buffers, view, latest)
+
+    monkeypatch.setattr(Target, "prefill", prefill)
+    with pytest.raises(UnsupportedError, match="differ"):
+        target_of(tiny_model("llama"))
+
+
 def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Target.inputs
 

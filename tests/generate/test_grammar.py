@@ -300,7 +300,7 @@ def test_rows_of_one_prompt_share_its_grammar(model, tokenizer):
 def test_a_grammar_is_compiled_once(model):
     asked = decoders.regex("[ab]{2,7}c?")
     first, second = (run(model, grammar=asked).report.grammars[0] for _ in range(2))
-    assert (first.source, second.source) == ("compiled", "memory") and second.seconds < 0.05
+    assert (first.source, second.source) == ("compiled", "memory")
     assert first.nbytes == second.nbytes and first.name == second.name
 
 

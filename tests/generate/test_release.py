@@ -110,7 +110,7 @@ def test_a_call_within_a_call_and_one_in_another_thread_do_not_wait_for_each_oth
     worker = threading.Thread(target=lambda: results.append(ours(fresh, new=4, streamer=Calls(nested))), daemon=True)
     worker.start()
     for thread in (worker, other):
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         assert not thread.is_alive(), "deadlock"
     assert len(results) == 3 and all(torch.equal(result, expected) for result in results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +73,20 @@ def until(true: Callable[[], Any], seconds: float = 60) -> None:
 @pytest.fixture(scope="session")
 def wait_until() -> Callable[..., None]:
     return until
+
+
+@pytest.fixture(scope="session")
+def leave() -> Callable[..., None]:
+    """Sends a request, and leaves without the answer once something is true."""
+
+    def send(client: Any, route: str, body: dict[str, Any], once: Callable[[], Any]) -> None:
+        content = json.dumps(body).encode()
+        head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(client.server.bound, timeout=60) as connection:
+            connection.sendall(head.encode() + content)
+            until(once)
+
+    return send
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,17 +96,18 @@ def test_a_request_that_does_not_arrive_is_given_up(served: Any, service_of: Any
 def test_a_request_that_is_answered_for_long_is_not_given_up(
     served: Any, service_of: Any, parser: str, monkeypatch: Any
 ) -> None:
-    service = service_of(read=0.2)
+    service, timers = service_of(), []
     start = service.start
 
-    def slow(*arguments: Any, **more: Any) -> Any:
-        time.sleep(0.6)
+    def noted(*arguments: Any, **more: Any) -> Any:
+        timers.extend(connection._timer for connection in client.server.server_state.connections)
         return start(*arguments, **more)
 
-    monkeypatch.setattr(service, "start", slow)
+    monkeypatch.setattr(service, "start", noted)
     with served(service) as client:
         for _ in range(2):
             assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    assert timers == [None, None]
 
 
 def test_too_many_connections_are_turned_away(served: Any, service_of: Any, parser: str, wait_until: Any) -> None:

@@ -22,6 +22,7 @@ import decoders
 from decoders.engine.decode.lane import Lane, in_place, share_steps
 from decoders.engine.decode.session import Session
 from decoders.engine.model.compiled.forward_pass import ForwardPass
+from decoders.engine.model.compiled.tiers import PassKind
 from decoders.errors import (
     CancelledError,
     ContextLengthError,
@@ -704,7 +705,8 @@ def test_a_request_that_is_being_admitted_is_cancelled_with_the_others(
     def closing_meanwhile(lane: Lane, request: Any) -> Any:
         closers.append(threading.Thread(target=scheduler.close, kwargs={"cancel": True}))
         closers[0].start()
-        time.sleep(0.2)
+        while not scheduler._closing:  # it has the lock until all are cancelled
+            time.sleep(0.001)
         return offer(lane, request)
 
     monkeypatch.setattr(Lane, "offer", closing_meanwhile)
@@ -804,7 +806,7 @@ def test_a_generation_with_callbacks_goes_without_the_collector(
     with scheduler_of(llama) as scheduler:
         gc.disable()
         try:
-            reference, until = finished(scheduler), time.monotonic() + 10
+            reference, until = finished(scheduler), time.monotonic() + 60
             while reference() is not None and time.monotonic() < until:  # the thread has it until the round is over
                 time.sleep(0.01)
         finally:
@@ -1088,3 +1090,49 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
     assert set(modes) == {(False, "speculative"), ("auto", "threshold")}
     passes = vars(llama)["generate"]._assistants.engine(draft, "auto", None).forward_pass
     assert passes.mode is False and passes.report.strategy == ""
+
+
+@pytest.mark.usefixtures("tiers_that_differ")
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
+def test_a_request_ends_in_the_tier_in_which_it_began(text_of: Any, scheduler_of: Any, strategy: str) -> None:
+    """Newer ones run compiled beside it: they neither wait for it nor change what it writes."""
+    model = decoders.enable(tiny_model("llama"))
+    passes = vars(model)["generate"].engine().forward_pass
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Gate(BaseStreamer):
+        """Holds the steps up in the third, once compiled passes over one row and several are there."""
+
+        def __init__(self) -> None:
+            self.shown = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.shown += 1
+            if self.shown == 4:  # with the prompt
+                assert all(passes.kinds[PassKind(several)].job.wait(60) for several in (False, True))
+                begun.set()
+                assert go_on.wait(60)
+
+        def end(self) -> None:
+            pass
+
+    def call(compile: bool, new: int) -> list[int]:
+        ids = torch.tensor([text_of(1, 9)])
+        settings = {"compile": compile, "reuse": False}
+        out = model.generate(
+            ids, strategy="autoregressive", max_new_tokens=new, pad_token_id=0, decoders_config=settings
+        )
+        return out[0, 9:].tolist()
+
+    settings = {"compile": "auto", "reuse": False, "prune": False}
+    with scheduler_of(model, strategy=strategy, decoders_config=settings) as scheduler:
+        old = scheduler.submit(text_of(1, 9), max_new_tokens=60, streamer=Gate())
+        assert begun.wait(60)
+        new = [scheduler.submit(text_of(1, 9), max_new_tokens=5) for _ in range(2)]
+        go_on.set()
+        results = [written(generation, text_of(1, 9)) for generation in (*new, old)]
+        assert all(generation.report.compiled_steps == generation.report.steps for generation in new)
+        assert old.report.compiled_steps == 0 and old.report.steps > max(g.report.steps for g in new)
+        again = scheduler.submit(text_of(1, 9), max_new_tokens=5)
+        assert written(again, text_of(1, 9)) == results[0]
+    assert results == [call(True, 5), call(True, 5), call(False, 60)]

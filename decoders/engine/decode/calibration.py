@@ -145,7 +145,7 @@ class Calibrator:
             return self.forward_pass.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
-        return bool(compile) and (compile is True or self.forward_pass.ready(PassKind(max(rows) > 1)))
+        return bool(compile) and (compile is True or self.forward_pass.may_take(PassKind(max(rows) > 1)))
 
 
 @torch.no_grad()

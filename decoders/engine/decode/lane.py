@@ -74,6 +74,16 @@ class Lane:
         """How many more requests can come."""
         return self.capacity - len(self.seats)
 
+    @property
+    def outdated(self) -> bool:
+        """Whether more has been compiled since its requests began: they go on as they are, and newer ones need another lane."""
+        if not self.seats:
+            return False
+        batch, mode = self.batch, self.template.runtime.compile
+        return any(drafter.outdated for drafter in batch.drafters) or batch.forward_pass.outdated(
+            self._tiers, mode, batch.request.plan, joined=self.capacity > 1
+        )
+
     def fits(self, engine: Engine, request: Request) -> bool:
         """Whether a request can share steps with those of the lane."""
         return engine is self.engine and share_steps(self.template, request)
@@ -82,7 +92,8 @@ class Lane:
         """Gives a request of one row a place; its prompt is read in the next steps."""
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
-            self._tiers = self.batch.forward_pass.steady_tiers(self.template.runtime.compile)
+            mode, joined = self.template.runtime.compile, self.capacity > 1
+            self._tiers = self.batch.forward_pass.steady_tiers(mode, joined=joined)
         if self._weights is not self.engine.target.weights:  # they were written to: what is kept is not theirs
             self._weights = self.engine.target.weights
             self.pool.forget()
@@ -100,6 +111,8 @@ class Lane:
         with self._running():
             if self.template.runtime.compile is True and not self.batch.arranged:
                 self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
+            if self.capacity > 1:
+                self.batch.forward_pass.compile_both()
             # Decided once per step: either passes of their own read the prompts, or the step does.
             mixes = self.admission.mixes
             if not mixes:

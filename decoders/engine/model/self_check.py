@@ -148,7 +148,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
     with _short_windows(target, reference, sizes):
-        expected = [_plain_logits(reference, text) for text in ids]
+        expected = _plain_logits(reference, ids)
         for nodes, ours in _tree_logits(target, layout, ids, sizes):
             for row, text in enumerate(ids):
                 count = ours.shape[1]
@@ -171,13 +171,17 @@ def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
     return [ids[row * 1000 :][: count + LONGEST_BRANCH] % target.embeddings for row, count in enumerate(sizes.texts)]
 
 
-def _plain_logits(reference: PreTrainedModel, text: Tensor) -> Tensor:
-    """``[LONGEST_BRANCH + 1, V]`` float32, after the last tokens of `text`."""
-    count = LONGEST_BRANCH + 1
-    keep = (
-        {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(type(reference).forward).parameters else {}
-    )
-    return reference(input_ids=text[None], use_cache=False, **keep).logits[0, -count:].float()
+def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tensor]:
+    """``[LONGEST_BRANCH + 1, V]`` float32, after the last tokens of each of `texts`; no token sees what fills up the shorter ones."""
+    # Not with 0: a design may look for its padding itself.
+    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=float(texts[0][0]))
+    count, longest = LONGEST_BRANCH + 1, tokens.shape[1]
+    behind = [longest - len(text) for text in texts]
+    takes = inspect.signature(type(reference).forward).parameters
+    keep = {"logits_to_keep": count + max(behind)} if "logits_to_keep" in takes else {}
+    logits = reference(input_ids=tokens, use_cache=False, **keep).logits
+    last = logits.shape[1] - count
+    return [logits[row, last - rest : last - rest + count].float() for row, rest in enumerate(behind)]
 
 
 def _tree_logits(
@@ -228,10 +232,10 @@ def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> 
 
 def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
     """Whether shorter windows in the config of `reference` change its logits: some designs read theirs once, when they are made."""
-    text = _texts(target, sizes)[0]
-    usual = _plain_logits(reference, text)
+    text = _texts(target, sizes)[:1]
+    usual = _plain_logits(reference, text)[0]
     with _short_windows(target, reference, sizes):
-        return not torch.equal(usual, _plain_logits(reference, text))
+        return not torch.equal(usual, _plain_logits(reference, text)[0])
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ class ModelDrafter(Drafter):
         plan = replace(batch.request.plan, keep_scores=batch.verifier is not None and batch.request.plan.sample)
         self.core = DraftCore(self.engine.forward_pass, plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
+        self.mask_token = getattr(target.model.config, "pard_token", None)
         self._tiers = self.engine.forward_pass.steady_tiers(batch.request.runtime.compile)
         # How far a row may be drafted is set anew in every round, as its length is.
         slots = (above.longest if target.static else context.slots) + 2 * ahead
@@ -323,6 +324,12 @@ class ModelDrafter(Drafter):
         """What it did in this call. Reads the device: not for use between steps."""
         weights = self.engine.precision.weights or "keep"
         return self.counts.report(self._name, weights, self.drafted_by, [drafter.report() for drafter in self.inner])
+
+    @property
+    def outdated(self) -> bool:
+        """Whether more has been compiled since it began, of it or of a model that drafts for it."""
+        own = self.engine.forward_pass.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
+        return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
         """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""

@@ -128,7 +128,7 @@ def compiling() -> Iterator[float]:
 def worth_compiling(spent: float, expected: float) -> bool:
     """Whether to begin compiling: once uncompiled steps have taken the seconds that compiling is expected to.
 
-    Calls that end before have paid nothing, and the others at most twice what the better choice would have cost.
+    Processes that end before have paid nothing.
     """
     return spent >= expected
 

@@ -10,8 +10,6 @@ from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
-import torch
-
 from ....common import devices
 from ....errors import UnsupportedError
 from ....report import Report
@@ -74,9 +72,8 @@ class _Tier:
 class Tiers:
     """When passes of one model run compiled: uncompiled at once, and compiled as soon as that has been worth its time.
 
-    Uncompiled and compiled passes give the same tokens in float32. In lower precision they round differently, so there a
-    call stays in the tier in which it began: its tokens do not depend on when the compiler is ready. What a step does beside the
-    pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.core.StepPass`).
+    The two round differently, so a call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
+    What a step does beside the pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.core.StepPass`).
     """
 
     def __init__(self, target: Target) -> None:
@@ -85,7 +82,6 @@ class Tiers:
         self.mode: Compile = False
         self.report = Report("")
         self._allowed: set[Hashable] | None = None
-        self._steady = target.dtype in (torch.float32, torch.float64) and not target.rounds
 
     def forget(self) -> None:
         """Drops compiled code; a compilation under way is left to end by itself."""
@@ -98,7 +94,7 @@ class Tiers:
         """A call, or a step of one, that compiles as `mode` says and books what that costs in `report`.
 
         Args:
-            allowed: as of :meth:`steady_tiers` where the call began; by default as of now.
+            allowed: as of :meth:`steady_tiers` where the call began; by default as of now, or those of the call that this is a part of.
 
         Raises:
             UnsupportedError: it must be compiled and is not to be.
@@ -111,18 +107,34 @@ class Tiers:
                 )
             mode = False
         before = self.mode, self.report, self._allowed
-        self.mode, self.report = mode, report
-        self._allowed = self.steady_tiers(mode) if allowed is None else allowed
+        if allowed is None:
+            allowed = self._allowed if mode == self.mode else self.steady_tiers(mode)
+        self.mode, self.report, self._allowed = mode, report, allowed
         try:
             yield
         finally:
             self.mode, self.report, self._allowed = before
 
-    def steady_tiers(self, mode: Compile) -> set[Hashable] | None:
-        """What a call that begins now may run compiled, passes over several rows or one, and draws; None: whatever is ready."""
-        if mode != "auto" or self._steady:
+    def steady_tiers(
+        self, mode: Compile, plan: SamplingPlan | None = None, *, joined: bool = False
+    ) -> set[Hashable] | None:
+        """What a call that begins now may run compiled, kinds of passes and draws; None: what `mode` says.
+
+        Args:
+            plan: leaves out draws by other ones.
+            joined: whether requests join and leave, so that one's passes are now over its row alone and now over several: both
+                are compiled or none (:meth:`compile_both`).
+        """
+        if mode != "auto":
             return None
-        return {*(several for several in (False, True) if self.ready(PassKind(several))), *self.draws_ready()}
+        kinds = {kind for kind in self.kinds if self.ready(kind)}
+        if joined and not {PassKind(False), PassKind(True)} <= kinds:
+            kinds.clear()
+        return kinds | self.draws_ready(plan)
+
+    def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
+        """Whether more has been compiled since :meth:`steady_tiers` gave `tiers`."""
+        return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
         """How a pass over so many rows runs now, and drawing by `plan`; begins to compile when that is due."""
@@ -136,7 +148,7 @@ class Tiers:
 
     def compiles(self, several: bool) -> bool:
         """Whether the next pass over one row, or over `several`, may run compiled."""
-        return bool(self.mode) and (self.mode is True or (self.ready(PassKind(several)) and self.allows(several)))
+        return bool(self.mode) and (self.mode is True or self.may_take(PassKind(several)))
 
     def runs_compiled(self, several: bool) -> bool:
         """Whether a pass of this call is to run compiled; begins to compile when that is due."""
@@ -151,7 +163,7 @@ class Tiers:
                 self._begin(kind)
             return False
         self._book(tier)
-        return tier.job.poll() and self.allows(several)
+        return tier.job.poll() and self.allows(kind)
 
     def allows(self, kind: Hashable) -> bool:
         return self._allowed is None or kind in self._allowed
@@ -160,6 +172,10 @@ class Tiers:
         """Whether passes of a `kind` have been compiled."""
         job = self.kinds[kind].job
         return job is not None and job.poll()
+
+    def may_take(self, kind: PassKind) -> bool:
+        """Whether passes of a `kind` have been compiled, and this call may run them so."""
+        return self.ready(kind) and self.allows(kind)
 
     def worth_compiling(self) -> bool:
         """Whether passes have been found worth compiling."""
@@ -173,6 +189,13 @@ class Tiers:
         """
         ready = self._wait(self._begin(PassKind(several)), report)
         return self._wait(self._begin(PassKind(several, single)), report) if ready and single else ready
+
+    def compile_both(self) -> None:
+        """Once passes over one row or over several are being compiled, begins with the other kind."""
+        kinds = PassKind(False), PassKind(True)
+        if self.mode == "auto" and any(self.kinds[kind].job is not None for kind in kinds):
+            for kind in kinds:
+                self._begin(kind)
 
     def compile_for(self, rows: int, report: Report) -> None:
         """Compiles what a batch may need that has up to so many rows at a time, before its first step."""
@@ -256,12 +279,11 @@ class Tiers:
     def runs_single(self, rows: int) -> bool:
         """Whether the next pass may have one node in each of its rows: uncompiled, or by a graph of its own.
 
-        The graph for any number of nodes is made for three and more, and dynamic sizes leave one out. One node has the same bits in
-        both (:mod:`~decoders.engine.model.invariance`), so that a call may take whichever is there.
+        The graph for any number of nodes is made for three and more, and dynamic sizes leave one out.
         """
         if not self.target.takes_single_nodes(rows):
             return False
-        return not self.compiles(rows > 1) or self.ready(PassKind(rows > 1, single_node=True))
+        return not self.compiles(rows > 1) or self.may_take(PassKind(rows > 1, single_node=True))
 
     def mixes(self, rows: int, *, single: bool) -> bool:
         """Whether the next pass of so many rows, with a `single` node in each or more, may read a prompt: uncompiled, or by a graph
@@ -269,7 +291,7 @@ class Tiers:
         """
         if rows < 2 or not self._can_mix:
             return False
-        return not self.compiles(several=True) or self.ready(PassKind(True, single, mixed=True))
+        return not self.compiles(several=True) or self.may_take(PassKind(True, single, mixed=True))
 
     @cached_property
     def _can_mix(self) -> bool:

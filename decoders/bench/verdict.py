@@ -1,0 +1,175 @@
+"""What a run comes to: all prompts of a method together, which method to use, and the code that does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .figures import Spread, per_repeat
+from .methods import BASELINE, PLAIN
+from .records import Record
+from .variants import parse
+
+#: The strategy that is advised where it is about as fast as the fastest.
+AUTO = "auto"
+#: Share of the fastest method's speed that counts as about as fast.
+NEAR = 0.97
+#: Times transformers' speed below which nothing is gained.
+GAIN = 1.03
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to use for one model, dtype and number of rows.
+
+    Attributes:
+        model, dtype, batch: what it is about.
+        method: as the bench writes it; "" where transformers' own ``generate`` is as fast.
+        tokens_per_second, ratio: of all prompts together; the ratio is to transformers.
+        by_kind: the ratio's median by kind of prompt.
+        arguments: of ``generate``.
+        text: a sentence.
+    """
+
+    model: str
+    dtype: str
+    batch: int
+    method: str
+    text: str
+    tokens_per_second: Spread | None = None
+    ratio: Spread | None = None
+    by_kind: dict[str, float] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return asdict(self)
+
+    @property
+    def code(self) -> str:
+        """The call to paste."""
+        return "".join(
+            ["model.generate(**inputs", *(f", {key}={_shown(value)}" for key, value in self.arguments.items()), ")"]
+        )
+
+
+def _shown(value: Any) -> str:
+    """As Python code; a name stands for a draft model."""
+    return value if value == "draft" else '"' + value + '"' if isinstance(value, str) else repr(value)
+
+
+def pooled(records: Sequence[Record]) -> dict[tuple[str, str, int], list[Record]]:
+    """By model, dtype and number of rows, one record of every method for its prompts of all kinds."""
+    groups: dict[tuple[str, str, int], list[Record]] = {}
+    for key in dict.fromkeys((r.model, r.dtype, r.batch) for r in records):
+        members = [r for r in records if (r.model, r.dtype, r.batch) == key]
+        methods = [[r for r in members if r.method == name] for name in dict.fromkeys(r.method for r in members)]
+        baseline = next((_speeds(own) for own in methods if own[0].method == BASELINE), {})
+        groups[key] = [_together(own, baseline) for own in methods]
+    return groups
+
+
+def _speeds(records: Sequence[Record]) -> dict[int, float]:
+    return per_repeat([sample for record in records for sample in record.samples])
+
+
+def _together(records: list[Record], baseline: dict[int, float]) -> Record:
+    speeds, first = _speeds(records), records[0]
+    if len(records) == 1 or not speeds:
+        return first
+    compared = [r.identical for r in records if r.identical is not None]
+    steps = [(r.accepted_length, len(r.samples)) for r in records if r.accepted_length is not None]
+    return replace(
+        first, kind="all", samples=[sample for r in records for sample in r.samples],
+        tokens_per_second=Spread.of(list(speeds.values())),
+        ratio=Spread.of([speeds[repeat] / baseline[repeat] for repeat in speeds if repeat in baseline]),
+        identical=all(compared) if compared else None, difference=next((r.difference for r in records if r.difference), ""),
+        leading=sum(r.leading or 0 for r in records), compared=sum(r.compared or 0 for r in records),
+        accepted_length=sum(length * n for length, n in steps) / sum(n for _, n in steps) if steps else None,
+    )  # fmt: skip
+
+
+def verdicts(records: Sequence[Record]) -> list[Verdict]:
+    """One for every model, dtype and number of rows in which a method of ours was measured."""
+    result = []
+    for (model, dtype, batch), methods in pooled(records).items():
+        usable = [r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r)]
+        if not usable:
+            continue
+        best = chosen(usable)
+        of_method = [r for r in records if (r.model, r.dtype, r.batch, r.method) == (model, dtype, batch, best.method)]
+        by_kind = {r.kind: r.ratio.median for r in of_method if r.ratio is not None}
+        others = max((r for r in methods if not r.ours and r.ratio is not None), key=_median, default=best)
+        method, call = "", dict[str, Any]()
+        if best.random_weights:
+            text = f"{best.method}: {_times(best)}. With random weights nobody knows whether drafts pay."
+        elif others.method != BASELINE and NEAR * _median(others) > _median(best):
+            text = f"Fastest is transformers' own {others.method}: {_times(others)}. Of ours {best.method}: {_times(best)}."
+        elif _median(best) < GAIN:
+            text = f"Nothing is gained: the fastest is {best.method}, with {_times(best)}. Leave strategy= out."
+        else:
+            method, call = best.method, arguments(best)
+            text = f"Use {method}: {_times(best)}{_range(by_kind)}{_drafts(best, usable)}{_tokens(best)}."
+        result.append(Verdict(model, dtype, batch, method, text, best.tokens_per_second, best.ratio, by_kind, call))
+    return result
+
+
+def chosen(records: Sequence[Record]) -> Record:
+    """The fastest; ``auto`` where it is about as fast, since it is for other prompts, too; and plain decoding rather than drafts
+    that bring nothing.
+    """
+    best = max(records, key=_median)
+    near = [r for r in records if _median(r) >= NEAR * _median(best)]
+    return next((r for name in (AUTO, PLAIN) for r in near if r.method == name), best)
+
+
+def arguments(record: Record) -> dict[str, Any]:
+    """Of ``generate``: the strategy as it was measured. A draft model is called ``draft``."""
+    variant = parse(record.method)
+    call: dict[str, Any] = {"strategy": "+".join(variant.parts)}
+    settings = record.settings if len(variant.parts) > 1 else next(iter(record.settings.values()), {})
+    if settings:
+        call["strategy_config"] = dict(settings)
+    if variant.verifier:
+        call["verifier"] = variant.verifier
+    if variant.loop:
+        call["decoders_config"] = dict(variant.loop)
+    if record.draft_passes and not any("draft_model" in own for own in record.settings.values()):
+        call["assistant_model"] = "draft"
+    return call
+
+
+def _wrong(record: Record) -> bool:
+    """Whether it wrote other tokens where it has to write the same; near-ties in low precision are no fault."""
+    return record.identical is False and record.dtype == "float32"
+
+
+def _median(record: Record) -> float:
+    return record.ratio.median if record.ratio is not None else 0.0
+
+
+def _times(record: Record) -> str:
+    return f"{_median(record):.2g} times transformers' tokens/s"
+
+
+def _range(by_kind: dict[str, float]) -> str:
+    """The slowest and the fastest kind of prompt."""
+    if len(by_kind) < 2:
+        return ""
+    low, high = min(by_kind, key=by_kind.__getitem__), max(by_kind, key=by_kind.__getitem__)
+    return f", from {by_kind[low]:.2g} ({low}) to {by_kind[high]:.2g} ({high})"
+
+
+def _drafts(best: Record, records: Sequence[Record]) -> str:
+    plain = next((r for r in records if r.method == PLAIN), None)
+    if plain is None or best is plain:
+        return "; no draft pays here" if best is plain and len(records) > 1 else ""
+    share = _median(best) / _median(plain)
+    return f", {share:.2g} times plain decoding's" if share >= GAIN else "; plain decoding is as fast here"
+
+
+def _tokens(record: Record) -> str:
+    if record.identical:
+        return "; the tokens are the same"
+    return "" if record.identical is None else f"; near-ties in {record.dtype} may differ"

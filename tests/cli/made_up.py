@@ -1,0 +1,86 @@
+"""Figures made up for the tables of commands that measure."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from rich.console import Console
+
+from decoders.bench.figures import Spread, StageFigures, StepTimes
+from decoders.bench.load import LoadResult
+from decoders.bench.measurement import Measurement
+from decoders.bench.records import Record
+from decoders.bench.tables import fitting, load_table
+from decoders.cli import bench_run, demo
+
+#: Tokens per second of a round, and tokens per step.
+SPEEDS = {
+    "transformers": (30, 1.0),
+    "transformers-prompt-lookup": (34, 1.9),
+    "autoregressive": (41, 1.0),
+    "auto": (63, 2.4),
+}
+
+
+def record(method: str, kind: str, batch: int, factor: float) -> Record:
+    """Three rounds, of which each is a little slower than the one before; the baseline is always the same."""
+    ours, plain = not method.startswith("transformers"), method == "transformers"
+    speed, length = SPEEDS.get(method, (38.0, 1.7))
+    speeds = [30.0] * 3 if plain else [speed * factor * share for share in (1.02, 1.0, 0.97)]
+    samples = [
+        Measurement(f"{kind}-01", repeat, 0, 64 / value, 0.0, 0, 64, 0.02) for repeat, value in enumerate(speeds)
+    ]
+    result = Record(
+        method, "float32", batch, kind, ours=ours, samples=samples, identical=True, baseline="transformers",
+        tokens_per_second=Spread.of(speeds), ratio=Spread.of([value / 30 for value in speeds]),
+        first_token=Spread.of([0.0213]), accepted_length=length, prompt_tokens=212, looping=0.07, first_call=2.31,
+        second_call=1.04, compile_seconds=12.4 if ours else 0.0, compilations=3, recompilations=0, compiled_share=1.0,
+        peak_memory=1_300 << 20, memory_added=210 << 20, cache_bytes=24 << 20, cold_first_token=1.27,
+        prefill=Spread.of([0.0187]), step_ms=StepTimes(24.4, 0.31, 0.0, 22.9, 0.4, 0.79) if ours else StepTimes(33.3),
+        outside_core=0.061, overhead=0.048, bandwidth_fraction=0.71,
+    )  # fmt: skip
+    if method.startswith("speculative"):
+        result.settings, result.draft_passes = {"speculative": {"length": 2, "tree": "static"}}, 2.0
+        result.stages = [StageFigures("/models/draft", 0, "ngram", 2.0, 1.4, 0.31)]
+    return result
+
+
+def records(
+    kinds: tuple[str, ...] = ("instruct:edit", "instruct:story"), batches: tuple[int, ...] = (1,)
+) -> list[Record]:
+    methods = (*SPEEDS, "speculative[length=2,tree=static,nodes=8,children=4]")
+    made = [
+        record(method, kind, batch, 1.6 if kind in ("copy", "instruct:edit") else 0.9)
+        for batch in batches
+        for kind in kinds
+        for method in methods
+    ]
+    absent = [
+        Record(name, "float32", batch, kind, "skipped", "there are no heads for this model", ours=True)
+        for batch in batches
+        for kind in kinds
+        for name in ("medusa", "eagle3")
+    ]
+    made[-1].identical, made[-1].difference = False, "story-01, row 0, new token 41"
+    made[-1].leading, made[-1].compared = 41, 64
+    return made + absent
+
+
+def print_bench(console: Console, details: bool = False, batches: tuple[int, ...] = (1,)) -> None:
+    run = bench_run.Run(cast(Any, None), console, records=records(batches=batches))
+    for part in run.tables(details, console.width):
+        console.print(part)
+
+
+def print_load(console: Console) -> None:
+    firsts, latencies = [0.2, 0.4, 1.3], [0.9, 1.4, 12.5]
+    results = [
+        LoadResult("scheduler, prompt_lookup", 14.2, 1_900, firsts, latencies, [0.0123, 0.0171, 0.0234]),
+        LoadResult("transformers, batches", 31.0, 1_900, [], [12.0, 22.0, 31.0]),
+    ]
+    for table in fitting(load_table(results, 10.0, "demo, 40 requests, at once, 8 rows"), console.width):
+        console.print(table)
+
+
+def print_demo(console: Console) -> None:
+    console.print(demo.overview(records(("copy", "code"))))
