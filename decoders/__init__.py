@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
     from .common.version import __version__ as __version__
-    from .constraints import choice, grammar, json_schema, regex
+    from .constraints import after, choice, grammar, json_schema, regex, tagged
     from .errors import DecodersError
     from .generate import (
         Calibration,
@@ -73,18 +73,21 @@ _HOME = {
     "Block": "verifiers",
     "Outcomes": "verifiers",
     "hookimpl": "hookspecs",
+    "after": "constraints",
     "choice": "constraints",
     "grammar": "constraints",
     "json_schema": "constraints",
     "regex": "constraints",
+    "tagged": "constraints",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
     "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "ObservedCall",
     "Observer", "Outcomes", "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology",
-    "TreeTensors", "Verifier", "Warmup", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
-    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies", "testing", "verifiers", "warmup",
+    "TreeTensors", "Verifier", "Warmup", "after", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
+    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies",
+    "tagged", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ _CONFIGURABLE: dict[str, tuple[type, ...]] = {
     "strategy": (str,),
     "strategy_config": (Mapping,),
     "grammar": (str, Mapping),
+    "thinking": (int, Mapping),
 }
 
 
@@ -74,6 +75,7 @@ class Options:
         verifier: decides what is accepted.
         runtime: settings of the loop.
         grammar: the value of ``grammar=``, as the user wrote it.
+        thinking: the value of ``thinking=``, likewise.
         seed: as given.
         generator: as given.
         configs: generation configs, the first that has a value wins.
@@ -84,6 +86,7 @@ class Options:
     verifier: Verifier
     runtime: RuntimeSettings
     grammar: Any
+    thinking: Any
     seed: Any
     generator: torch.Generator | None
     configs: list[GenerationConfig]
@@ -143,6 +146,7 @@ class Options:
             verifier=resolve_verifier(own["verifier"] or runtime.verifier, own["verifier_config"]),
             runtime=runtime,
             grammar=own["grammar"] if own["grammar"] is not None else configured["grammar"],
+            thinking=own["thinking"] if own["thinking"] is not None else configured["thinking"],
             seed=own["seed"],
             generator=own["generator"],
             configs=configs,
@@ -165,7 +169,7 @@ class Options:
             raise UnsupportedError(
                 f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
             )
-        if strategy.needs_grammar and self.grammar is None:
+        if strategy.needs_grammar and self.grammar is None and self.thinking is None:
             raise UnsupportedError(
                 f"strategy {strategy.name!r} needs grammar=: a schema, a pattern, or the name of a grammar of the library"
             )

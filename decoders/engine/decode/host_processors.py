@@ -7,14 +7,14 @@ make, in the same order, however large the tree is. Stateful processors therefor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError, UnsupportedError
 from ...sampling.choice import Candidates
-from ...sampling.processors import SamplingPlan, grammar_first
+from ...sampling.processors import Masks, SamplingPlan, grammar_first
 from ...tree import TreeTensors, parents_by_row
 from .rows import Rows
 
@@ -77,12 +77,16 @@ def choose_along_path(
     padded_rows: PaddedRows,
     processors: Processors,
     plan: SamplingPlan,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
 
     Processors see whole batches at one length, as in plain decoding. The walk therefore ends for all rows where it ends
     for the first: rows stay level, at the price of some accepted draft tokens. What a grammar forbids is masked already. Rows behind
     those of `padded_rows` fill the batch up: processors are not asked about them.
+
+    Args:
+        masks: say what is written instead of some tokens.
 
     Returns:
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
@@ -108,6 +112,11 @@ def choose_along_path(
         processed = _scores_behind(ids, level, active, processors, plan)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
         drawn = Candidates.whole(processed[:, None]).choose(plan, sampling, positions)[:, 0].tolist()
+        if masks is not None and masks.replacements is not None:
+            here = torch.tensor([reached[row][0] if row in reached else 0 for row in range(batch)], device=nodes.device)
+            kinds = masks.replacements.kinds[:batch].gather(1, here[:, None])
+            written = replace(masks.replacements, kinds=kinds).of(torch.tensor(drawn, device=nodes.device)[:, None])
+            drawn = written[:, 0].tolist()
         for row in active:
             token = drawn[row]
             scores[row, reached[row]], chosen[row, reached[row]] = processed[row], token

@@ -12,6 +12,7 @@ import torch
 from ....drafting import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stopwatch
+from ....sampling.processors import Masks
 from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
 from ..core import StepOutput
@@ -137,7 +138,8 @@ class DraftStage:
         if self.drafter.guide is None:
             return block
         draft_tokens, masks = self.drafter.guide.block(block.draft_tokens, draft.topology, draft.levels)
-        return replace(block, draft_tokens=draft_tokens, masks=masks)
+        # Replacements are for what the target draws: the draft model may not have their tokens.
+        return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
 
     def decide(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         """The draft's own :meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
