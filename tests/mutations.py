@@ -467,8 +467,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the-targets-own-token-counts-as-drafted", "decoders/engine/decode/request.py",
-        "[True] * accepted + [False] * (count - accepted)",
-        "[True] * count",
+        "[*drafters[:accepted], *[\"\"] * (count - accepted)]",
+        "[request.strategy.name] * count",
         ("serving/test_scheduler.py",),
     ),
     Mutation(
