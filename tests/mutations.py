@@ -329,8 +329,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kept-texts-outlive-their-weights", "decoders/engine/decode/engine.py",
-        "                self.packing += time.perf_counter() - started\n                self.sessions.forget()\n",
-        "                self.packing += time.perf_counter() - started\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0\n                self.sessions.forget()\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0\n",
         ("generate/test_reuse.py",),
     ),
     Mutation(
