@@ -142,9 +142,9 @@ class Text(ABC):
         """What is written there instead of some tokens: a kind of the table."""
         return 0
 
-    @abstractmethod
     def settle(self, position: Any) -> Any:
         """`position` is committed: nothing before it is asked for again. Returns how it is called from now on."""
+        return position
 
     @abstractmethod
     def forced_bytes(self, position: Any) -> bytes:
@@ -167,9 +167,6 @@ class FreeText(Text):
     def mask(self, position: Any) -> int:
         return FREE
 
-    def settle(self, position: Any) -> Any:
-        return position
-
     def forced_bytes(self, position: Any) -> bytes:
         return b""
 
@@ -190,9 +187,6 @@ class TabulatedText(Text):
 
     def mask(self, position: int) -> int:
         return self.shift + self.grammar.mask_rows[position]
-
-    def settle(self, position: int) -> int:
-        return position
 
     def forced_bytes(self, position: int) -> bytes:
         return self.grammar.forced_bytes(position)
