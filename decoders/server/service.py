@@ -33,7 +33,7 @@ from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
-from .workshop import Wanted, Workshop
+from .workshop import Wanted, Workshop, judged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,6 +56,7 @@ class Service:
         assistant: draft model for strategies that take one.
         limits: of requests.
         chat_template: in the place of the tokenizer's own.
+        thinking: what thoughts begin and end with, where that is not known of the model.
         config: ``decoders_config`` of every request.
 
     Attributes:
@@ -66,7 +67,7 @@ class Service:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, strategy: str = "autoregressive",
         strategy_config: dict[str, Any] | None = None, assistant: PreTrainedModel | None = None, limits: Limits = Limits(),
-        chat_template: str | None = None, config: dict[str, Any] | None = None,
+        chat_template: str | None = None, thinking: tuple[str, str] | None = None, config: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
@@ -87,7 +88,7 @@ class Service:
             ClientSettings(limits.client_settings),
         )  # fmt: skip
         self.metrics = Metrics(self.pool, limits.rows)
-        self.conversations = Conversations(tokenizer, chat_template)
+        self.conversations = Conversations(tokenizer, chat_template, thinking)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
@@ -177,13 +178,10 @@ class Service:
 
     async def judge(self, job: Job, choice: Choice) -> None:
         """Judges a text that has ended, where its grammar does not say all of what was asked for."""
-        if choice.whole is None or choice.use is None or not choice.use.complete:
-            return
-        grammar = choice.generation.call.request.grammars[0]
-        assert grammar is not None
-        text = grammar.vocabulary.spell(choice.generation.tokens).decode()
-        check = functools.partial(job.arrival.check, job.seconds)
-        choice.invalid = await self.run(self.patient, self.workshop.judged, choice.whole, text, check)
+        grammar = choice.generation.call.request.grammars[0] if choice.judged else None
+        if grammar is not None and choice.use is not None and choice.use.complete:
+            check = functools.partial(job.arrival.check, job.seconds)
+            choice.invalid = await self.run(self.patient, judged, grammar, choice.generation.tokens, check)
 
     async def run(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of `function`, called in a thread of `pool`."""
@@ -248,7 +246,7 @@ class Service:
 
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
-        default_tokens: int | None = None,
+        default_tokens: int | None = None, thinking: Any = None,
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
 
@@ -256,20 +254,21 @@ class Service:
             kind: what the answer's id begins with.
             arrival: of the request; once it is `gone`, the request is given up.
             wanted: what the grammar of all texts is made of.
+            thinking: ``thinking=`` of all of them.
             default_tokens: new tokens where the body does not say; None: as many as fit.
 
         Raises:
             Refusal, and what :meth:`decoders.Scheduler.submit` raises.
         """
         count = self.check_count(body, len(prompts))
-        new = [self._new_tokens(body, prompt, default_tokens) for prompt in prompts]
+        new = [self.new_tokens(body, prompt, default_tokens) for prompt in prompts]
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         seconds = self.seconds(body)
         prepared = None
         if wanted is not None:
             prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
-        grammar, whole = (prepared.grammar, prepared.whole) if prepared is not None else (None, None)
+        grammar, to_judge = (prepared.grammar, prepared.judges) if prepared is not None else (None, False)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
         job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops, arrival, seconds)
         try:
@@ -279,10 +278,10 @@ class Service:
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
                     body.strategy, body.strategy_config, prompt, self._ended, deadline=arrival.left(seconds), cache_salt=salt,
-                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, **shared,
+                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
-                job.choices.append(Choice(index, own, generation, prompt, whole))
+                job.choices.append(Choice(index, own, generation, prompt, to_judge))
             arrival.check(seconds)
             if self.draining:
                 raise self.shutting_down()
@@ -297,7 +296,7 @@ class Service:
         except Exception as error:  # it is called in the thread that decodes
             log.error("a request could not be counted", exc_info=error)
 
-    def _new_tokens(self, body: Body, prompt: list[int], default: int | None) -> int:
+    def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
         """Most new tokens after `prompt`.
 
         Raises:

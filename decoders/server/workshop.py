@@ -26,13 +26,25 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..constraints import Auto, Backend, CompiledGrammar, Lark, Regex, Vocabulary, compiled, mask_words, unpack
+from ..constraints import (
+    Auto,
+    Backend,
+    CompiledGrammar,
+    Lark,
+    Regex,
+    TaggedGrammar,
+    Vocabulary,
+    compiled,
+    mask_words,
+    unpack,
+)
 from ..errors import GrammarError
 from .bodies import Part
 from .grammars import Calling, spec_of
@@ -69,7 +81,9 @@ class Compiling:
         spec = self.wanted.spec if isinstance(self.wanted, Calling) else spec_of(self.wanted)
         if spec is None or isinstance(spec, CompiledGrammar):
             raise GrammarError("the grammar of a request is one that can be compiled")
-        grammar = compiled(spec, vocabulary, self.backend, seconds=self.seconds).grammar
+        grammar = spec.compiled(
+            vocabulary, lambda part: compiled(part, vocabulary, self.backend, seconds=self.seconds).grammar
+        )
         if isinstance(spec, Lark):
             _try(grammar)
         return grammar
@@ -117,12 +131,40 @@ class Prepared:
     """A grammar as requests are given it.
 
     Attributes:
-        grammar: without what judges finished texts, which the thread that decodes would call.
-        whole: that judge, see :class:`~decoders.constraints.Language`.
+        grammar: its finished texts are judged by :func:`judged` alone.
+        judges: whether there is anything to be judged.
     """
 
     grammar: CompiledGrammar
-    whole: Callable[[str], None] | None
+    judges: bool
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """Judges texts in a workshop, for threads that have time; the one that decodes has none."""
+
+    whole: Callable[[str], None]
+    workshop: Workshop
+
+    def __call__(self, text: str) -> None:
+        if (check := _waiting.get()) is not None and (reason := self.workshop._judged(self.whole, text, check)):
+            raise GrammarError(reason)
+
+
+#: What is asked while this thread waits for a verdict; None in threads that do not.
+_waiting: ContextVar[Check | None] = ContextVar("waiting", default=None)
+
+
+def judged(grammar: CompiledGrammar, tokens: Sequence[int], check: Check) -> str | None:
+    """What a finished text of a grammar of a workshop breaks; None for nothing. check: as of :meth:`Workshop.prepared`."""
+    token = _waiting.set(check)
+    try:
+        grammar.judge(tokens)
+    except GrammarError as error:
+        return str(error)
+    finally:
+        _waiting.reset(token)
+    return None
 
 
 class Workshop:
@@ -160,16 +202,20 @@ class Workshop:
                 self._known.move_to_end(name)
                 return self._known[name]
         grammar = self._done(Compiling(wanted, self.backend, self.seconds), check)
-        whole, grammar.language = grammar.language.whole, replace(grammar.language, whole=None)
+        parts = grammar.grammars if isinstance(grammar, TaggedGrammar) else [grammar]
+        prepared = Prepared(grammar, any(part.language.whole is not None for part in parts))
+        for part in parts:
+            if (whole := part.language.whole) is not None:
+                part.language = replace(part.language, whole=_Remote(whole, self))
         with self._lock:
-            self._known[name] = Prepared(grammar, whole)
+            self._known[name] = prepared
             size = sum(each.grammar.nbytes for each in self._known.values())
             while len(self._known) > KEPT or (len(self._known) > 1 and size > KEPT_BYTES):
                 size -= self._known.popitem(last=False)[1].grammar.nbytes
-        return Prepared(grammar, whole)
+        return prepared
 
-    def judged(self, whole: Callable[[str], None], text: str, check: Check) -> str | None:
-        """Why a finished text is not valid; None if it is. Arguments as above."""
+    def _judged(self, whole: Callable[[str], None], text: str, check: Check) -> str | None:
+        """Why a finished text is not valid; None if it is."""
         try:
             answer: str | None = self._done(Judging(whole, text), check)
         except GrammarError:

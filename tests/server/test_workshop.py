@@ -18,7 +18,7 @@ from decoders.constraints import Auto, Vocabulary
 from decoders.errors import DeadlineError, GrammarError
 from decoders.server.bodies import CompletionBody
 from decoders.server.refusals import Refusal
-from decoders.server.workshop import Workshop
+from decoders.server.workshop import Workshop, judged
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="work is done in threads there")
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [None], [256])
@@ -84,9 +84,10 @@ def test_texts_are_judged(workshop: Workshop) -> None:
     prepared = workshop.prepared(
         schema({"const": "a" * 40 + "!", "not": {"pattern": "^(a+)+$"}}, strict=False), patient
     )
-    assert prepared.whole is not None and prepared.grammar.language.whole is None
-    assert workshop.judged(prepared.whole, json.dumps("a" * 40 + "!"), patient) is None
-    assert "breaks const" in (workshop.judged(prepared.whole, '"a"', patient) or "")
+    text = [*json.dumps("a" * 40 + "!").encode()]
+    assert prepared.judges and judged(prepared.grammar, text, patient) is None
+    assert "breaks const" in (judged(prepared.grammar, [*b'"a"'], patient) or "")
+    prepared.grammar.judge([*b'"a"'])  # a thread that decodes does not wait for it
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
