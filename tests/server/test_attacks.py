@@ -26,10 +26,10 @@ from typing import Any
 
 import pytest
 
+from .conftest import TEMPLATE
+
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
-
-from .conftest import TEMPLATE
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-ROUTE = "/v1/completions"
+ROUTE, CHAT = "/v1/completions", "/v1/chat/completions"
 PLAIN = {"prompt": "a", "max_tokens": 2}
 
 
@@ -76,7 +76,7 @@ def test_plain_requests_do_not_wait_for_grammars(served: Any, service_of: Any, h
 
 
 def test_a_large_prompt_does_not_hold_up_small_ones(served: Any, service_of: Any, monkeypatch: Any) -> None:
-    service, free, asked = service_of(), threading.Event(), []
+    service, free, asked = service_of(prompt_tokens=100_000), threading.Event(), []
     read = type(service.tokenizer).__call__
 
     def slowly(self: Any, text: Any, *arguments: Any, **more: Any) -> Any:
@@ -92,6 +92,17 @@ def test_a_large_prompt_does_not_hold_up_small_ones(served: Any, service_of: Any
         assert len(asked) == 2
         free.set()
         assert [each.result(60).status_code for each in waiting] == [400] * 6
+
+
+def test_prompts_that_are_too_long_are_not_tokenized(served: Any, service_of: Any, monkeypatch: Any) -> None:
+    service, read = service_of(), []
+    monkeypatch.setattr(type(service.tokenizer), "__call__", lambda self, text, **more: read.append(text))
+    long = "a" * 4000
+    with served(service) as client:
+        for route, body in ((ROUTE, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
+            response = client.post(route, json=body)
+            assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    assert not read
 
 
 def test_a_deadline_counts_from_arrival(served: Any, service_of: Any, held: Held, wait_until: Any) -> None:
