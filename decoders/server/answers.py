@@ -202,7 +202,8 @@ async def settled(answer: Answer, receive: Receive) -> None:
     async def ended() -> None:
         await asyncio.gather(*(choice.generation for choice in answer.job.choices))
         for choice in answer.job.choices:
-            await answer.service.judge(answer.job, choice)
+            if choice.judged:
+                await answer.service.judge(answer.job, choice)
 
     results: asyncio.Future[Any] = asyncio.ensure_future(ended())
     # Looks at the error even if the client is gone: asyncio logs errors that nothing has looked at.
@@ -250,7 +251,8 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                         running.remove(choice)
                         if (error := choice.generation.exception()) is not None:
                             raise error
-                        await answer.service.judge(answer.job, choice)
+                        if choice.judged:
+                            await answer.service.judge(answer.job, choice)
                     parts = answer.pieces(growing[choice.index], ended)
                     content += b"".join(event(answer.chunk([part])) for part in parts)
                 if content:

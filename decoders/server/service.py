@@ -178,7 +178,7 @@ class Service:
 
     async def judge(self, job: Job, choice: Choice) -> None:
         """Judges a text that has ended, where its grammar does not say all of what was asked for."""
-        grammar = choice.generation.call.request.grammars[0] if choice.judged else None
+        grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
             choice.invalid = await self.run(self.patient, judged, grammar, choice.generation.tokens, check)

@@ -39,6 +39,7 @@ from ..constraints import (
     CompiledGrammar,
     Lark,
     Regex,
+    Spec,
     TaggedGrammar,
     Vocabulary,
     compiled,
@@ -79,8 +80,7 @@ class Compiling:
 
     def __call__(self, vocabulary: Vocabulary) -> CompiledGrammar:
         spec = self.wanted.spec if isinstance(self.wanted, Calling) else spec_of(self.wanted)
-        if spec is None or isinstance(spec, CompiledGrammar):
-            raise GrammarError("the grammar of a request is one that can be compiled")
+        assert isinstance(spec, Spec), "what is wanted has a grammar that is written"
         grammar = spec.compiled(
             vocabulary, lambda part: compiled(part, vocabulary, self.backend, seconds=self.seconds).grammar
         )
