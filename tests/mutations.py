@@ -352,7 +352,7 @@ MUTATIONS = (
         ("exactness/test_architectures.py",),
     ),
     Mutation(
-        "processors-see-a-prefix-that-is-one-short", "decoders/engine/decode/host_processors.py",
+        "processors-see-a-prefix-that-is-one-short", "decoders/engine/decode/criteria.py",
         "padded_rows.of(row, generated + depth, paths.get(row, ()))",
         "padded_rows.of(row, max(generated + depth - 1, 0), paths.get(row, ()))",
         ("generate/test_processors.py",),

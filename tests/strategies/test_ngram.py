@@ -36,7 +36,7 @@ def propose(
     strategy = Ngram(**values)
     orders = table.orders[: strategy.settings.max_ngram] if table else ()
     scratch = torch.full((len(rows), vocab), 10**6, dtype=torch.int32)  # whatever a step before left there
-    tensors = tuple(tensor for order in orders for tensor in order.tensors())
+    tensors = tuple(tensor for order in orders for tensor in order)
     length = torch.tensor([len(row) for row in rows])
     tokens = torch.tensor([row + [junk] * (width - len(row)) for row in rows])
     s = strategy.settings
@@ -154,7 +154,7 @@ def test_table_comes_back_from_its_file(tmp_path):
     again = NgramTable.load(tmp_path / "t.safetensors")
     assert (again.vocab_size, again.tokens, again.source) == (V, 6, "six tokens")
     for a, b in zip(table.orders, again.orders, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a.tensors(), b.tensors(), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_table_is_written_through_links_beside_what_is_loaded_and_to_files_alone(tmp_path):
@@ -263,7 +263,7 @@ def test_demo_model_writes_the_same_text_in_fewer_steps():
 @pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_draft_tokens_are_those_of_plain_tensor_code():
     compiled = CompiledFunction(mini_tree)
-    table = tuple(t for order in table_of([1, 2, 3, 4, 1, 2, 4, 4, 2]).orders for t in order.tensors())
+    table = tuple(t for order in table_of([1, 2, 3, 4, 1, 2, 4, 4, 2]).orders for t in order)
     generator = torch.Generator().manual_seed(0)
     for slots in (40, 57):
         tokens, length = torch.randint(0, 5, (3, slots), generator=generator), torch.tensor([slots, 2, 1])

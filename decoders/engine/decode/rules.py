@@ -19,7 +19,7 @@ from ..model.blocks import NodeBlock
 from ..model.recordings import Recordings
 from ..model.target import ForwardResult
 from .core import Core, StepOutput
-from .host_processors import NOT_REACHED, choose_along_path
+from .criteria import NOT_REACHED, choose_along_path
 from .request import Request, RequestOutput
 from .rows import Fault, Rows
 from .step import Parts, forward_verify_commit

@@ -1,4 +1,4 @@
-"""On CUDA: what runs again and again is recorded once as a CUDA graph, kept by the session, and replayed with one launch.
+"""CUDA graphs: work that is repeated is recorded once, kept by the session, and replayed with one launch.
 
 Whole steps - propose, core, observe - are recorded where nothing in them needs the host (:mod:`.recording`). Elsewhere the parts
 are that run a model: the core of a step, the passes of draft models, the chunks of a prompt (:meth:`Recordings.run`).
@@ -6,8 +6,7 @@ are that run a model: the core of a step, the passes of draft models, the chunks
 A recording reads and writes the tensors that were there when it was made. So its session owns them: rows and cache by itself, and
 all else through :class:`StaticInputs`. A later call copies its own values in and replays.
 
-Everything that touches the device goes through a :class:`~decoders.engine.model.recordings.Recorder`, so that the rest can be
-tested without one.
+Everything that touches the device goes through a :class:`Recorder`, so that the rest can be tested without one.
 """
 
 from __future__ import annotations
@@ -40,26 +39,10 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Recorder(Protocol):
-    """A device that can record. The methods are called within `active`, on one thread at a time."""
-
-    def active(self) -> AbstractContextManager:
-        """Makes the device the current one, with its current stream."""
-
-    def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Runs `body`'s Python once and none of its kernels; its output's tensors are those that replays write to."""
-
-    def pinned(self, like: Tensor) -> Tensor:
-        """Host memory for a copy of `like` that the device writes to by itself."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies in the order of the device's work; the host does not wait."""
-
-    def event(self) -> Event: ...
-
-
-class CudaRecorder:
-    """CUDA graphs on one device, which need not be the current one."""
+class Recorder:
+    """Records CUDA graphs on one device, which need not be the current one. Tests record on the CPU
+    (:class:`~decoders.testing.tape.TapeRecorder`). The methods are called within `active`, on one thread at a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,9 +50,11 @@ class CudaRecorder:
         self._pool: Any = None
 
     def active(self) -> AbstractContextManager:
+        """Makes the device the current one, with its current stream."""
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Runs `body`'s Python once and none of its kernels; its output's tensors are those that replays write to."""
         # Graphs that share memory must have been recorded on one stream.
         self._stream = self._stream or torch.cuda.Stream(self.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -88,9 +73,11 @@ class CudaRecorder:
         return graph, output
 
     def pinned(self, like: Tensor) -> Tensor:
+        """Host memory for a copy of `like` that the device writes to by itself."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies in the order of the device's work; the host does not wait."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> Event:
@@ -99,7 +86,7 @@ class CudaRecorder:
 
 def recorder_of(device: torch.device) -> Recorder | None:
     """What records steps on `device`; None where nothing can be recorded."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+    return Recorder(device) if device.type == "cuda" else None
 
 
 class HostCopies:
@@ -110,13 +97,13 @@ class HostCopies:
         self.pinned, self.arrived = [recorder.pinned(tensor) for tensor in tensors], recorder.event()
 
     def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Has the device bring them as they are then."""
+        """Queues a copy of their values on the device."""
         for own, tensor in zip(self.pinned, tensors, strict=True):
             self.recorder.copy(own, tensor)
         self.arrived.record()
 
     def lists(self) -> tuple[list, ...]:
-        """What was brought last, once it is there: the one place where the host waits for the device."""
+        """The values of the last copy. The host waits for the device here and nowhere else."""
         self.arrived.synchronize()
         return tuple([pinned.tolist() for pinned in self.pinned])
 
@@ -225,7 +212,7 @@ class Recording:
 
 
 class Recordings:
-    """What was recorded with the tensors of one session, by what it depends on; the least recently used go first.
+    """The recordings made with the tensors of one session, by key; the least recently used are dropped first.
 
     A key says everything that is part of the recording and is no tensor: strategy and settings, plan, verifier, buckets, and what
     was compiled. With weights or attention changed there is a new engine, with new sessions.
@@ -254,7 +241,7 @@ class Recordings:
         return sum(recording.nbytes for recording in self._kept.values())
 
     def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
-        """``function(*given)``: as it is the first times, and from then on as a replay of what was recorded of it.
+        """``function(*given)``, run as it is the first few times, then recorded, then replayed.
 
         The next replay overwrites what it gives.
 
@@ -310,7 +297,7 @@ class Recordings:
     def record(
         self, key: Hashable, capacity: RecordedCapacity | None, inputs: Any, body: Callable[[], Any]
     ) -> Recording | None:
-        """Records `body` in the place of what was there for `key`; None if that fails, now or before: go on without.
+        """Records `body` for `key`, replacing an older recording; None if that fails or has failed before.
 
         Args:
             capacity: of the tensors that `body` works on.
@@ -352,11 +339,11 @@ class Recordings:
             return self._copies[looks].lists()
 
     def drop(self, key: Hashable) -> None:
-        """Forgets what was recorded for `key`."""
+        """Drops the recording for `key`."""
         self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all recordings, and what is known to fail."""
+        """Drops all recordings, and the list of keys whose recording failed."""
         self._kept.clear()
         self._runs.clear()
         self._failed.clear()

@@ -18,7 +18,7 @@ from ...model.blocks import NodeBlock
 from ..core import StepOutput
 from ..criteria import Outcome
 from ..guard import untouched
-from ..roster import Roster, Verifies
+from ..roster import Roster
 from ..rows import Rows
 from ..step import Watch, step
 from .drafter import ModelDrafter
@@ -39,8 +39,8 @@ class StagedDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, batch: Roster, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
-        children: int, strategy: Strategy,
+        self, batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str,
+        ahead: int, children: int, strategy: Strategy,
     ) -> None:  # fmt: skip
         super().__init__(batch, above, stack, context, model, ahead, children)
         if strategy.reads_layers or (strategy.reads_prompt and not strategy.rests):
@@ -91,7 +91,7 @@ class StagedDrafter(ModelDrafter):
             finish_all([(self.strategy, self.stage.state)], cause)
 
     def _context(self, outer: Context) -> Context:
-        """What the strategy is told: this model is its target."""
+        """The strategy's context, in which this model is the target."""
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
@@ -181,7 +181,7 @@ class StageWatch(Watch):
 
 
 def context_draft(
-    batch: Roster, above: Verifies, stack: ExitStack, context: Context, opened: list[ModelDrafter]
+    batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context` and drafts for `above`; what it opens is listed in `opened`."""
 

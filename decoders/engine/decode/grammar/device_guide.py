@@ -1,4 +1,4 @@
-"""Where rows stand in tabulated grammars, kept on the device: nothing here waits for it, so a whole step can be recorded."""
+"""The positions of rows in tabulated grammars, kept on the device. Nothing here waits for it, so whole steps can be recorded."""
 
 from __future__ import annotations
 
@@ -85,10 +85,6 @@ class DeviceAutomaton:
     def column(self, tokens: Tensor) -> Tensor:
         """Columns of tokens ``[B, n]``; those of negative ones mean nothing."""
         return self.columns[self.grammar[:, None], tokens.clamp(min=0)]
-
-    def state(self, positions: Tensor) -> Tensor:
-        """Numbers of the states at `positions`."""
-        return self.entries[positions]
 
     @cached_property
     def forced(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +220,7 @@ class DeviceGuide(Guide):
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 
     def _masks(self, positions: Tensor) -> Masks:
-        rows = self.automaton.mask_of[self.automaton.state(positions)]
+        rows = self.automaton.mask_of[self.automaton.entries[positions]]
         return Masks(unpack(self.automaton.masks[rows], self.vocabulary))
 
 
@@ -235,7 +231,7 @@ def guide_of(
     compile: Callable[[Callable], Callable] = lambda function: function,
     static: bool | None = None,
 ) -> Guide:
-    """The guide that suits the device: one that stays there, if all grammars can be walked there, where steps can be recorded.
+    """A guide on the device if steps can be recorded there and all grammars have tables, else one on the host.
 
     Args:
         static: whether sizes are static on the device; by default that of the device.
