@@ -110,12 +110,13 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, bench_load, demo, doctor, generate, listing, prepare, serve, train, train_drafters
+    from . import advise, bench, bench_load, demo, doctor, generate, listing, prepare, serve, train, train_drafters
 
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(prepare.warmup)
     app.command()(prepare.calibrate)
+    app.command()(advise.advise)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.grammar_backends)
