@@ -22,7 +22,7 @@ from .methods import PLAIN, Method, strategy_methods, transformers_methods
 from .prompts import Content, Workload, read_prompts, workloads
 from .records import Record, summarise
 from .shapes import SHAPES, random_workloads
-from .verdict import AUTO, Verdict, times, verdicts
+from .verdict import AUTO, Verdict, pooled, times, verdicts
 
 #: What is tried without a draft model, and with one.
 STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")
@@ -44,16 +44,14 @@ class Outlook:
     """What something else would bring.
 
     Attributes:
-        what: "compiling", "a draft model" or "heads".
-        measured: whether it was; else it follows from what steps cost here, and from what is supposed.
+        what: a draft model, or heads.
+        ratio: tokens/s over transformers', by what steps cost here and what is supposed.
         supposed: of it.
-        ratio: tokens/s over transformers'.
     """
 
     what: str
-    measured: bool
     ratio: float
-    supposed: str = ""
+    supposed: str
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Advice:
 
     Attributes:
         verdict: the method, its speed, and a sentence.
+        compiling: tokens/s of compiled steps, which the verdict is about then, over uncompiled ones'; None where they were not measured.
         outlooks: what else would help, or would not.
         seconds: that finding out took.
         new_tokens, prompts: of the texts that were written for it.
@@ -69,6 +68,7 @@ class Advice:
     """
 
     verdict: Verdict
+    compiling: float | None
     outlooks: tuple[Outlook, ...]
     seconds: float
     new_tokens: int
@@ -88,18 +88,21 @@ class Advice:
         """What else would help, a sentence each."""
         now = self.verdict.ratio.median if self.verdict.ratio is not None else 1.0
         result = []
-        for outlook in self.outlooks:
-            kind = "measured" if outlook.measured else f"reckoned for {outlook.supposed}"
-            worth = (
-                "" if outlook.measured else ": worth a try" if outlook.ratio > 1.1 * now else ": no more than this has"
+        if self.compiling is not None:
+            result.append(
+                f"Compiled, as it will be after some use; that has {times(self.compiling)} times the uncompiled speed."
             )
-            result.append(f"{outlook.what}: {times(outlook.ratio)} times transformers' tokens/s, {kind}{worth}.")
+        for outlook in self.outlooks:
+            worth = "worth a try" if outlook.ratio > 1.1 * now else "no more than this has"
+            result.append(
+                f"{outlook.what} would have {times(outlook.ratio)} times transformers' tokens/s, {worth} (reckoned for {outlook.supposed})."
+            )
         return result
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return {
-            "verdict": self.verdict.as_dict(), "code": self.code, "outlooks": [asdict(o) for o in self.outlooks],
+            "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling, "outlooks": [asdict(o) for o in self.outlooks],
             "seconds": self.seconds, "new_tokens": self.new_tokens, "prompts": self.prompts,
             "records": [record.as_dict() for record in self.records],
         }  # fmt: skip
@@ -157,8 +160,9 @@ def advise(
 
     uncompiled = compared(methods, begin + COMPARISON * seconds)
     (verdict,) = verdicts(uncompiled, ABOUT) or [_failed(uncompiled)]
-    records, outlooks = list(uncompiled), list[Outlook]()
+    records, outlooks, gain = list(uncompiled), list[Outlook](), None
     context = int(median(workload.input_ids.shape[1] for workload in chosen)) + new_tokens
+    compiled = list[Record]()
     compiling = compile and time.monotonic() - begin < 0.75 * seconds
     if compiling:
         best = {verdict.method or AUTO, AUTO, PLAIN}
@@ -168,7 +172,8 @@ def advise(
         records += compiled
         if of_compiled := verdicts(compiled, ABOUT):
             (verdict,) = of_compiled
-            outlooks.append(Outlook("Compiled steps, in this figure", True, _ratio(verdict)))
+            speeds = [_speed(of_tier, verdict.method or PLAIN) for of_tier in (uncompiled, compiled)]
+            gain = speeds[1] / speeds[0] if all(speeds) else None
     if assistant_model is None:
         progress("what steps of several nodes cost", max(begin + seconds - time.monotonic(), 0.0))
         runtime = load_settings(RuntimeSettings, None, {"compile": compiling}, {}, sections=registry().strategies())
@@ -176,10 +181,9 @@ def advise(
         with engine.lock, engine.active():
             folder = runtime.cost_cache or default_folder()
             curve = engine.calibration.measured(folder, [1], [context], compiling, 0.05 * seconds)
-        plain = next((r for r in reversed(records) if r.method == PLAIN and r.ratio is not None), None)
-        if plain is not None and plain.ratio is not None:
-            outlooks += _outlooks(curve, context, compiling, plain.ratio.median)
-    return Advice(verdict, tuple(outlooks), time.monotonic() - begin, new_tokens, len(chosen), tuple(records))
+        if plain := _speed(compiled if compiling else uncompiled, PLAIN):
+            outlooks += _outlooks(curve, context, compiling, plain)
+    return Advice(verdict, gain, tuple(outlooks), time.monotonic() - begin, new_tokens, len(chosen), tuple(records))
 
 
 def _workloads(
@@ -216,8 +220,10 @@ def _compiled(arguments: Any) -> dict[str, Any]:
     return {**arguments, "decoders_config": {**arguments["decoders_config"], "compile": True}}
 
 
-def _ratio(verdict: Verdict) -> float:
-    return verdict.ratio.median if verdict.ratio is not None else 1.0
+def _speed(records: Sequence[Record], method: str) -> float:
+    """Its ratio to transformers, all prompts together; 0 where there is none."""
+    (together,) = pooled(records).values()
+    return next((r.ratio.median for r in together if r.method == method and r.ratio is not None), 0.0)
 
 
 def _failed(records: Sequence[Record]) -> Verdict:
@@ -237,11 +243,11 @@ def _outlooks(curve: CostCurve, context: int, compiled: bool, plain: float) -> l
 
     return [
         Outlook(
-            "A draft model", False, plain * max(map(drafted, range(1, 9))),
+            "A draft model", plain * max(map(drafted, range(1, 9))),
             f"one of a {round(1 / DRAFT_SIZE)}th of the time that is right {DRAFT_RIGHT:.0%} of the time",
         ),
         Outlook(
-            "Heads (medusa, eagle3)", False, plain * HEADS_TOKENS / (step(HEADS_NODES + 1) + HEADS_TIME),
+            "Heads (medusa, eagle3)", plain * HEADS_TOKENS / (step(HEADS_NODES + 1) + HEADS_TIME),
             f"{HEADS_TOKENS} tokens a step of {HEADS_NODES} draft tokens",
         ),
     ]  # fmt: skip
