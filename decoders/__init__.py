@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
     from .bench.advice import Advice, advise
     from .common.version import __version__ as __version__
-    from .constraints import choice, grammar, json_schema, regex
+    from .constraints import after, choice, grammar, json_schema, regex, tagged
     from .errors import DecodersError
     from .generate import (
         Calibration,
@@ -76,18 +76,21 @@ _HOME = {
     "Block": "verifiers",
     "Outcomes": "verifiers",
     "hookimpl": "hookspecs",
+    "after": "constraints",
     "choice": "constraints",
     "grammar": "constraints",
     "json_schema": "constraints",
     "regex": "constraints",
+    "tagged": "constraints",
 }
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
     "Advice", "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "ObservedCall",
     "Observer", "Outcomes", "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology",
-    "TreeTensors", "Verifier", "Warmup", "advise", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
-    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies", "testing", "verifiers", "warmup",
+    "TreeTensors", "Verifier", "Warmup", "advise", "after", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
+    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies",
+    "tagged", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 
 

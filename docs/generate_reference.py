@@ -297,9 +297,12 @@ OWN = {
     "verifier": "The rule that decides which draft tokens are kept: a name ([list](verifiers.md)), a class or an object. "
     "Default `coupled`.",
     "verifier_config": "Settings of the rule, a dict: see [verifiers](verifiers.md).",
-    "grammar": "What the rows may write: a name of the library, `decoders.json_schema`, `regex`, `grammar` or `choice`, a type, a "
-    "term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md). A name or a JSON schema may stand in "
-    "the generation config.",
+    "grammar": "What the rows may write: a name of the library, `decoders.json_schema`, `regex`, `grammar`, `choice`, `after` or "
+    "`tagged`, a type, a term of outlines, or a list with one for each prompt; see [grammars](../how-to/grammars.md). A name or a "
+    "JSON schema may stand in the generation config.",
+    "thinking": "The most tokens that a thought may have before its end marker is written; or a dict with `tokens`, `begin` and "
+    "`end`, where the tokenizer has no known markers ([how](../how-to/grammars.md#a-budget-for-thoughts)). It may stand in the "
+    "generation config.",
 }
 
 

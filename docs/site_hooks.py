@@ -102,7 +102,7 @@ def on_config(config: MkDocsConfig) -> None:
         else:
             config.nav.append({title: inner})
     listed = str(config.nav)
-    rest = [name for name in SOURCES if f"'{name}'" not in listed and not SOURCES[name].endswith(".py")]
+    rest = [name for name in SOURCES if f"'{name}'" not in listed and SOURCES[name].endswith((".md", ".ipynb"))]
     config.nav.append({"Project": rest})
 
 

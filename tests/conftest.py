@@ -29,7 +29,8 @@ import pytest
 with suppress(ImportError):  # tests of a GPU do without it
     import hypothesis
 
-    hypothesis.settings.register_profile("any machine", deadline=None)  # 200 ms for an example are little on a busy one
+    # 200 ms for an example are little on a busy machine; and of 100 examples the first 50 find nearly all that all find.
+    hypothesis.settings.register_profile("any machine", deadline=None, max_examples=50)
     hypothesis.settings.load_profile("any machine")
 
 # torch and transformers are imported where they are used: the process that only hands tests to others needs neither.
@@ -113,6 +114,42 @@ def commands_are_built_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.testing._get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def designs_are_checked_once() -> Iterator[None]:
+    """Before a target decodes it is compared with its model, which takes a dozen passes: here once for each design that is wholly
+    transformers' own, in each number format. In tests/engine, where the check is tested, each target is compared.
+    """
+    import torch
+
+    from decoders.engine.model import self_check
+    from decoders.engine.model.torch_compat import hooks_of
+
+    check, verdicts = self_check.check_tree_logits, {}
+
+    def is_plain(model: Any) -> bool:
+        return all(type(parameter) is torch.nn.Parameter for parameter in model.parameters()) and not any(
+            any(hooks_of(module))
+            or "forward" in vars(module)
+            or not type(module).__module__.startswith(("torch.", "transformers."))
+            for module in model.modules()
+        )
+
+    def once(target: Any, model: Any) -> int | None:
+        if _file_seen[0] is None or "engine" in _file_seen[0].parts or not is_plain(model):
+            return check(target, model)
+        key = (
+            type(model), model.dtype, model.device, model.config.to_json_string(use_diff=False),
+            target.precision, target.attends, target.static,
+        )  # fmt: skip
+        if key not in verdicts:
+            verdicts[key] = check(target, model)
+        return verdicts[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_check, "check_tree_logits", once)
         yield
 
 

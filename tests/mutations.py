@@ -352,7 +352,7 @@ MUTATIONS = (
         ("exactness/test_architectures.py",),
     ),
     Mutation(
-        "processors-see-a-prefix-that-is-one-short", "decoders/engine/decode/host_processors.py",
+        "processors-see-a-prefix-that-is-one-short", "decoders/engine/decode/criteria.py",
         "padded_rows.of(row, generated + depth, paths.get(row, ()))",
         "padded_rows.of(row, max(generated + depth - 1, 0), paths.get(row, ()))",
         ("generate/test_processors.py",),
@@ -370,15 +370,33 @@ MUTATIONS = (
         ("generate/test_stopping.py", "generate/test_processors.py"),
     ),
     Mutation(
+        "a-token-behind-its-marker", "decoders/constraints/tags/phases.py",
+        "if not legal[target, found.rest]:",
+        "if False:",
+        ("constraints/test_tags.py", "generate/test_tags.py"),
+    ),
+    Mutation(
+        "a-thought-that-is-too-long", "decoders/constraints/tags/phases.py",
+        "place.count < phase.budget:",
+        "place.count <= phase.budget:",
+        ("constraints/test_tags.py", "generate/test_tags.py"),
+    ),
+    Mutation(
+        "a-draw-that-is-not-replaced", "decoders/engine/decode/verify.py",
+        "return tokens if masks is None else masks.written(tokens)",
+        "return tokens",
+        ("generate/test_tags.py",),
+    ),
+    Mutation(
         "grammar-mask-of-the-parent", "decoders/engine/decode/grammar/host_guide.py",
-        "reached[node], mask[node] = position, text.mask(position)",
-        "reached[node], mask[node] = position, mask[parent]",
+        "reached[node], mask[node], kind[node] = position, text.mask(position), text.kind(position)",
+        "reached[node], mask[node], kind[node] = position, mask[parent], text.kind(position)",
         ("engine/grammar/test_guide.py", "generate/test_grammar.py"),
     ),
     Mutation(
         "a-node-without-its-grammar-mask", "decoders/engine/decode/grammar/host_guide.py",
-        "reached[node], mask[node] = position, text.mask(position)",
-        "reached[node] = position",
+        "reached[node], mask[node], kind[node] = position, text.mask(position), text.kind(position)",
+        "reached[node], kind[node] = position, text.kind(position)",
         ("engine/grammar/test_guide.py", "generate/test_grammar.py"),
     ),
     Mutation(

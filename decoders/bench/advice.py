@@ -60,7 +60,7 @@ class Advice:
 
     Attributes:
         verdict: the method, its speed, and a sentence.
-        compiling: tokens/s of compiled steps, which the verdict is about then, over uncompiled ones'; None where they were not measured.
+        compiling: tokens/s compiled over uncompiled; None where only uncompiled steps were measured, which the verdict is about then.
         outlooks: what else would help, or would not.
         seconds: that finding out took.
         new_tokens, prompts: of the texts that were written for it.
@@ -94,16 +94,15 @@ class Advice:
             )
         for outlook in self.outlooks:
             worth = "worth a try" if outlook.ratio > 1.1 * now else "no more than this has"
-            result.append(
-                f"{outlook.what} would have {times(outlook.ratio)} times transformers' tokens/s, {worth} (reckoned for {outlook.supposed})."
-            )
+            speed = f"{times(outlook.ratio)} times transformers' tokens/s"
+            result.append(f"{outlook.what} would have {speed}, {worth} (reckoned for {outlook.supposed}).")
         return result
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return {
-            "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling, "outlooks": [asdict(o) for o in self.outlooks],
-            "seconds": self.seconds, "new_tokens": self.new_tokens, "prompts": self.prompts,
+            "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling,
+            "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds, "new_tokens": self.new_tokens, "prompts": self.prompts,
             "records": [record.as_dict() for record in self.records],
         }  # fmt: skip
 

@@ -110,7 +110,20 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import advise, bench, bench_load, demo, doctor, generate, listing, prepare, serve, train, train_drafters
+    from . import (
+        advise,
+        bench,
+        bench_load,
+        demo,
+        doctor,
+        generate,
+        listing,
+        new_plugin,
+        prepare,
+        serve,
+        train,
+        train_drafters,
+    )
 
     app.command()(demo.demo)
     app.command()(generate.generate)
@@ -123,6 +136,7 @@ def _register() -> None:
     app.command()(listing.plugins)
     app.command()(listing.grammars)
     app.command()(serve.serve)
+    app.command()(new_plugin.new_plugin)
     app.command()(doctor.doctor)
     train.app.command()(train_drafters.medusa)
     train.app.command()(train_drafters.eagle3)

@@ -8,20 +8,23 @@ from .auto import Auto
 from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
 from .calls import Called, CallSpec, written_calls
 from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
-from .compiling import compiled
+from .compiling import Compilation, compiled
 from .constructors import choice, grammar, json_schema, regex
 from .llguidance import LLGuidance
 from .lookups import LazyMasks, TokenTable
 from .specs import LEFT_OUT, JsonSchema, Lark, Regex, Spec
 from .table import Table, TableGrammar
+from .tags import After, Tagged, Thinking, ThinkingMarkers, after, begun, known_markers, tagged
 from .vocabulary import BYTE_TOKEN, Policy, Vocabulary
 
 #: In the order they are listed.
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [
-    "BUILT_IN", "BYTE_TOKEN", "LEFT_OUT", "Auto", "Backend", "CallSpec", "Called", "CompiledGrammar", "JsonSchema", "LLGuidance",
-    "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec", "Table", "TableGrammar", "Tables", "Tabulated",
-    "TokenTable", "Vocabulary", "as_spec", "as_specs", "choice", "compiled", "grammar", "json_schema", "library", "mask_words",
-    "pack", "regex", "spec_of_file", "spec_of_library", "unknown_grammar", "unpack", "written_calls",
+    "BUILT_IN", "BYTE_TOKEN", "LEFT_OUT", "After", "Auto", "Backend", "CallSpec", "Called", "Compilation",
+    "CompiledGrammar", "JsonSchema", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec",
+    "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "Thinking", "ThinkingMarkers", "TokenTable", "Vocabulary",
+    "after", "as_spec", "as_specs", "begun", "choice", "compiled", "grammar", "json_schema", "known_markers", "library",
+    "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged", "unknown_grammar", "unpack",
+    "written_calls",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ word ``v // 32`` says whether token ``v`` may come next.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -88,6 +88,15 @@ class CompiledGrammar(ABC):
     def nbytes(self) -> int:
         """Memory of what was compiled."""
 
+    def judge(self, tokens: Sequence[int]) -> None:
+        """Judges the tokens of a finished text where the language is wider than the specification.
+
+        Raises:
+            GrammarError: they break it.
+        """
+        if self.language.whole is not None:
+            self.language.whole(self.vocabulary.spell(tokens).decode())
+
     def dump(self) -> bytes | None:
         """What :meth:`Backend.restore` reads it from: data, no code. None if restoring would save no time over compiling."""
         return None
@@ -159,6 +168,17 @@ class Matcher(ABC):
     @abstractmethod
     def forced_bytes(self) -> bytes:
         """The bytes that every continuation begins with; empty where there is a choice, the end among them."""
+
+    def forced_tokens(self, limit: int) -> list[int] | None:
+        """The tokens that must come next, at most `limit`; None where :meth:`forced_bytes` says all."""
+        return None
+
+    def replacements(self) -> Mapping[int, int] | None:
+        """Where any token may be drawn, as if there were no grammar: the illegal ones, and what is written instead of each.
+
+        None: what may be drawn is what :meth:`fill_mask` says.
+        """
+        return None
 
 
 class Backend(ABC):

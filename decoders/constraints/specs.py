@@ -6,14 +6,14 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any, get_args
 
 from ..errors import GrammarError, UnknownNameError, shortened, suggest
-from .base import Language, Policy
+from .base import CompiledGrammar, Language, Policy
 from .patterns.limits import deadline, left
 from .patterns.python import whole_text
 from .patterns.tree import quoted
@@ -27,6 +27,7 @@ from .schemas.normaliser import Normaliser
 from .schemas.notation import Expr
 from .schemas.rules import WHITESPACE
 from .schemas.writing import Writer
+from .vocabulary import Vocabulary
 
 #: Characters of all choices together: automata of a million states are no longer built in seconds.
 CHOICES_LIMIT = 5_000_000
@@ -62,6 +63,10 @@ class Spec(ABC):
         Raises:
             GrammarError: it cannot be expressed; names the keyword, its path and what would handle it.
         """
+
+    def compiled(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> CompiledGrammar:
+        """The grammar for `vocabulary`. compile: compiles the language of a specification, this one or one in it."""
+        return compile(self)
 
     def _keyed(self, content: str) -> str:
         """The :attr:`key` of a specification whose content, besides these options, is `content`."""

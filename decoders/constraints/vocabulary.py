@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -30,6 +31,7 @@ class Vocabulary:
         stops: ids that end a text.
         encode: text to ids as the tokenizer itself writes it, no special tokens.
         rules: a text that differs between tokenizers that have the same tokens and encode differently.
+        special: ids of special tokens by their names.
 
     Raises:
         UnsupportedError: stop tokens are given, and none is among `tokens`.
@@ -41,6 +43,7 @@ class Vocabulary:
         stops: Sequence[int],
         encode: Callable[[str], Sequence[int]] | None = None,
         rules: str = "",
+        special: Mapping[str, int] | None = None,
     ) -> None:
         ends = set(stops)
         self.tokens = tuple(None if token in ends or not text else text for token, text in enumerate(tokens))
@@ -51,7 +54,7 @@ class Vocabulary:
                 f"{len(self.tokens)} tokens: set eos_token_id in the call or the generation config to ids from 0 to "
                 f"{len(self.tokens) - 1}"
             )
-        self.encode, self.rules = encode or self._greedy, rules
+        self.encode, self.rules, self.special = encode or self._greedy, rules, dict(special or {})
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, size: int, stops: Sequence[int]) -> Vocabulary:
@@ -78,7 +81,9 @@ class Vocabulary:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids
 
-        return Vocabulary(tokens, stops, encode, _rules(parts))
+        own = sorted(token for token in special if token < size)
+        names = dict(zip(tokenizer.convert_ids_to_tokens(own), own, strict=True))
+        return Vocabulary(tokens, stops, encode, _rules(parts), names)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -101,6 +106,23 @@ class Vocabulary:
         return first_ids
 
     @cached_property
+    def _sorted(self) -> list[tuple[bytes, int]]:
+        return sorted((text, token) for token, text in enumerate(self.tokens) if text is not None)
+
+    def beginning_with(self, text: bytes) -> list[int]:
+        """Tokens that begin with `text` and are longer."""
+        begin, found = bisect_left(self._sorted, (text + b"\0", -1)), []
+        for longer, token in self._sorted[begin:]:
+            if not longer.startswith(text):
+                break
+            found.append(token)
+        return found
+
+    def holding(self, text: bytes) -> list[int]:
+        """Tokens that have `text` in them and go on behind it."""
+        return [token for token, whole in enumerate(self.tokens) if whole is not None and text in whole[:-1]]
+
+    @cached_property
     def longest(self) -> int:
         """Bytes of the longest token."""
         return max(map(len, self.ids), default=0)
@@ -121,7 +143,7 @@ class Vocabulary:
         """
         whole = _decodable(text)
         if not whole and len(text) > 3:
-            return self._longest(text)
+            return self.longest_tokens(text)
         tokens = [*self.encode(whole)]
         if self.spell(tokens) != whole.encode():  # a tokenizer that puts a blank in front, say
             tokens = self._greedy(whole)
@@ -158,9 +180,10 @@ class Vocabulary:
 
     def _greedy(self, text: str) -> list[int]:
         """Longest match first; empty if some byte has no token."""
-        return self._longest(text.encode())
+        return self.longest_tokens(text.encode())
 
-    def _longest(self, rest: bytes) -> list[int]:
+    def longest_tokens(self, rest: bytes) -> list[int]:
+        """`rest` in tokens, the longest first; empty if some byte has no token."""
         tokens: list[int] = []
         while rest:
             for size in range(min(len(rest), self.longest), 0, -1):

@@ -18,7 +18,9 @@ from ..engine.model.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 
 #: Keywords of ``generate`` that are ours.
-OWN = ("strategy", "strategy_config", "decoders_config", "grammar", "verifier", "verifier_config", "seed", "generator")
+OWN = (
+    "strategy", "strategy_config", "decoders_config", "grammar", "thinking", "verifier", "verifier_config", "seed", "generator",
+)  # fmt: skip
 
 #: Arguments that the loop cannot honour: name → (test on the value, what to do instead).
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {

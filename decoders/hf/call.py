@@ -170,7 +170,7 @@ def prepare(
     config, plan = preparation.config, preparation.plan
     grammars = Grammars.of(
         options.grammar, len(prompts), config.num_return_sequences or 1, tokenizer, engine.target.vocab_size,
-        preparation.stop_tokens, runtime,
+        preparation.stop_tokens, runtime, options.thinking, prompts,
     )  # fmt: skip
     seed = resolve_seed(options.seed, options.generator, plan.sample)
     if options.seed is None:  # processes that share the model draw the same noise

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..constraints import CompiledGrammar, Vocabulary, as_specs, compiled
+from ..constraints import Compilation, CompiledGrammar, Spec, Thinking, Vocabulary, as_specs, compiled
 from ..errors import GrammarError, UnsupportedError
 from ..registry.resolve import resolve_backend, resolve_grammar
 from ..report import GrammarUse
 from ..settings import RuntimeSettings
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 #: Tokenizers, or states of one, whose vocabularies are kept with them.
@@ -32,7 +33,7 @@ class Grammars:
     @staticmethod
     def of(
         given: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, size: int,
-        stops: Sequence[int], runtime: RuntimeSettings,
+        stops: Sequence[int], runtime: RuntimeSettings, thinking: Any = None, prompts: Sequence[Tensor] = (),
     ) -> Grammars:  # fmt: skip
         """Compiles what the user asked for, or finds it compiled.
 
@@ -41,32 +42,39 @@ class Grammars:
             rows: of the batch.
             per_prompt: how many rows in succession share a prompt.
             size: of the logits.
+            thinking: the value of ``thinking=``.
+            prompts: of the rows: whether they have begun a thought.
 
         Raises:
-            GrammarError, UnknownNameError, UnsupportedError.
+            GrammarError, SettingsError, UnknownNameError, UnsupportedError.
         """
-        if given is None:
+        if given is None and thinking is None:
             return Grammars()
+        budget = Thinking.of(thinking) if thinking is not None else None
         grammars: list[CompiledGrammar | None] = []
         uses: list[GrammarUse | None] = []
         vocabulary: Vocabulary | None = None
-        for wanted in as_specs(given, rows // per_prompt, per_prompt, resolve_grammar):
+        for row, wanted in enumerate(as_specs(given, rows // per_prompt, per_prompt, resolve_grammar)):
+            if budget is not None:
+                vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
+                wanted = budget.around(wanted, prompts[row].tolist(), vocabulary, tokenizer)
             if wanted is None:
                 grammars.append(None)
                 uses.append(None)
                 continue
+            compilations: list[Compilation] = []
             if isinstance(wanted, CompiledGrammar):
-                grammar, source, seconds = wanted, "given", 0.0
+                grammar = wanted
                 _check_fit(grammar, size, stops, tokenizer)
             else:
                 vocabulary = vocabulary or vocabulary_of(tokenizer, size, stops)
-                backend = resolve_backend(wanted.backend or runtime.constraint_backend)
-                result = compiled(wanted, vocabulary, backend, runtime.constraint_cache, runtime.constraint_seconds)
-                grammar, source, seconds = result.grammar, result.source, result.seconds
-            language = grammar.language
+                grammar = wanted.compiled(vocabulary, _compiler(vocabulary, runtime, compilations))
+            language, sources = grammar.language, [each.source for each in compilations]
+            source = next((kind for kind in ("compiled", "disk", "memory") if kind in sources), "given")
             grammars.append(grammar)
             uses.append(GrammarUse(
-                language.name, grammar.backend, grammar.policy, source, seconds, grammar.nbytes, language.warnings
+                language.name, grammar.backend, grammar.policy, source, sum(each.seconds for each in compilations),
+                grammar.nbytes, language.warnings,
             ))  # fmt: skip
         return Grammars(tuple(grammars), tuple(uses))
 
@@ -85,13 +93,27 @@ class Grammars:
                 continue
             matcher = grammar.start()
             use.complete = matcher.advance(texts[row]) == len(texts[row]) and matcher.accepting
-            if use.complete and grammar.language.whole is not None:
+            if use.complete:
                 try:
-                    grammar.language.whole(grammar.vocabulary.spell(texts[row]).decode())
+                    grammar.judge(texts[row])
                 except GrammarError as error:
                     use.invalid = str(error)
                     warnings.warn(f"row {row}: {error}", stacklevel=2)
         return list(self.uses)
+
+
+def _compiler(
+    vocabulary: Vocabulary, runtime: RuntimeSettings, compilations: list[Compilation]
+) -> Callable[[Spec], CompiledGrammar]:
+    """Compiles specifications, and notes in `compilations` what that took."""
+
+    def compile(spec: Spec) -> CompiledGrammar:
+        backend = resolve_backend(spec.backend or runtime.constraint_backend)
+        result = compiled(spec, vocabulary, backend, runtime.constraint_cache, runtime.constraint_seconds)
+        compilations.append(result)
+        return result.grammar
+
+    return compile
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: Sequence[int]) -> Vocabulary:
@@ -101,7 +123,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: S
         UnsupportedError: no tokenizer, no stop token, or tokens that cannot be told in bytes.
     """
     if tokenizer is None:
-        raise UnsupportedError("grammar= needs a tokenizer: pass tokenizer= to enable() or generate()")
+        raise UnsupportedError("grammar= and thinking= need a tokenizer: pass tokenizer= to enable() or generate()")
     if not stops:
         raise UnsupportedError(
             "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"

@@ -24,6 +24,7 @@ _CONFIGURABLE: dict[str, tuple[type, ...]] = {
     "strategy": (str,),
     "strategy_config": (Mapping,),
     "grammar": (str, Mapping),
+    "thinking": (int, Mapping),
 }
 
 
@@ -36,6 +37,7 @@ class Options:
         verifier: decides what is accepted.
         runtime: settings of the loop.
         grammar: the value of ``grammar=``, as the user wrote it.
+        thinking: the value of ``thinking=``, likewise.
         seed: as given.
         generator: as given.
         configs: generation configs, the first that has a value wins.
@@ -46,6 +48,7 @@ class Options:
     verifier: Verifier
     runtime: RuntimeSettings
     grammar: Any
+    thinking: Any
     seed: Any
     generator: torch.Generator | None
     configs: list[GenerationConfig]
@@ -96,6 +99,7 @@ class Options:
             verifier=resolve_verifier(own["verifier"] or runtime.verifier, own["verifier_config"]),
             runtime=runtime,
             grammar=own["grammar"] if own["grammar"] is not None else configured["grammar"],
+            thinking=own["thinking"] if own["thinking"] is not None else configured["thinking"],
             seed=own["seed"],
             generator=own["generator"],
             configs=configs,
@@ -118,7 +122,7 @@ class Options:
             raise UnsupportedError(
                 f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
             )
-        if strategy.needs_grammar and self.grammar is None:
+        if strategy.needs_grammar and self.grammar is None and self.thinking is None:
             raise UnsupportedError(
                 f"strategy {strategy.name!r} needs grammar=: a schema, a pattern, or the name of a grammar of the library"
             )

@@ -12,8 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import logits_process, stopping_criteria
 
 from ..common.transformers_compat import pad_token_of
-from ..engine.decode.criteria import Criteria
-from ..engine.decode.host_processors import Processors
+from ..engine.decode.criteria import Criteria, Processors
 from ..engine.model.weights.state import config_state
 from ..sampling.processors import SamplingPlan
 from ..sampling.top import MOST_OF_TOP_K

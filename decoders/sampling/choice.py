@@ -223,6 +223,8 @@ def _selected(
 
 def _allowed(logits: Tensor, masks: Masks) -> Tensor:
     """:meth:`Masks.allow`, in arithmetic that runs at the speed of memory."""
+    if masks.allowed is None:
+        return logits
     bound = masks.allowed[..., : logits.shape[-1]].to(logits.dtype)
     return torch.minimum(bound.sub_(0.5).mul_(float("inf")), logits, out=bound)
 

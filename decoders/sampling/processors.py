@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,19 +68,63 @@ class SamplingInputs:
 
 
 @dataclass(frozen=True)
+class Replacements:
+    """Tokens that are drawn and not written, and what is written instead of each. They depend on the node.
+
+    Attributes:
+        keys: ``[M]`` int64, ``kind * V + token`` in ascending order.
+        tokens: ``[M]`` int64, what is written instead.
+        kinds: ``[B, N]`` int64, ``kind * V`` of each node; of kind 0 nothing is replaced.
+    """
+
+    keys: Tensor
+    tokens: Tensor
+    kinds: Tensor
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """What is written where `tokens` ``[B, N]`` were drawn."""
+        keys = self.kinds + tokens
+        place = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        return torch.where(self.keys[place] == keys, self.tokens[place], tokens)
+
+    def moved(self, probabilities: Tensor) -> Tensor:
+        """The distribution ``[B, N, V]`` of what is written, from that of what is drawn."""
+        drawn = self.keys % probabilities.shape[-1]
+        here = self.kinds[..., None] == self.keys - drawn
+        mass = torch.where(here, probabilities[..., drawn], 0.0)
+        return probabilities.index_add(-1, drawn, -mass).index_add(-1, self.tokens, mass)
+
+
+@dataclass(frozen=True)
 class Masks:
     """Which tokens may follow each node of a block.
 
     Attributes:
-        allowed: ``[B, N, V]`` bool. Unpacked outside the step: inductor's CPU code for bit tests beside 64-bit noise is
-            miscompiled by gcc 12 (torch 2.13).
+        allowed: ``[B, N, V]`` bool; None: all may follow every node. Unpacked outside the step: inductor's CPU code for bit
+            tests beside 64-bit noise is miscompiled by gcc 12 (torch 2.13).
+        replacements: what is written instead of some tokens that may be drawn.
     """
 
-    allowed: Tensor
+    allowed: Tensor | None
+    replacements: Replacements | None = None
 
     def allow(self, logits: Tensor) -> Tensor:
         """`logits` ``[B, N, V]`` with ``-inf`` for what may not follow."""
+        if self.allowed is None:
+            return logits
         return logits.masked_fill(~self.allowed[..., : logits.shape[-1]], float("-inf"))
+
+    def written(self, tokens: Tensor) -> Tensor:
+        """What is written where `tokens` ``[B, N]`` were drawn."""
+        return tokens if self.replacements is None else self.replacements.of(tokens)
+
+    def of_rows(self, begin: int, end: int) -> Masks:
+        """Those of some rows."""
+        allowed, replaced = self.allowed, self.replacements
+        return Masks(
+            None if allowed is None else allowed[begin:end],
+            None if replaced is None else replace(replaced, kinds=replaced.kinds[begin:end]),
+        )
 
 
 def mix64(z: Tensor) -> Tensor:

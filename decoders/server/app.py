@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..errors import suggest
-from ..registry.registry import registry
 from . import chat, completions
 from .answers import Answer, EventStream, gone, settled
 from .bodies import Body, ChatBody, CompletionBody
@@ -209,7 +208,7 @@ def _card(service: Service) -> dict[str, Any]:
     return {
         "id": service.name, "object": "model", "created": service.created, "owned_by": "decoders",
         "decoders": {
-            "context": service.slots, "strategy": service.pool.default, "strategies": sorted(registry().strategies()),
+            "context": service.slots, "strategy": service.pool.default, "strategies": service.strategies,
             "chat": service.conversations.has_template, "max_tokens": service.limits.new_tokens,
         },
     }  # fmt: skip

@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..constraints import Regex
 from ..engine.model.layout import context_length
 from ..engine.model.threads import release_threads
 from ..errors import QueueFull
 from ..generate import OwnDefaults, enable
-from ..plugins import resolve_strategy
+from ..plugins import registry, resolve_strategy
 from ..serving.generation import Generation
+from ..strategy import Strategy
 from .arguments import callbacks, sampling, wrapped
 from .bodies import Body
 from .client_settings import ClientSettings
@@ -105,10 +108,35 @@ class Service:
         """The bytes of tokens. Takes a moment for a large vocabulary, the first time."""
         return Spelling(self.tokenizer)
 
+    @cached_property
+    def strategies(self) -> list[str]:
+        """Names of the strategies that requests can name here: none whose draft model, heads or network are not there.
+
+        Those that need heads or the like are tried, on one token.
+        """
+        able = {name for name, entry in registry().strategies().items() if self._can_run(name, entry.cls)}
+        return sorted(able | {self.pool.default} & registry().strategies().keys())
+
+    def _can_run(self, name: str, cls: type[Strategy]) -> bool:
+        if cls.needs_assistant:
+            return self.pool.assistant is not None
+        if not cls.needs:
+            return True
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        model: Any = self.model
+        options = dict(max_new_tokens=1, pad_token_id=0, decoders_config={"compile": False})
+        try:
+            model.generate(token, attention_mask=torch.ones_like(token), strategy=name, **options)
+        except Exception:  # whatever it is, requests would meet it as well
+            return False
+        return True
+
     def warm_up(self) -> None:
-        """Decodes a token, so that the first request finds weights packed."""
+        """Decodes a token, so that the first request finds weights packed; finds out which strategies run."""
         grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
+        _ = self.strategies
+        release_threads()
 
     def check(self, body: Body) -> None:
         """Checks what needs no look at the rest of the body.

@@ -87,7 +87,7 @@ class Ngram(Strategy):
     def start(self, context: Context) -> NgramState:
         s: NgramSettings = self.settings
         orders = load_table(s.table, context.vocab_size, context.device)[: s.max_ngram] if s.table else ()
-        table = tuple(tensor for order in orders for tensor in order.tensors())
+        table = tuple(tensor for order in orders for tensor in order)
         scratch = torch.empty(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
         texts = [self._text() for _ in range(context.rows)]
         # What a draft model writes is taken back where the target disagrees.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,8 +24,7 @@ VERSION = "1"
 MAX_NGRAM = 3
 
 
-@dataclass(frozen=True)
-class NgramOrder:
+class NgramOrder(NamedTuple):
     """Counts of the n-grams of one length. ``K`` contexts, ``C`` followers kept of each, the most frequent first.
 
     Attributes:
@@ -39,10 +38,6 @@ class NgramOrder:
     followers: Tensor
     counts: Tensor
     totals: Tensor
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``keys, followers, counts, totals``."""
-        return self.keys, self.followers, self.counts, self.totals
 
 
 @dataclass(frozen=True)
@@ -106,17 +101,14 @@ class NgramTable:
             raise SettingsError(f"n-gram table {path} cannot be written: it is no regular file")
         draft = target.with_name(f".{target.name}")
         draft.unlink(missing_ok=True)
-        with draft.open("xb") as file:  # through no link that somebody has put there
+        with draft.open("xb") as file:  # never through a link
             file.write(self.dump())
         draft.replace(target)
 
     def dump(self) -> bytes:
         """The table as safetensors, its description in the metadata."""
-        names = ("keys", "followers", "counts", "totals")
         tensors = {
-            f"{n}.{name}": tensor
-            for n, order in enumerate(self.orders, 1)
-            for name, tensor in zip(names, order.tensors(), strict=True)
+            f"{n}.{k}": tensor for n, order in enumerate(self.orders, 1) for k, tensor in order._asdict().items()
         }
         about = {
             "format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "max_ngram": len(self.orders),
@@ -145,7 +137,7 @@ class NgramTable:
                         f"n-gram table {path} has version {about.get('version')!r}, this package reads {VERSION!r}"
                     )
                 orders = tuple(
-                    NgramOrder(*(file.get_tensor(f"{n}.{name}") for name in ("keys", "followers", "counts", "totals")))
+                    NgramOrder(*(file.get_tensor(f"{n}.{name}") for name in NgramOrder._fields))
                     for n in range(1, int(about["max_ngram"]) + 1)
                 )
                 table = NgramTable(orders, int(about["vocab_size"]), int(about["tokens"]), about["source"])
@@ -161,7 +153,7 @@ class NgramTable:
     def _check(self, path: Path) -> None:
         """A follower outside the vocabulary would be an index out of bounds in compiled code, so look here once."""
         for n, order in enumerate(self.orders, 1):
-            keys, followers, counts, totals = order.tensors()
+            keys, followers, counts, totals = order
             shape = followers.shape
             if (
                 keys.dim() != 1 or not keys.numel() or followers.dim() != 2 or not followers.numel()
@@ -212,7 +204,7 @@ def _read(path: Path, mtime_ns: int, size: int) -> NgramTable:
 @lru_cache(maxsize=4)
 def _placed(path: Path, mtime_ns: int, size: int, device: torch.device) -> tuple[NgramOrder, ...]:
     orders = _read(path, mtime_ns, size).orders
-    return tuple(NgramOrder(*(tensor.to(device) for tensor in order.tensors())) for order in orders)
+    return tuple(NgramOrder(*(tensor.to(device) for tensor in order)) for order in orders)
 
 
 def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> NgramOrder:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..engine.model.recordings import Recorder
 from ..engine.model.torch_compat import TorchDispatchMode, schema_of, waiting_operators
 
 aten = torch.ops.aten
@@ -193,8 +194,8 @@ def _flat(value: Any) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-class TapeRecorder:
-    """A :class:`~decoders.engine.model.recordings.Recorder` that counts, for tests of everything around a recording.
+class TapeRecorder(Recorder):
+    """One that records tapes and counts, for tests of everything around a recording.
 
     Args:
         late: let nothing happen until somebody waits for it, as if the device were slow.
@@ -206,6 +207,7 @@ class TapeRecorder:
     """
 
     def __init__(self, late: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
         self.late, self.recorded, self.replayed, self.waited = late, 0, 0, 0
         self._pending: list[Callable[[], Any]] = []
         self._active = 0

@@ -79,13 +79,10 @@ def print_bench(console: Console, details: bool = False, batches: tuple[int, ...
 def print_advice(console: Console) -> None:
     measured = [r for r in records(("prompts",)) if r.status == "ok"]
     compiled = [replace(r, compiled_share=1.0) for r in measured if r.method in ("transformers", "auto")]
-    outlooks = (
-        Outlook("Compiled steps, in this figure", True, 1.9),
-        Outlook("A draft model", False, 2.6, "one of a 10th of the time that is right 70% of the time"),
-    )
+    outlooks = (Outlook("A draft model", 2.6, "one of a 10th of the time that is right 70% of the time"),)
     (verdict,) = verdicts(compiled)
     uncompiled = [replace(r, compiled_share=0.0) for r in measured]
-    print_of(Advice(verdict, outlooks, 87.3, 64, 2, (*uncompiled, *compiled)), console)
+    print_of(Advice(verdict, 1.24, outlooks, 87.3, 64, 2, (*uncompiled, *compiled)), console)
 
 
 def print_load(console: Console) -> None:

@@ -65,6 +65,7 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.slow
 def test_same_seed_same_weights(tmp_path, sources):
     figures = [train(tmp_path / name, sources) for name in ("a", "b")]
     train(tmp_path / "c", sources, seed=1)
@@ -92,6 +93,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, sources, monkeypatch):
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_tokens_and_other_steps_against_loops(tmp_path, sources):
     train(tmp_path, sources)
     train(tmp_path, sources, steps=6)

@@ -216,6 +216,7 @@ def test_what_is_written_loads_and_drafts(tmp_path, model, tokenizer, texts, for
         assert torch.equal(out.sequences, plain.sequences)
 
 
+@pytest.mark.slow
 def test_training_teaches_and_the_card_tells_what_decoding_finds(tmp_path, model, tokenizer, texts) -> None:
     """The share of accepted tokens on the card is that of chains in decoding, on the same text."""
     before = train_eagle3(model, tokenizer, texts, tmp_path / "a", run=run(rate=0.0), dtype=FULL)

@@ -81,7 +81,8 @@ def test_interpreter_switches_threads_often_while_compiling_and_as_before_afterw
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 
-@pytest.mark.parametrize("work", [pytest.param("time.sleep(600)", marks=pytest.mark.slow), "spin()"])
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["time.sleep(600)", "spin()"])
 def test_process_ends_while_compiling(work):
     script = f"""
 import time, sys, torch

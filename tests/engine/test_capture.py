@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from decoders.engine.decode.core import StepOutput
 from decoders.engine.model import recordings as recorders
-from decoders.engine.model.recordings import CudaRecorder, RecordedCapacity, Recording, Recordings
+from decoders.engine.model.recordings import RecordedCapacity, Recorder, Recording, Recordings
 from decoders.engine.model.static_inputs import StaticInputs, find_tensors
 from decoders.testing.tape import HostReadError, RecordingError, Tape, TapeRecorder
 
@@ -328,7 +328,7 @@ class FakeCuda:
 def test_cuda_records_on_the_models_device_and_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
     monkeypatch.setattr(recorders.torch, "cuda", cuda)
-    recorder = CudaRecorder("cuda:1")
+    recorder = Recorder("cuda:1")
     with recorder.active():
         assert recorder.record(lambda: cuda.log.append("body") or "output") == ("graph", "output")
         recorder.record(lambda: cuda.log.append("body"))
@@ -339,7 +339,7 @@ def test_cuda_records_on_the_models_device_and_gives_the_stream_back(monkeypatch
 def test_after_a_failed_recording_cuda_goes_on_with_a_new_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(broken=True)
     monkeypatch.setattr(recorders.torch, "cuda", cuda)
-    recordings = Recordings(CudaRecorder("cuda:1"))
+    recordings = Recordings(Recorder("cuda:1"))
 
     def body() -> StepOutput:
         raise ValueError("reads the host")

@@ -23,7 +23,7 @@ SMALL = {"num_key_value_heads": 1, "num_attention_heads": 2}
 @pytest.mark.parametrize(
     "name, rows, compile",
     [
-        ("llama", 1, False),
+        pytest.param("llama", 1, False, marks=pytest.mark.slow),  # .ci/run runs it
         pytest.param("llama", 2, False, marks=pytest.mark.slow),
         pytest.param("gemma3", 1, False, marks=pytest.mark.slow),  # windows
         pytest.param("gpt_oss", 1, False, marks=pytest.mark.slow),  # sinks and windows

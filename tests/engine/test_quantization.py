@@ -73,6 +73,7 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
         assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     ("settings", "used"),
     [
@@ -100,6 +101,7 @@ def test_draft_models_compute_in_a_number_format_of_their_own(
     assert all(torch.equal(before[name], value) for name, value in draft.state_dict().items())
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(("chunk", "read"), [(512, {(2, 116)}), (96, {(2, 96)})], ids=["at once", "in chunks"])
 def test_long_texts_are_read_with_wider_matrices_but_for_their_ends(
     chunk: int, read: set[tuple[int, int]], dequantized: list[tuple[int, ...]]
@@ -233,6 +235,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("write_to", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("settings", [{"weights": "int8"}, {"weights": "int4"}, {"draft_weights": "int8"}], ids=str)
 def test_changed_weights_are_quantized_again(settings: dict[str, str], write_to: Callable) -> None:

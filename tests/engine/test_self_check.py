@@ -187,7 +187,7 @@ def test_the_kernel_is_checked_and_taken() -> None:
 
 @with_kernels
 @pytest.mark.usefixtures("kernel_preferred")
-@pytest.mark.parametrize("fault", ["wrong", "raises"])
+@pytest.mark.parametrize("fault", [pytest.param("wrong", marks=pytest.mark.slow), "raises"])
 def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_problem_for_doctor(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

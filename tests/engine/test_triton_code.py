@@ -33,8 +33,6 @@ PLANS = {
     "typical_p": SamplingPlan(("typical_p",), sample=True),
     "min_new_tokens": SamplingPlan(("min_new_tokens",), sample=True),
 }
-#: Of the plans that draw the one with several operations is compiled quickly enough for every run.
-ONE_OPERATION = ("min_p", "typical_p", "min_new_tokens")
 VALUES = {"temperature": 0.7, "top_k": 9.0, "top_p": 0.1, "min_p": 0.1, "typical_p": 0.8, "min_new_tokens": 2.0}
 
 
@@ -58,7 +56,7 @@ def chosen_from(logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, posi
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("positions", ["given", "index", "constant"])
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 def test_noise_is_the_same(positions, dynamic, tmp_path):
     def noise(keys: Tensor, given: Tensor) -> Tensor:
         index = {"given": given, "index": torch.arange(3).expand(2, 3), "constant": torch.full((2, 3), -2)}[positions]
@@ -70,7 +68,7 @@ def test_noise_is_the_same(positions, dynamic, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ONE_OPERATION else name for name in PLANS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if plan.sample else name for name, plan in PLANS.items()]
 )
 def test_choice_is_the_same(name, tmp_path):
     plan, positions = PLANS[name], torch.tensor([[0, 1], [5, 6]])
@@ -85,7 +83,8 @@ def test_what_is_left_of_a_large_vocabulary_is_the_same(tmp_path):
     assert same(run_as_triton_code(tmp_path, process, *arguments), process(*arguments))
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_medusas_draft_tokens_are_the_same(dynamic, tmp_path):
     heads = MedusaHeads(HeadsConfig(heads=3, layers=1, hidden_size=8, vocab_size=VOCAB), scores_of(VOCAB, 8))
     plan = SamplingPlan(("temperature",), sample=True)
@@ -122,6 +121,7 @@ def drawn(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) ->
     return acceptance.path, acceptance.depth, last, sound
 
 
+@pytest.mark.slow
 def test_what_is_drawn_of_outcomes_is_the_same(tmp_path):
     nodes = torch.tensor([[1, 2, 3, 4, 5], [6, 7, -1, 8, 9]])
     outcomes = Outcomes(scores_of(2, 5).softmax(-1), scores_of(2, 5, VOCAB).softmax(-1))

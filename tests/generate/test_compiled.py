@@ -236,7 +236,7 @@ def test_a_call_ends_in_the_tier_in_which_it_began(dtype: torch.dtype, rows: int
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_compiled_call_reads_its_prompts_compiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     model, inputs = decoders.enable(one_layer().bfloat16()), prompts(rows, 24)
     options: dict[str, Any] = dict(max_new_tokens=4, decoders_config={"compile": True, "prefill_chunk": 12})
@@ -250,7 +250,7 @@ def test_a_compiled_call_reads_its_prompts_compiled(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("length", [3, 24])
+@pytest.mark.parametrize("length", [pytest.param(3, marks=pytest.mark.slow), 24])
 def test_in_lower_precision_the_end_of_a_kept_prompt_is_read_again(length: int) -> None:
     """It may have been read in another tier; a step that runs a branch's tokens again starts with some of it."""
     model, inputs = decoders.enable(one_layer().bfloat16()), prompts(1, length)

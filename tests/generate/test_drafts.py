@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -234,46 +233,6 @@ def test_observe_is_told_what_became_of_the_draft(llama: PreTrainedModel) -> Non
         assert step.logits.shape == (*step.nodes.shape, VOCAB) and step.hidden.shape[:2] == step.nodes.shape
         assert step.logits.argmax(-1).tolist() == step.chosen.tolist()
     assert done.tolist() == [13, 13]
-
-
-BROKEN: dict[str, Callable[[int], Draft]] = {
-    "float tokens": lambda rows: Draft(torch.zeros(rows, 2), Topology.chain(2)),
-    "int32 tokens": lambda rows: Draft(torch.zeros(rows, 2, dtype=torch.int32), Topology.chain(2)),
-    "one row missing": lambda rows: Draft(torch.zeros(rows - 1, 2, dtype=torch.int64), Topology.chain(2)),
-    "one dimension": lambda rows: Draft(torch.zeros(rows, dtype=torch.int64), Topology.chain(2)),
-    "topology too long": lambda rows: Draft(torch.zeros(rows, 2, dtype=torch.int64), Topology.chain(3)),
-    "topology too short": lambda rows: Draft(torch.zeros(rows, 2, dtype=torch.int64), Topology.chain(1)),
-    "trees of too few rows": lambda rows: Draft(
-        torch.zeros(rows, 1, dtype=torch.int64), TreeTensors.from_parents(torch.tensor([[-1, 0]]))
-    ),
-    "a child before its parent": lambda rows: Draft(
-        torch.zeros(rows, 2, dtype=torch.int64), Topology.from_parents([-1, 2, 0])
-    ),
-    "a draft token that continues the window": lambda rows: Draft(
-        torch.zeros(rows, 2, dtype=torch.int64), Topology((-1, -1, 1), (0, 1, 2))
-    ),
-    "a draft token that sees a rival": lambda rows: Draft(
-        torch.zeros(rows, 2, dtype=torch.int64), Topology((-1, 0, 0), (0, 1, 1), ((), (), (1,)))
-    ),
-    "no draft at all": lambda rows: None,  # type: ignore[return-value,dict-item]
-    "bare tokens": lambda rows: torch.zeros(rows, 2, dtype=torch.int64),  # type: ignore[return-value,dict-item]
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_draft_that_breaks_the_contract_is_an_error_and_the_model_stays_usable(
-    llama: PreTrainedModel, name: str
-) -> None:
-    class Broken(Strategy):
-        name = "broken"
-
-        def propose(self, state: Any, sequences: Sequences) -> Draft:
-            return BROKEN[what](len(sequences.length))
-
-    what = name
-    with pytest.raises(DraftError):
-        decode(llama, prompts(2), Broken(), max_new_tokens=4, **EAGER)
-    assert_exact(llama, Chain(3))
 
 
 class First(Chain):

@@ -454,7 +454,7 @@ def test_what_cannot_be_had_is_refused(model, options, error, message):
 
 def test_a_grammar_needs_a_tokenizer_that_knows_bytes(letters):
     bare = decoders.enable(tiny_model("llama"))
-    with pytest.raises(UnsupportedError, match=r"needs a tokenizer: pass tokenizer= to enable\(\) or generate\(\)"):
+    with pytest.raises(UnsupportedError, match=r"need a tokenizer: pass tokenizer= to enable\(\) or generate\(\)"):
         run(bare, grammar="iso_date")
     with pytest.raises(UnsupportedError, match="neither a byte-level tokenizer nor one with byte fallback"):
         run(bare, grammar="iso_date", tokenizer=letters)

@@ -60,83 +60,31 @@ class Scaled(nn.Module):
         return self.inner(x) * factor * self.loose
 
 
-def nested(module: Scaled) -> None:
-    module.nested["by"]["name"][1] = 3.0
+def replaces_forward(make: Callable[[Scaled, Callable], Callable]) -> Callable[[Scaled], None]:
+    return lambda module: setattr(module, "forward", make(module, module.forward))
 
 
-def listed(module: Scaled) -> None:
-    module.listed[0] = -2.0
-
-
-def helper(module: Scaled) -> None:
-    module.helper.factor = 0.2
-
-
-def another_helper(module: Scaled) -> None:
-    module.helper = Helper()
-    module.helper.factor = -1.0
-
-
-def loose(module: Scaled) -> None:
-    module.loose.mul_(-1)
-
-
-def another_loose(module: Scaled) -> None:
-    module.loose = torch.full((1,), 4.0)
-
-
-def loose_data(module: Scaled) -> None:
-    module.loose.data.fill_(-3)
-
-
-def plain(module: Scaled) -> None:
-    module.plain = 2.5
-
-
-def space(module: Scaled) -> None:
-    module.space.factor = -1.5
-
-
-def slotted(module: Scaled) -> None:
-    module.slotted.factor = -1.5
-
-
-def array(module: Scaled) -> None:
-    module.array[1] = -2
-
-
-def queue(module: Scaled) -> None:
-    module.queue[0] = -0.5
-
-
-def a_byte(module: Scaled) -> None:
-    module.bytes[0] = 4
-
-
-def names(module: Scaled) -> None:
-    module.names.add("down")
-
-
-def closure(module: Scaled) -> None:
-    before = module.forward
-    module.forward = lambda x: before(x) * -1.5  # type: ignore[method-assign]
-
-
-def method(module: Scaled) -> None:
-    module.forward = types.MethodType(lambda self, x: self.inner(x) * -0.5, module)  # type: ignore[method-assign]
-
-
-def partial(module: Scaled) -> None:
-    def forward(self: Scaled, by: float, x: Tensor) -> Tensor:
-        return self.inner(x) * by
-
-    module.forward = functools.partial(forward, module, -2.0)  # type: ignore[method-assign]
-
-
-CHANGES = [
-    nested, listed, helper, another_helper, loose, another_loose, loose_data, plain, space, slotted, array, queue, a_byte, names,
-    closure, method, partial,
-]  # fmt: skip
+CHANGES: dict[str, Callable[[Scaled], Any]] = {
+    "nested": lambda module: module.nested["by"]["name"].__setitem__(1, 3.0),
+    "listed": lambda module: module.listed.__setitem__(0, -2.0),
+    "helper": lambda module: setattr(module.helper, "factor", 0.2),
+    "another_helper": lambda module: (setattr(module, "helper", Helper()), setattr(module.helper, "factor", -1.0)),
+    "loose": lambda module: module.loose.mul_(-1),
+    "another_loose": lambda module: setattr(module, "loose", torch.full((1,), 4.0)),
+    "loose_data": lambda module: module.loose.data.fill_(-3),
+    "plain": lambda module: setattr(module, "plain", 2.5),
+    "space": lambda module: setattr(module.space, "factor", -1.5),
+    "slotted": lambda module: setattr(module.slotted, "factor", -1.5),
+    "array": lambda module: module.array.__setitem__(1, -2),
+    "queue": lambda module: module.queue.__setitem__(0, -0.5),
+    "a_byte": lambda module: module.bytes.__setitem__(0, 4),
+    "names": lambda module: module.names.add("down"),
+    "closure": replaces_forward(lambda module, before: lambda x: before(x) * -1.5),
+    "method": replaces_forward(lambda module, _: types.MethodType(lambda self, x: self.inner(x) * -0.5, module)),
+    "partial": replaces_forward(
+        lambda module, _: functools.partial(lambda self, by, x: self.inner(x) * by, module, -2.0)
+    ),
+}
 
 
 def scaled_model() -> PreTrainedModel:
@@ -148,29 +96,29 @@ def scaled_model() -> PreTrainedModel:
 
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
-def test_a_change_counts_in_the_next_call(change: Callable[[Any], None], strategy: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_counts_in_the_next_call(change: str, strategy: str) -> None:
     model = decoders.enable(scaled_model())
     options = dict(do_sample=False, max_new_tokens=NEW)
     ours = dict(strategy=strategy, decoders_config={"compile": False}, **options)
     first = model.generate(**prompts(2), **ours)
     assert torch.equal(first, model.generate(**prompts(2), **options))
     for layer in model.model.layers:
-        change(layer.mlp)
+        CHANGES[change](layer.mlp)
     expected = model.generate(**prompts(2), **options)
     assert not torch.equal(expected, first), "the change must matter"
     assert torch.equal(model.generate(**prompts(2), **ours), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
-def test_a_change_counts_in_the_next_compiled_call(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_counts_in_the_next_compiled_call(change: str) -> None:
     model = decoders.enable(scaled_model())
     options = dict(do_sample=False, max_new_tokens=NEW)
     ours = dict(strategy="prompt_lookup", decoders_config={"compile": True}, **options)
     assert torch.equal(model.generate(**prompts(), **ours), model.generate(**prompts(), **options))
     for layer in model.model.layers:
-        change(layer.mlp)
+        CHANGES[change](layer.mlp)
     expected = model.generate(**prompts(), **options)
     assert torch.equal(model.generate(**prompts(), **ours), expected)
 
@@ -269,6 +217,7 @@ def test_a_value_of_the_config_counts_in_the_next_call(name: str, entry: str, va
     assert torch.equal(ours(model), first)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 def test_a_value_of_the_config_counts_in_the_next_compiled_call() -> None:
     model = decoders.enable(tiny_model("mistral"))
@@ -306,54 +255,42 @@ def test_defaults_of_generate_and_names_in_the_config_are_no_change() -> None:
     assert WeightState.of(model) == before
 
 
-def hooked_everywhere(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def larger(module: nn.Module, args: Any, output: Any) -> Any:
-        return output * 1.1 if isinstance(module, nn.Linear) else None
-
-    return nn.modules.module.register_module_forward_hook(larger).remove
+def enlarged(module: nn.Module, tensor: Any) -> Any:
+    return tensor * 1.1 if isinstance(module, nn.Linear) else None
 
 
-def hooked_everywhere_before(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def larger(module: nn.Module, args: Any) -> Any:
-        return (args[0] * 1.1,) if isinstance(module, nn.Linear) else None
-
-    return nn.modules.module.register_module_forward_pre_hook(larger).remove
-
-
-def patched_class(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+def negates_mlps(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> None:
     kind = type(model.model.layers[0].mlp)
     before = kind.forward
     patch.setattr(kind, "forward", lambda self, x: before(self, x) * -1)
-    return patch.undo
 
 
-def patched_function(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    patch.setattr(llama_file, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (q, k))
-    return patch.undo
+FOR_ALL_MODELS: dict[str, Callable[[PreTrainedModel, pytest.MonkeyPatch], Any]] = {
+    "hook": lambda model, patch: nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: enlarged(module, output)
+    ),
+    "hook before": lambda model, patch: nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: enlarged(module, args and args[0])
+    ),
+    "class": negates_mlps,
+    "function": lambda model, patch: patch.setattr(llama_file, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k)),
+    "function of a function": lambda model, patch: patch.setattr(llama_file, "rotate_half", lambda x: x),
+}
 
 
-def patched_function_of_a_function(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    patch.setattr(llama_file, "rotate_half", lambda x: x)
-    return patch.undo
-
-
-@pytest.mark.parametrize(
-    "change",
-    [hooked_everywhere, hooked_everywhere_before, patched_class, patched_function, patched_function_of_a_function],
-    ids=lambda c: c.__name__,
-)
-def test_a_hook_or_patch_for_all_models_counts_until_it_is_taken_back(
-    change: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", FOR_ALL_MODELS)
+def test_a_hook_or_patch_for_all_models_counts_until_it_is_taken_back(change: str) -> None:
     model = settled("llama")
     first = ours(model)
-    undo = change(model, monkeypatch)
-    try:
-        expected = plain_tokens(model)
-        assert not torch.equal(expected, first), "the change must matter"
-        assert torch.equal(ours(model), expected)
-    finally:
-        undo()
+    with pytest.MonkeyPatch.context() as patch:
+        handle = FOR_ALL_MODELS[change](model, patch)
+        try:
+            expected = plain_tokens(model)
+            assert not torch.equal(expected, first), "the change must matter"
+            assert torch.equal(ours(model), expected)
+        finally:
+            if handle is not None:
+                handle.remove()
     assert torch.equal(ours(model), first)
 
 
@@ -361,48 +298,30 @@ STRENGTH = 0.0
 
 
 class Steers:
-    """A hook that adds a vector."""
+    """A hook that adds what it keeps."""
 
-    def __init__(self) -> None:
-        self.strength, self.vector = 0.0, torch.zeros(32)
+    strength = 0.0
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return output + self.strength
 
 
-def steers_by_an_attribute(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    hook = Steers()
-    layer.register_forward_hook(hook)
-    return lambda: setattr(hook, "strength", 1.0)
+def steering(by: str, patch: pytest.MonkeyPatch) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """A hook, and what changes the value that it reads."""
+    steers, closure, vector = Steers(), {"by": 0.0}, torch.zeros(32)
+    return {
+        "attribute": (steers, lambda: setattr(steers, "strength", 1.0)),
+        "closure": (lambda module, args, output: output + closure["by"], lambda: closure.update(by=1.0)),
+        "global": (lambda module, args, output: output + STRENGTH, lambda: patch.setitem(globals(), "STRENGTH", 1.0)),
+        "tensor": (lambda module, args, output: output + vector, lambda: vector.copy_(torch.linspace(-2, 2, 32))),
+    }[by]
 
 
-def steers_by_a_closure(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    strength = {"by": 0.0}
-    layer.register_forward_hook(lambda module, args, output: output + strength["by"])
-    return lambda: strength.update(by=1.0)
-
-
-def steers_by_a_global(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    layer.register_forward_hook(lambda module, args, output: output + STRENGTH)
-    return lambda: patch.setitem(globals(), "STRENGTH", 1.0)
-
-
-def steers_by_a_tensor(layer: nn.Module, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    vector = torch.zeros(32)
-    layer.register_forward_hook(lambda module, args, output: output + vector)
-    return lambda: vector.copy_(torch.linspace(-2, 2, 32))  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [steers_by_an_attribute, steers_by_a_closure, steers_by_a_global, steers_by_a_tensor],
-    ids=lambda hook: hook.__name__,
-)
-def test_what_a_hook_reads_counts_in_the_next_call(
-    hook: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("by", ["attribute", "closure", "global", "tensor"])
+def test_what_a_hook_reads_counts_in_the_next_call(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoders.enable(tiny_model("llama"))
-    change = hook(model.model.layers[0].mlp, monkeypatch)
+    hook, change = steering(by, monkeypatch)
+    model.model.layers[0].mlp.register_forward_hook(hook)
     first = ours(model)
     assert torch.equal(first, plain_tokens(model))
     change()

@@ -104,6 +104,16 @@ WRONG_SHAPES: dict[str, tuple[Callable[[Sequences, Tensor], Any], str]] = {
     "branches of a chain": (lambda s, t: Draft.branches(t), "branches are made of a tensor"),
     "scores of tokens": (lambda s, t: Draft(t, Topology.chain(3), t), "draft scores must be float32"),
     "long floats": (lambda s, t: Draft.chain(t.float()), "must be int64"),
+    "int32": (lambda s, t: Draft.chain(t.int()), "must be int64"),
+    "a row too many": (lambda s, t: Draft.chain(t.expand(2, -1)), r"int64 \[1, N-1\], not torch.int64 \[2, 3\]"),
+    "one dimension": (lambda s, t: Draft(t[0], Topology.chain(3)), "must be int64"),
+    "bare tokens": (lambda s, t: t, "must return a Draft, not Tensor"),
+    "topology too long": (lambda s, t: Draft(t, Topology.chain(4)), "need a topology of 4 nodes .*, not 5"),
+    "a child before its parent": (lambda s, t: Draft(t, Topology.from_parents([-1, 2, 0, 0])), "must come before its child"),
+    "goes on from a window": (lambda s, t: Draft(t, Topology((-1, -1, 1, 0), (0, 1, 2, 1))), "can never be accepted"),
+    "sees a rival": (
+        lambda s, t: Draft(t, Topology((-1, 0, 0, 0), (0, 1, 1, 1), ((), (), (1,), ()))), "may see its own ancestors only"
+    ),
     "root": (lambda s, t: Draft(t, Topology.from_parents([0, 0, 1, 2])), "node 0 is the root"),
     "visible of floats": (with_tree(visible=lambda t: t.visible.float()), "visible of trees for 1 rows of 4 nodes"),
     "parents of other rows": (with_tree(parents=lambda t: t.parents.expand(2, -1)), "parents of trees for 1 rows"),
@@ -115,6 +125,10 @@ def test_a_draft_that_is_none(llama: PreTrainedModel, wrong: str) -> None:
     make, said = WRONG_SHAPES[wrong]
     with pytest.raises(DraftError, match=said):
         llama.generate(**prompts(), strategy=Proposes(make), max_new_tokens=8, do_sample=False, decoders_config=EAGER)
+    assert llama.generate(**prompts(), strategy="prompt_lookup", max_new_tokens=2, decoders_config=EAGER).shape == (
+        1,
+        26,
+    )
 
 
 def test_a_part_of_a_merged_strategy_is_named(llama: PreTrainedModel) -> None:

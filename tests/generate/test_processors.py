@@ -31,7 +31,7 @@ from decoders.testing import assert_same_tokens, decode, prompts, reference, tin
 from decoders.testing.models import VOCAB
 
 EAGER = dict(decoders_config={"compile": False, "prefill_chunk": 8})
-NEW = 24
+NEW = 16
 STRATEGIES = ("autoregressive", "prompt_lookup")
 
 

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import decoders
 from decoders.engine.decode import call as call_module
 from decoders.engine.decode.session import Session
-from decoders.testing import decode, prompts, tiny_draft, tiny_model
+from decoders.testing import decode, prompts, reference, tiny_draft, tiny_model
 
 STRATEGIES = [
     "autoregressive",
@@ -70,16 +70,15 @@ def new(out, rows: list[list[int]]) -> list[list[int]]:
 
 def pending(model: PreTrainedModel, rows: list[list[int]], strategy: str = "prompt_lookup", **options: object) -> list:
     """The tokens of a call that takes nothing over; it leaves nothing, either."""
-    decoders.release(model)
+    decoders.forget(model)
     out = call(model, rows, strategy, runtime={"reuse": False}, **options)
     assert not any(out.report.reused) or len(rows) > 1
-    decoders.release(model)
+    decoders.forget(model)
     return new(out, rows)
 
 
 def plain(model: PreTrainedModel, rows: list[list[int]], tokens: int = 10) -> list[list[int]]:
-    out = type(model).generate(model, **inputs(*rows), do_sample=False, max_new_tokens=tokens)
-    return out[:, max(map(len, rows)) :].tolist()
+    return new(reference(model, inputs(*rows), max_new_tokens=tokens), rows)
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------
@@ -88,7 +87,7 @@ def plain(model: PreTrainedModel, rows: list[list[int]], tokens: int = 10) -> li
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_second_turn_reads_only_what_is_new(model: PreTrainedModel, strategy: str) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     first = call(model, [TEXT], strategy)
     history = first.sequences[0].tolist()
     turn = [[*history, 9, 8, 7]]
@@ -104,7 +103,7 @@ def test_the_second_turn_reads_only_what_is_new(model: PreTrainedModel, strategy
 def test_draft_models_take_their_texts_over(
     model: PreTrainedModel, draft: PreTrainedModel, strategy: str, own: bool
 ) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     options = dict(assistant_model=model if own else draft)
     first = call(model, [TEXT], strategy, **options)
     for turn in ([[*first.sequences[0].tolist(), 9, 8, 7]], [TEXT], [TEXT[:20]], [[*TEXT[:20], 4, 4]]):
@@ -114,12 +113,12 @@ def test_draft_models_take_their_texts_over(
 
 
 def test_logits_are_those_of_a_call_without(model: PreTrainedModel) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     call(model, [TEXT])
     turn = [[*TEXT, 5, 6]]
     ours = call(model, turn, output_logits=True)
     assert ours.report.reused[0] >= len(TEXT) - 1
-    decoders.release(model)
+    decoders.forget(model)
     alone = call(model, turn, output_logits=True, runtime={"reuse": False})
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(alone.logits), rtol=1e-4, atol=1e-4)
 
@@ -130,7 +129,7 @@ def test_logits_are_those_of_a_call_without(model: PreTrainedModel) -> None:
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "ngram+prompt_lookup"])
 def test_rows_that_cross_and_rows_of_other_batches(model: PreTrainedModel, strategy: str) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     a, b, c = TEXT, TEXT[::-1], TEXT[20:]
     for rows in ([a, b], [[*b, 9], [*a, 9, 9]], [[*a, 1], [*a, 2, 2], [*a, 3, 3, 3]], [c, a, b], [b], [[*c, 3], [5]]):
         out = call(model, rows, strategy)
@@ -142,7 +141,7 @@ def test_rows_that_cross_and_rows_of_other_batches(model: PreTrainedModel, strat
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rows_of_very_different_lengths_in_small_chunks(model: PreTrainedModel, chunk: int, reuse: bool) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     runtime = {"prefill_chunk": chunk, "reuse": reuse}
     for rows in ([TEXT, [5], TEXT[:2]], [[9], TEXT[:31]], [TEXT[:4], [*TEXT, 8, 8], [7, 7, 7]]):
         out = call(model, rows, runtime=runtime)
@@ -154,7 +153,7 @@ def test_rows_of_very_different_lengths_in_small_chunks(model: PreTrainedModel, 
 def test_every_strategy_reads_the_end_of_ragged_prompts_in_its_first_step(
     model: PreTrainedModel, draft: PreTrainedModel, strategy: str
 ) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     options = dict(assistant_model=draft) if strategy in DRAFTED else {}
     for chunk in (2, 7):
         rows = [TEXT[:50], TEXT[:1], [*TEXT[:9], 6]]
@@ -248,7 +247,7 @@ def fails() -> None:
 
 @WITHOUT_WINDOW
 def test_a_call_that_fails_in_its_streamer_leaves_nothing(model: PreTrainedModel) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     call(model, [TEXT])
     with pytest.raises(ZeroDivisionError):
         call(model, [[*TEXT, 4]], streamer=Does(fails))
@@ -279,7 +278,7 @@ def test_a_call_that_fails_in_a_hook_leaves_nothing(model: PreTrainedModel) -> N
 
 
 def test_a_call_within_a_call_leaves_the_outer_one_alone(model: PreTrainedModel) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     inner: list = []
     turn = [[*TEXT, 4]]
     call(model, [TEXT])
@@ -349,7 +348,7 @@ def test_memory_grows_with_the_text_and_not_with_what_it_may_come_to(monkeypatch
         ("speculative", 160),
         ("prompt_lookup", 10**6),
     ):
-        decoders.release(model)
+        decoders.forget(model)
         enabled = decoders.enable(model)
         options: dict[str, Any] = (
             {"assistant_model": tiny_draft("llama", num_hidden_layers=1)} if strategy == "speculative" else {}
@@ -363,13 +362,13 @@ def test_memory_grows_with_the_text_and_not_with_what_it_may_come_to(monkeypatch
 
 @WITHOUT_WINDOW
 def test_without_reuse_nothing_is_taken_over(model: PreTrainedModel) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     call(model, [TEXT])
     assert call(model, [TEXT], runtime={"reuse": False}).report.reused == [0]
 
 
 def test_one_new_token_leaves_the_prompt(model: PreTrainedModel) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     rows = [TEXT]
     call(model, rows, max_new_tokens=1)
     out = call(model, [[*TEXT, 3]])
@@ -397,7 +396,7 @@ def test_any_calls_write_the_tokens_of_calls_without_reuse(model: PreTrainedMode
 
 
 def assert_reuse_changes_nothing(model: PreTrainedModel, calls: list) -> None:
-    decoders.release(model)
+    decoders.forget(model)
     for rows, strategy, chunk, tokens, sampled in calls:
         options: dict = dict(max_new_tokens=tokens)
         if sampled:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import Replay, decode, prompts, reference, tiny_model
 
 EAGER = dict(decoders_config={"compile": False})
-NEW = 30
+NEW = 20
 P = 24
 #: A stop token that the texts below never hold: transformers pads ended rows only where there is one.
 UNUSED = 126
@@ -47,9 +49,15 @@ def named(strategy: str, rows: int) -> Any:
 
 
 def assert_like_transformers(model: PreTrainedModel, rows: int, strategy: str, **options: Any) -> Tensor:
+    """Options that are functions are made anew for either call."""
     options = {k: v for k, v in (dict(do_sample=False, max_new_tokens=NEW) | options).items() if v is not None}
-    expected = reference(model, prompts(rows), **options).sequences
-    actual = model.generate(**prompts(rows), strategy=named(strategy, rows), **options, **EAGER)
+
+    def written(by: Callable[..., Any], **how: Any) -> Tensor:
+        own = {name: value() if isfunction(value) else value for name, value in options.items()}
+        return by(model, prompts(rows), **how, **own).sequences
+
+    expected = written(reference)
+    actual = written(decode, strategy=named(strategy, rows), **EAGER)
     assert actual.tolist() == expected.tolist()
     return actual[:, P:]
 
@@ -130,20 +138,14 @@ class Ends(StoppingCriteria):
         return torch.isin(input_ids[:, -1], self.tokens)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rows", [1, 2], ids=["alone", "two rows"])
-def test_a_criterion_ends_its_row(llama: PreTrainedModel, rows: int, strategy: str) -> None:
-    stops = [int(unstopped(2)[0, P + 6]), int(unstopped(2)[1, P + 11])]
-    criteria = StoppingCriteriaList([Ends(*stops)])
-    text = assert_like_transformers(llama, rows, strategy, stopping_criteria=criteria, eos_token_id=UNUSED)
-    assert text.shape[1] < NEW
+class Answers(StoppingCriteria):
+    """What a function answers of the tokens."""
 
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        self.answer = answer
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_a_stop_token_a_row_is_written_on_until_all_were_told(llama: PreTrainedModel, strategy: str) -> None:
-    stops = [int(unstopped(3)[row, P + at]) for row, at in enumerate((2, 7, 5))]
-    for criterion in (Ends(stops[0]), Ends(*stops), PerRow(P + 4, P + 12, P + 9)):
-        assert_like_transformers(llama, 3, strategy, stopping_criteria=[criterion])
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self.answer(input_ids)
 
 
 class Sticky(StoppingCriteria):
@@ -169,32 +171,58 @@ class Counts(StoppingCriteria):
         return torch.tensor([self.calls >= 12, self.calls >= 5, self.calls >= 12])
 
 
-class FirstRow(StoppingCriteria):
-    """Stops everybody when the first row has written a token."""
+def stops() -> list[int]:
+    """A token of each of three rows."""
+    return [int(unstopped(3)[row, P + at]) for row, at in enumerate((2, 7, 5))]
 
-    def __init__(self, token: int) -> None:
-        self.token = token
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return (input_ids[0, -1] == self.token).expand(len(input_ids))
+def in_a_column(*tokens: int) -> StoppingCriteria:
+    """Answers ``[B, 1]``."""
+    return Answers(lambda ids: torch.isin(ids[:, -1:], torch.tensor(tokens)))
+
+
+CRITERIA: dict[str, Callable[[], list[StoppingCriteria]]] = {
+    "tokens": lambda: [Ends(*stops())],
+    "a token of one row": lambda: [Ends(stops()[0])],
+    "remembers its rows": lambda: [Sticky(stops())],
+    "counts its calls": lambda: [Counts()],
+    "looks at the first row": lambda: [Answers(lambda ids: (ids[0, -1] == stops()[0]).expand(len(ids)))],
+    "a length for each row": lambda: [Answers(lambda ids: ids.shape[1] >= torch.tensor([P + 4, P + 12, P + 9]))],
+    "a plain bool": lambda: [Answers(lambda ids: ids.shape[1] >= P + 8)],
+}
+#: Where rows end by themselves a column is refused, see below.
+ENDLESS: dict[str, Callable[[], list[StoppingCriteria]]] = {
+    "a column": lambda: [in_a_column(*stops())],
+    "a column beside a row": lambda: [in_a_column(*stops()[:2]), Ends(*stops()[1:])],
+}
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("stop_token", [None, UNUSED, "written"], ids=["endless", "unused", "stop token"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("criteria", CRITERIA)
+def test_criteria_end_rows_as_in_transformers(
+    llama: PreTrainedModel, criteria: str, strategy: str, stop_token: Any
+) -> None:
+    """Also those that remember, or look at other rows: without a stop token a row is written on until all were told."""
+    eos = int(unstopped(3)[1, P + 8]) if stop_token == "written" else stop_token
+    assert_like_transformers(llama, 3, strategy, eos_token_id=eos, stopping_criteria=CRITERIA[criteria])
 
 
 @pytest.mark.in_turns(2)
-@pytest.mark.parametrize("stop_token", [None, UNUSED, "written"], ids=["endless", "unused", "stop token"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_criteria_that_remember_or_look_at_other_rows(llama: PreTrainedModel, strategy: str, stop_token: Any) -> None:
-    texts = unstopped(3)
-    stops = [int(texts[row, P + at]) for row, at in enumerate((3, 11, 6))]
-    stop_token = int(texts[1, P + 8]) if stop_token == "written" else stop_token
-    for make in (lambda: Sticky(stops), Counts, lambda: FirstRow(stops[0]), lambda: Ends(*stops)):
-        expected = llama.generate(
-            **prompts(3), do_sample=False, max_new_tokens=NEW, eos_token_id=stop_token, stopping_criteria=[make()]
-        )
-        actual = llama.generate(
-            **prompts(3), strategy=named(strategy, 3), do_sample=False, max_new_tokens=NEW, eos_token_id=stop_token,
-            stopping_criteria=[make()], **EAGER,
-        )  # fmt: skip
-        assert actual.tolist() == expected.tolist()
+@pytest.mark.parametrize("criteria", ENDLESS)
+def test_a_criterion_may_answer_in_a_column_where_it_may_in_transformers(
+    llama: PreTrainedModel, criteria: str, strategy: str
+) -> None:
+    assert_like_transformers(llama, 3, strategy, stopping_criteria=ENDLESS[criteria])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_criterion_ends_a_single_row(llama: PreTrainedModel, strategy: str) -> None:
+    for eos, criterion in ((UNUSED, Ends(*stops())), (None, in_a_column(*stops()))):
+        text = assert_like_transformers(llama, 1, strategy, stopping_criteria=[criterion], eos_token_id=eos)
+        assert text.shape[1] < NEW
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -222,53 +250,11 @@ def test_a_criterion_is_asked_after_every_token_with_the_whole_prefix(llama: Pre
     assert [seen.tolist() for seen in asked.seen] == [out[:, : P + t].tolist() for t in range(1, 10)]
 
 
-class EndsInAColumn(Ends):
-    """Answers ``[B, 1]``."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return super().__call__(input_ids, scores)[:, None]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rows", [1, 3], ids=["alone", "three rows"])
-def test_a_criterion_that_answers_in_a_column_counts_where_it_does_in_transformers(
-    llama: PreTrainedModel, rows: int, strategy: str
-) -> None:
-    stops = [int(unstopped(3)[row, P + at]) for row, at in enumerate((2, 7, 5))]
-    for criteria in ([EndsInAColumn(*stops)], [EndsInAColumn(*stops[:2]), Ends(*stops[1:])]):
-        assert_like_transformers(llama, rows, strategy, stopping_criteria=criteria)
-
-
 def test_a_criterion_that_answers_in_a_column_is_named_where_rows_end_by_themselves(llama: PreTrainedModel) -> None:
     call = dict(strategy="prompt_lookup", eos_token_id=UNUSED, max_new_tokens=4, **EAGER)
     for rows in (1, 2):
-        with pytest.raises(UnsupportedError, match=r"EndsInAColumn.* made \[\d, \d\] .* a tensor \[rows\]"):
-            llama.generate(**prompts(rows), **call, stopping_criteria=[EndsInAColumn(1)])
-
-
-def test_a_criterion_that_answers_with_a_plain_bool(llama: PreTrainedModel) -> None:
-    class Long(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-            return input_ids.shape[1] >= P + 8
-
-    for strategy in STRATEGIES:
-        for rows in (1, 2):
-            assert assert_like_transformers(llama, rows, strategy, stopping_criteria=[Long()]).shape[1] == 8
-
-
-class PerRow(StoppingCriteria):
-    """Knows each row of the batch by its index, as criteria for batches do."""
-
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = torch.tensor(lengths)
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids.shape[1] >= self.lengths
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_criterion_may_depend_on_the_row(llama: PreTrainedModel, strategy: str) -> None:
-    assert_like_transformers(llama, 2, strategy, stopping_criteria=[PerRow(P + 4, P + 12)], eos_token_id=UNUSED)
+        with pytest.raises(UnsupportedError, match=r"Answers.* made \[\d, \d\] .* a tensor \[rows\]"):
+            llama.generate(**prompts(rows), **call, stopping_criteria=[in_a_column(1)])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -15,6 +15,8 @@ import venv
 import zipfile
 from pathlib import Path
 
+from decoders.cli.new_plugin import template
+
 ROOT = Path(__file__).parents[2]
 WEIGHTS = [
     f"decoders/demo/models/{name}/{file}"
@@ -65,7 +67,14 @@ def main() -> None:
         Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(python, "-I", "-c", WORKS, cwd=work)
         command = work / "clean" / "bin" / "decoders"
-        for arguments in (["--help"], ["--version"], ["strategies"], ["plugins", "--strict"], ["grammars", "json"]):
+        for arguments in (
+            ["--help"],
+            ["--version"],
+            ["strategies"],
+            ["plugins", "--strict"],
+            ["grammars", "json"],
+            ["new-plugin", "my-idea"],
+        ):
             run(command, *arguments, cwd=work)
     print(f"{wheel.name}: ok")
 
@@ -85,6 +94,7 @@ def check_contents(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"decoders"}, sorted(tops)
     wanted = {"decoders/py.typed", "decoders/demo/prompts.json", "decoders/server/page/index.html", *WEIGHTS}
     wanted |= {f"decoders/_grammars/{path.name}" for path in (ROOT / "grammars").iterdir() if path.is_file()}
+    wanted |= {f"decoders/_example/{path}" for path in template()}
     assert wanted <= files, f"missing from the wheel: {sorted(wanted - files)}"
 
 

@@ -22,8 +22,8 @@ from decoders.plugins import Registry, registry, reset_registry
 from decoders.registry.resolve import resolve_backend
 from decoders.settings import Settings
 from decoders.strategies import PromptLookup
-from decoders.strategy import Draft, Sequences, Strategy
-from decoders.verifiers import Block, Coupled, Outcomes, TreeRejection, Verifier
+from decoders.strategy import Strategy
+from decoders.verifiers import Coupled, TreeRejection, Verifier
 
 
 @pytest.fixture(autouse=True)
@@ -36,31 +36,25 @@ def _fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     reset_registry()
 
 
-def strategy_named(name: str) -> type[Strategy]:
-    class Fake(Strategy):
-        def propose(self, state: Any, sequences: Sequences) -> Draft:
-            raise NotImplementedError
+def _not_called(self: Any, *arguments: Any) -> Any:
+    raise NotImplementedError
 
-    Fake.name = name
-    return Fake
+
+def strategy_named(name: str) -> type[Strategy]:
+    return type("Fake", (Strategy,), {"name": name, "propose": _not_called})
 
 
 def verifier_named(name: str) -> type[Verifier]:
-    class Fake(Verifier):
-        def outcomes(self, block: Block) -> Outcomes:
-            raise NotImplementedError
-
-    Fake.name = name
-    return Fake
+    return type("Fake", (Verifier,), {"name": name, "outcomes": _not_called})
 
 
 def backend_named(name: str) -> type[Backend]:
-    class Fake(Backend):
-        def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
-            raise NotImplementedError
+    return type("Fake", (Backend,), {"name": name, "compile": _not_called})
 
-    Fake.name = name
-    return Fake
+
+def hooking(name: str, function: Callable[..., Any]) -> object:
+    """A plugin with one hook."""
+    return type("Plugin", (), {name: decoders.hookimpl(function)})()
 
 
 def plugin_with(*classes: object, verifiers: tuple[object, ...] = (), backends: tuple[object, ...] = ()) -> object:
@@ -168,14 +162,9 @@ def test_installed_plugin_is_found_with_its_provider(install: Callable[..., None
     assert (entry.cls, entry.provider, entry.version) == (mine, "decoders-mine", "1.2")
 
 
-class OnlyVerifiers:
-    @decoders.hookimpl
-    def decoders_verifiers(self) -> list[type[Verifier]]:
-        return [verifier_named("mine")]
-
-
 def test_plugin_may_provide_verifiers_alone(install: Callable[..., None]) -> None:
-    install(("rules", "decoders-rules", OnlyVerifiers()))
+    rules = hooking("decoders_verifiers", lambda self: [verifier_named("mine")])
+    install(("rules", "decoders-rules", rules))
     info = status_of("rules", registry())
     assert (info.hooks, info.strategies, info.verifiers) == (("decoders_verifiers",), (), ("mine",))
     entry = registry().verifiers()["mine"]
@@ -232,40 +221,8 @@ class Tuned(Coupled):
         self.threshold = threshold
 
 
-class RaisingHook:
-    @decoders.hookimpl
-    def decoders_strategies(self) -> list[type[Strategy]]:
-        raise RuntimeError("hook broke")
-
-
-class UnknownHook:
-    @decoders.hookimpl
-    def decoders_stratgies(self) -> list[type[Strategy]]:
-        return []
-
-
-class WrongArguments:
-    @decoders.hookimpl
-    def decoders_strategies(self, wanted: str) -> list[type[Strategy]]:
-        return []
-
-
-class OneClass:
-    @decoders.hookimpl
-    def decoders_strategies(self) -> type[Strategy]:
-        return PromptLookup
-
-
-class NoClasses:
-    @decoders.hookimpl
-    def decoders_strategies(self) -> int:
-        return 3
-
-
-class OneVerifier:
-    @decoders.hookimpl
-    def decoders_verifiers(self) -> type[Verifier]:
-        return Coupled
+def _hook_broke(self: Any) -> Any:
+    raise RuntimeError("hook broke")
 
 
 @pytest.mark.parametrize(
@@ -273,11 +230,14 @@ class OneVerifier:
     [
         (fail_to_import, r"ImportError: libmissing.so: cannot open \(.*test_registry.py:\d+\)"),
         (sys_exit, "SystemExit: no licence"),
-        (RaisingHook(), r"RuntimeError: hook broke \(.*test_registry.py:\d+\)"),
-        (UnknownHook(), "no hook 'decoders_stratgies'. Did you mean 'decoders_strategies'"),
-        (WrongArguments(), "wanted"),
-        (OneClass(), "iterable of classes"),
-        (NoClasses(), "iterable of classes, not int"),
+        (hooking("decoders_strategies", _hook_broke), r"RuntimeError: hook broke \(.*test_registry.py:\d+\)"),
+        (
+            hooking("decoders_stratgies", lambda self: []),
+            "no hook 'decoders_stratgies'. Did you mean 'decoders_strategies'",
+        ),
+        (hooking("decoders_strategies", lambda self, wanted: []), "wanted"),
+        (hooking("decoders_strategies", lambda self: PromptLookup), "iterable of classes"),
+        (hooking("decoders_strategies", lambda self: 3), "iterable of classes, not int"),
         (plugin_with(Prefill), "'chunk' of strategy 'prefill' would be read from DECODERS_PREFILL_CHUNK"),
         (plugin_with(Hinted), "'num_assistant_tokens' stands for setting 'lenght', which .* Did you mean 'length'"),
         (SimpleNamespace(), "no function marked"),
@@ -287,7 +247,7 @@ class OneVerifier:
         (plugin_with(strategy_named("Camel-Case")), "snake_case"),
         (plugin_with(BadSettings), "settings_class"),
         (plugin_with(strategy_named("twin"), strategy_named("twin")), "two of its strategies"),
-        (OneVerifier(), "decoders_verifiers must return an iterable of classes"),
+        (hooking("decoders_verifiers", lambda self: Coupled), "decoders_verifiers must return an iterable of classes"),
         (plugin_with(verifiers=(PromptLookup,)), "PromptLookup is not a subclass of decoders.Verifier"),
         (plugin_with(verifiers=(Coupled(),)), "Coupled.* is not a subclass of decoders.Verifier"),
         (plugin_with(verifiers=(Undecided,)), "Undecided does not implement: outcomes"),
@@ -317,50 +277,33 @@ def test_broken_plugin_is_listed_with_its_reason_and_stops_nobody(
         Registry()
 
 
+@pytest.mark.parametrize("kind", ["Strategy", "Verifier"])
 def test_two_providers_of_one_name_leave_it_to_neither(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    one, two = strategy_named("eagle"), strategy_named("eagle")
-    install(
-        ("first", "decoders-one", plugin_with(one, strategy_named("other"))), ("second", "dec-two", plugin_with(two))
-    )
-    with pytest.raises(PluginError, match=r"'first' \(decoders-one 1\.2\)") as caught:
-        registry().strategy("eagle")
-    assert "dec-two 1.2" in str(caught.value)
+    def get(found: Registry) -> type:
+        return found.strategy("eagle") if kind == "Strategy" else found.verifier("eagle")
+
+    def plugin(cls: Any, *others: type[Strategy]) -> object:
+        return plugin_with(cls, *others) if kind == "Strategy" else plugin_with(*others, verifiers=(cls,))
+
+    one, two = (strategy_named("eagle") if kind == "Strategy" else verifier_named("eagle") for _ in range(2))
+    install(("first", "decoders-one", plugin(one, strategy_named("other"))), ("second", "dec-two", plugin(two)))
+    claim = rf"{kind} 'eagle' is claimed by 'second' \(dec-two 1\.2\) and 'first' \(decoders-one 1\.2\)"
+    with pytest.raises(PluginError, match=claim) as caught:
+        get(registry())
     assert "DECODERS_PLUGINS_BLOCK=" in str(caught.value)
-    assert "eagle" not in registry().strategies()
+    assert "eagle" not in (*registry().strategies(), *registry().verifiers())
     assert "other" in registry().strategies()
     assert status_of("first", registry()).status == status_of("second", registry()).status == "conflict"
 
     monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "dec_two")
-    assert Registry().strategy("eagle") is one
+    assert get(Registry()) is one
     monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "first, unrelated")
-    assert Registry().strategy("eagle") is two
+    assert get(Registry()) is two
     monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "")
     monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
-    with pytest.raises(PluginError, match="claimed by"):
-        Registry()
-
-
-def test_two_providers_of_one_verifier_leave_it_to_neither(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = verifier_named("careful"), verifier_named("careful")
-    install(
-        ("first", "decoders-one", plugin_with(strategy_named("other"), verifiers=(one,))),
-        ("second", "dec-two", plugin_with(verifiers=(two,))),
-    )
-    with pytest.raises(PluginError, match=r"Verifier 'careful' is claimed by 'second' \(dec-two 1\.2\) and 'first'"):
-        registry().verifier("careful")
-    assert "careful" not in registry().verifiers()
-    assert "other" in registry().strategies()
-    assert status_of("first", registry()).status == status_of("second", registry()).status == "conflict"
-
-    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "dec_two")
-    assert Registry().verifier("careful") is one
-    monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "")
-    monkeypatch.setenv("DECODERS_PLUGINS_STRICT", "1")
-    with pytest.raises(PluginError, match="Verifier 'careful' is claimed by"):
+    with pytest.raises(PluginError, match=f"{kind} 'eagle' is claimed by"):
         Registry()
 
 
@@ -449,19 +392,6 @@ def test_register_and_unregister_by_hand() -> None:
         registry().strategy("mine")
     with pytest.raises(UnknownNameError):
         registry().unregister("builtin")
-
-
-def test_verifiers_come_and_go_with_a_plugin_registered_by_hand() -> None:
-    mine = verifier_named("mine")
-    assert registry().register(plugin_with(verifiers=(mine,)), "notebook").verifiers == ("mine",)
-    assert registry().verifier("mine") is mine
-    assert registry().register(plugin_with(verifiers=(verifier_named("mine"),)), "again").status == "conflict"
-    with pytest.raises(PluginError, match=r"registry\(\).unregister\('again'\)"):
-        registry().verifier("mine")
-    registry().unregister("again")
-    registry().unregister("notebook")
-    with pytest.raises(UnknownNameError):
-        registry().verifier("mine")
 
 
 def test_invalid_plugin_registered_by_hand_leaves_nothing_behind() -> None:

@@ -52,34 +52,21 @@ def draft() -> PreTrainedModel:
     return model
 
 
-def prompt(seed: int, length: int) -> list[int]:
+def text_of(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, 90, (length,), generator=generator).tolist()
 
 
-def alone(model: PreTrainedModel, ids: list[int], **arguments: Any) -> list[int]:
+def write_alone(model: PreTrainedModel, ids: list[int], **arguments: Any) -> list[int]:
     """What a call of its own writes."""
     arguments = {"strategy": "autoregressive", "pad_token_id": 0, "decoders_config": EAGER} | arguments
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
     return reference(model, inputs, **arguments).sequences[0, len(ids) :].tolist()
 
 
-@pytest.fixture
-def scheduler_of() -> Any:
-    def make(model: PreTrainedModel, **options: Any) -> decoders.Scheduler:
-        return decoders.Scheduler(model, **{"rows": 3, "pad_token_id": 0, "decoders_config": EAGER} | options)
-
-    return make
-
-
-@pytest.fixture
-def write_alone() -> Any:
-    return alone
-
-
-@pytest.fixture
-def text_of() -> Any:
-    return prompt
+def scheduler_of(model: PreTrainedModel, **options: Any) -> decoders.Scheduler:
+    """Of three rows; nothing is compiled."""
+    return decoders.Scheduler(model, **{"rows": 3, "pad_token_id": 0, "decoders_config": EAGER} | options)
 
 
 @pytest.fixture
@@ -96,7 +83,7 @@ def prepared(llama: PreTrainedModel) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def in_pieces(prepared: Any, text_of: Any) -> Callable[[int, int], Any]:
+def in_pieces(prepared: Any) -> Callable[[int, int], Any]:
     """A call with so many prompt tokens, read in pieces of 8, and new ones."""
     return lambda length, new: prepared(text_of(length, length), new, prefill_chunk=8, reuse=False)
 

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 import decoders
 from decoders.errors import CancelledError
 
+from .conftest import scheduler_of, text_of
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 MANY: dict[str, Any] = {"rows": 2, "pad_token_id": 0, "decoders_config": {"compile": False}}
 
@@ -41,11 +43,9 @@ def is_refused(call: Callable[[], Any]) -> bool:
     return False
 
 
-def test_a_forked_child_is_told_at_once_that_the_scheduler_is_not_its_own(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
-) -> None:
+def test_a_forked_child_is_told_at_once_that_the_scheduler_is_not_its_own(llama: PreTrainedModel) -> None:
     torch.set_num_threads(1)  # OpenMP's threads do not live on in a child
-    with scheduler_of(llama, max_new_tokens=300) as scheduler:
+    with scheduler_of(llama, max_new_tokens=100) as scheduler:
         begun = [scheduler.submit(text_of(n, 4)) for n in range(5)]
         locked, free = threading.Event(), threading.Event()
 
@@ -70,11 +70,11 @@ def test_a_forked_child_is_told_at_once_that_the_scheduler_is_not_its_own(
         finally:
             free.set()
             holder.join()
-        assert all(len(generation.result(60)[0]) == 304 for generation in begun), "the parent goes on"
+        assert all(len(generation.result(60)[0]) == 104 for generation in begun), "the parent goes on"
 
 
-def test_a_forked_child_does_not_wait_for_the_completions_of_its_parent(llama: PreTrainedModel, text_of: Any) -> None:
-    prompts = [{"prompt": text_of(n, 4), "max_new_tokens": 300 if n else 2} for n in range(4)]
+def test_a_forked_child_does_not_wait_for_the_completions_of_its_parent(llama: PreTrainedModel) -> None:
+    prompts = [{"prompt": text_of(n, 4), "max_new_tokens": 150 if n else 2} for n in range(4)]
     completions = decoders.generate_many(llama, prompts, **MANY)
     first = next(completions)
     assert code_of(lambda: is_refused(lambda: list(completions))) == 0

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from .conftest import scheduler_of
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
 SCRIPT = """
@@ -27,7 +29,7 @@ with decoders.Scheduler(model, slots=8000, pad_token_id=0, decoders_config={"com
 """
 
 
-def test_a_scheduler_whose_end_was_not_waited_for_is_still_alive(scheduler_of: Any, llama: Any) -> None:
+def test_a_scheduler_whose_end_was_not_waited_for_is_still_alive(llama: Any) -> None:
     scheduler = scheduler_of(llama, slots=8000)
     generation = scheduler.submit([3, 4, 5], max_new_tokens=7000, eos_token_id=None)
     next(iter(generation))

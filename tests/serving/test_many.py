@@ -16,6 +16,8 @@ import decoders
 from decoders.errors import ContextLengthError, InputError, SettingsError
 from decoders.serving.lines import input_lines, parsed
 
+from .conftest import text_of, write_alone
+
 EAGER = {"compile": False}
 
 
@@ -25,9 +27,7 @@ def many(model: PreTrainedModel, prompts: Any, **options: Any) -> list[decoders.
     )
 
 
-def test_completions_come_in_order_and_are_those_of_calls_of_their_own(
-    llama: PreTrainedModel, write_alone: Any, text_of: Any
-) -> None:
+def test_completions_come_in_order_and_are_those_of_calls_of_their_own(llama: PreTrainedModel) -> None:
     prompts = [{"prompt": text_of(n, 3 + n), "max_new_tokens": 2 + (7 * n) % 23} for n in range(20)]
     done = many(llama, prompts, strategy="prompt_lookup")
     assert [c.index for c in done] == list(range(20))
@@ -36,13 +36,13 @@ def test_completions_come_in_order_and_are_those_of_calls_of_their_own(
     ]
 
 
-def test_completions_come_as_they_end_where_order_does_not_matter(llama: PreTrainedModel, text_of: Any) -> None:
+def test_completions_come_as_they_end_where_order_does_not_matter(llama: PreTrainedModel) -> None:
     prompts = [{"prompt": text_of(n, 5), "max_new_tokens": 60 if n == 0 else 2} for n in range(9)]
     order = [c.index for c in many(llama, prompts, ordered=False)]
     assert sorted(order) == list(range(9)) and order[-1] == 0
 
 
-def test_prompts_are_taken_as_there_is_room_for_them(llama: PreTrainedModel, text_of: Any) -> None:
+def test_prompts_are_taken_as_there_is_room_for_them(llama: PreTrainedModel) -> None:
     taken = []
 
     def prompts() -> Iterator[list[int]]:
@@ -58,7 +58,7 @@ def test_prompts_are_taken_as_there_is_room_for_them(llama: PreTrainedModel, tex
     completions.close()  # type: ignore[attr-defined]
 
 
-def test_errors_are_raised_or_kept(llama: PreTrainedModel, text_of: Any) -> None:
+def test_errors_are_raised_or_kept(llama: PreTrainedModel) -> None:
     prompts = [text_of(0, 4), text_of(1, 9000), text_of(2, 4)]
     with pytest.raises(ContextLengthError):
         many(llama, prompts, max_new_tokens=3)
@@ -81,7 +81,7 @@ def test_a_single_prompt_is_no_list_of_them(llama: PreTrainedModel, prompts: Any
 @pytest.mark.parametrize("errors", ["raise", "keep"])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_prompts_that_were_taken_are_completed_before_the_error_of_the_next(
-    llama: PreTrainedModel, text_of: Any, errors: str, ordered: bool
+    llama: PreTrainedModel, errors: str, ordered: bool
 ) -> None:
     def prompts() -> Iterator[list[int]]:
         yield from (text_of(n, 4) for n in range(2))
@@ -101,6 +101,7 @@ def test_prompts_that_were_taken_are_completed_before_the_error_of_the_next(
     assert sorted(done) == [0, 1]
 
 
+@pytest.mark.slow  # .ci/run runs it
 def test_an_interpreter_that_ends_closes_what_was_half_read() -> None:
     code = """
 import decoders
@@ -119,7 +120,7 @@ def test_text_prompts_give_text(llama: PreTrainedModel, letters: PreTrainedToken
     assert done.text == letters.decode(done.tokens, skip_special_tokens=True)
 
 
-def test_an_exception_among_the_prompts_is_the_error_of_its_place(llama: PreTrainedModel, text_of: Any) -> None:
+def test_an_exception_among_the_prompts_is_the_error_of_its_place(llama: PreTrainedModel) -> None:
     prompts = [text_of(0, 4), ValueError("no prompt"), text_of(2, 4)]
     done = many(llama, prompts, max_new_tokens=3, errors="keep")
     assert [type(c.error) for c in done] == [type(None), ValueError, type(None)]

@@ -15,6 +15,8 @@ from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.compiled.functions import compilations
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
 
+from .conftest import scheduler_of, text_of, write_alone
+
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
@@ -43,9 +45,8 @@ def running(in_pieces: Callable[[int, int], Any]) -> tuple[Lane, list[Any]]:
 
 
 def test_rows_go_on_while_a_prompt_is_read(
-    running: tuple[Lane, list[Any]], in_pieces: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
-    llama: PreTrainedModel,
-) -> None:  # fmt: skip
+    running: tuple[Lane, list[Any]], in_pieces: Callable[[int, int], Any], pieces: list[Any], llama: PreTrainedModel
+) -> None:
     lane, members = running
     late = lane.offer(in_pieces(30, 5).request)
     before = [len(member.generated[0]) for member in members]
@@ -63,7 +64,7 @@ def test_rows_go_on_while_a_prompt_is_read(
 
 
 def test_prompts_take_turns_wherever_they_are_in_the_pool(
-    in_pieces: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any, llama: PreTrainedModel
+    in_pieces: Callable[[int, int], Any], pieces: list[Any], llama: PreTrainedModel
 ) -> None:
     calls = [in_pieces(length, new) for length, new in ((4, 30), (9, 30), (40, 6), (33, 6))]
     lane = Lane(calls[0].engine, calls[0].request, 4)
@@ -94,9 +95,8 @@ def test_one_row_waits_for_prompts(in_pieces: Callable[[int, int], Any], pieces:
 
 
 def test_one_that_leaves_while_its_prompt_is_read_hurts_nobody(
-    running: tuple[Lane, list[Any]], in_pieces: Callable[[int, int], Any], pieces: list[Any], write_alone: Any, text_of: Any,
-    llama: PreTrainedModel,
-) -> None:  # fmt: skip
+    running: tuple[Lane, list[Any]], in_pieces: Callable[[int, int], Any], pieces: list[Any], llama: PreTrainedModel
+) -> None:
     lane, members = running
     late = lane.offer(in_pieces(30, 5).request)
     lane.advance(1e-9)
@@ -122,9 +122,8 @@ def test_one_that_leaves_while_its_prompt_is_read_hurts_nobody(
     ids=str,
 )
 def test_drafts_are_verified_in_such_passes_unless_the_strategy_reads_prompts(
-    llama: PreTrainedModel, draft: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, pieces: list[Any],
-    strategy: Any, mixes: bool,
-) -> None:  # fmt: skip
+    llama: PreTrainedModel, draft: PreTrainedModel, pieces: list[Any], strategy: Any, mixes: bool
+) -> None:
     assistant = {"assistant_model": draft} if getattr(strategy, "needs_assistant", False) else {}
     prompts = [(2 * text_of(n, length), 12 + 3 * n) for n, length in enumerate((5, 17, 40, 23, 60, 9))]
     settings = {"compile": False, "prune": False}  # or it would depend on times whether there are drafts
@@ -155,8 +154,8 @@ def test_compiled_steps_get_a_graph_that_reads_once_prompts_have_taken_long_enou
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["autoregressive", "suffix"])
 def test_no_pass_is_compiled_once_the_first_step_was_made(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:  # fmt: skip
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
     """Whatever sizes, strides and views rows and prompts bring with them."""
     kinds: set[str] = set()
     made: list[int] = []

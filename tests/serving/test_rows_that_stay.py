@@ -20,7 +20,7 @@ from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculati
 from decoders.strategies.merged import Merged, MergedState
 from decoders.strategy import Context, Strategy, no_costs
 
-from .conftest import DESIGN, SIZE
+from .conftest import DESIGN, SIZE, scheduler_of, text_of
 
 #: Lengths of prompts and new tokens.
 RAGGED = [(5, 19), (17, 4), (40, 14), (2, 25), (9, 2), (23, 16)]
@@ -65,7 +65,7 @@ def counting(strategy: Strategy, starts: list[int]) -> Strategy:
     ids=["lookahead", "medusa", "threshold", "tree", "staged", "staged-lookahead", "staged-merged", "with-medusa", "with-model"],
 )  # fmt: skip
 def test_drafts_are_those_of_a_request_by_itself(
-    llama: PreTrainedModel, draft: PreTrainedModel, heads: str, scheduler_of: Any, text_of: Any, make: Callable
+    llama: PreTrainedModel, draft: PreTrainedModel, heads: str, make: Callable
 ) -> None:
     strategy, starts = make(heads), []
     # What is worth verifying depends on the clock.
@@ -92,7 +92,7 @@ def test_drafts_are_those_of_a_request_by_itself(
     assert sum(accepted for _, _, accepted, _ in alone) > 0, "nothing was accepted, so nothing was tested"
 
 
-def test_auto_keeps_the_rates_of_rows_that_stay(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+def test_auto_keeps_the_rates_of_rows_that_stay(llama: PreTrainedModel) -> None:
     starts: list[int] = []
     with scheduler_of(
         llama, rows=3, strategy=counting(Auto(candidates=("suffix", "prompt_lookup")), starts)
@@ -103,9 +103,7 @@ def test_auto_keeps_the_rates_of_rows_that_stay(llama: PreTrainedModel, schedule
     assert len(starts) == 1
 
 
-def test_auto_measures_no_more_numbers_of_rows_than_two(
-    scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_measures_no_more_numbers_of_rows_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows wait while it measures."""
     measured: list[int] = []
     plain = calibration.measure

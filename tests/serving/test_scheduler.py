@@ -39,6 +39,8 @@ from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Th
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import Replay, tiny_model
 
+from .conftest import scheduler_of, text_of, write_alone
+
 STRATEGIES: dict[str, Any] = {
     "autoregressive": "autoregressive",
     "prompt_lookup": PromptLookup(branches=2),
@@ -74,7 +76,7 @@ def options_of(draft: PreTrainedModel) -> Callable[[str], dict[str, Any]]:
 RAGGED = [(5, 9), (17, 3), (40, 14), (2, 25), (9, 1), (23, 11), (3, 18), (12, 6)]
 
 
-def requests(text_of: Any, sample: bool = False, **more: Any) -> list[tuple[list[int], dict[str, Any]]]:
+def requests(sample: bool = False, **more: Any) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and arguments; every third draws, with values of its own, and stops at tokens of its own."""
     asked = []
     for number, (length, new) in enumerate(RAGGED):
@@ -89,24 +91,26 @@ def written(generation: decoders.Generation, prompt: list[int]) -> list[int]:
     return generation.result(280)[0, len(prompt) :].tolist()
 
 
+def assert_written_as_alone(
+    scheduler: decoders.Scheduler, model: PreTrainedModel, asked: list[tuple[list[int], dict[str, Any]]]
+) -> list[decoders.Generation]:
+    """Submits all requests, and compares each with a call of its own."""
+    generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
+    got = [written(generation, prompt) for generation, (prompt, _) in zip(generations, asked, strict=True)]
+    assert got == [write_alone(model, prompt, **arguments) for prompt, arguments in asked]
+    return generations
+
+
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_requests_write_what_calls_of_their_own_write(
-    llama: PreTrainedModel,
-    scheduler_of: Any,
-    write_alone: Any,
-    text_of: Any,
-    options_of: Any,
-    strategy: str,
-    sample: bool,
+    llama: PreTrainedModel, options_of: Any, strategy: str, sample: bool
 ) -> None:
-    asked = requests(text_of, sample)
+    asked = requests(sample)
     with scheduler_of(llama, **options_of(strategy)) as scheduler:
-        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
-        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
-    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
-    assert all(g.report is not None and g.report.new_tokens == [len(t)] for g, t in zip(generations, got, strict=True))
+        generations = assert_written_as_alone(scheduler, llama, asked)
+    assert all(g.report is not None and g.report.new_tokens == [len(g.tokens)] for g in generations)
 
 
 @pytest.mark.parametrize(
@@ -130,25 +134,20 @@ def test_requests_write_what_calls_of_their_own_write(
     ],
     ids=str,
 )
-def test_every_row_has_its_own_sampling_values(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, values: list[dict[str, Any]]
-) -> None:
+def test_every_row_has_its_own_sampling_values(llama: PreTrainedModel, values: list[dict[str, Any]]) -> None:
     asked = [
         (prompt, arguments | {"do_sample": True, "seed": number, "max_new_tokens": 7 + number} | values[number % 2])
-        for number, (prompt, arguments) in enumerate(requests(text_of))
+        for number, (prompt, arguments) in enumerate(requests())
     ]
     with scheduler_of(llama, strategy="prompt_lookup") as scheduler:
-        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
-        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
-    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+        assert_written_as_alone(scheduler, llama, asked)
 
 
 @pytest.mark.parametrize("strategy", ["grammar", "speculative"])
 @pytest.mark.parametrize("question", ["fill_mask", "advance"])
 def test_a_grammar_that_fails_ends_its_request_alone(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, options_of: Any, monkeypatch: Any,
-    strategy: str, question: str,
-) -> None:  # fmt: skip
+    llama: PreTrainedModel, options_of: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, question: str
+) -> None:
     from decoders.constraints.llguidance.grammar import LLGuidanceMatcher
 
     asked, sound = [], getattr(LLGuidanceMatcher, question)
@@ -182,24 +181,16 @@ def test_a_grammar_that_fails_ends_its_request_alone(
 @pytest.mark.parametrize("backend", ["table", "llguidance"])
 @pytest.mark.parametrize("strategy", ["grammar", "prompt_lookup", "speculative"])
 def test_rows_with_a_grammar_and_rows_without_share_steps(
-    llama: PreTrainedModel,
-    scheduler_of: Any,
-    write_alone: Any,
-    text_of: Any,
-    options_of: Any,
-    strategy: str,
-    backend: str,
+    llama: PreTrainedModel, options_of: Any, strategy: str, backend: str
 ) -> None:
     patterns = [decoders.regex(p) for p in ("[0-9]{3}-[a-f]{4}", "(ab|cd){2,9}", "x[yz]*!")]
     more = {"decoders_config": {"compile": False, "constraint_backend": backend}}
     asked = [
         (p, a | more | {"eos_token_id": 1} | ({"grammar": patterns[n % 3]} if n % 2 or strategy == "grammar" else {}))
-        for n, (p, a) in enumerate(requests(text_of, True))
+        for n, (p, a) in enumerate(requests(True))
     ]
     with scheduler_of(llama, **options_of(strategy)) as scheduler:
-        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
-        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
-    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+        assert_written_as_alone(scheduler, llama, asked)
 
 
 @pytest.mark.parametrize(
@@ -208,34 +199,23 @@ def test_rows_with_a_grammar_and_rows_without_share_steps(
     ids=str,
 )
 def test_in_low_precision_requests_write_what_calls_of_their_own_write(
-    letters: PreTrainedTokenizerFast,
-    scheduler_of: Any,
-    write_alone: Any,
-    text_of: Any,
-    bf16: PreTrainedModel,
-    strategy: Any,
+    letters: PreTrainedTokenizerFast, bf16: PreTrainedModel, strategy: Any
 ) -> None:
-    asked = requests(text_of, True)
+    asked = requests(True)
     with scheduler_of(bf16, strategy=strategy) as scheduler:
-        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
-        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
-    assert got == [write_alone(bf16, prompt, **arguments) for prompt, arguments in asked]
+        assert_written_as_alone(scheduler, bf16, asked)
 
 
 @pytest.mark.slow
-def test_compiled_steps_write_the_same(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
-    asked = requests(text_of, True)
+def test_compiled_steps_write_the_same(llama: PreTrainedModel) -> None:
+    asked = requests(True)
     with scheduler_of(llama, strategy="prompt_lookup", decoders_config={"compile": True}) as scheduler:
-        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
-        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
-    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+        generations = assert_written_as_alone(scheduler, llama, asked)
     assert all(g.report is not None and g.report.compiled_steps == g.report.steps for g in generations)
 
 
 def test_every_graph_of_a_batch_that_must_be_compiled_is_made_before_the_first_step(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[bool | str, int]] = []
 
@@ -258,26 +238,20 @@ def test_every_graph_of_a_batch_that_must_be_compiled_is_made_before_the_first_s
     assert made[:4] == [(True, 0), (False, 0), ("mixed, several", 0), ("mixed, one node", 0)]
 
 
-def test_stop_strings_end_only_their_own_row(
-    llama: PreTrainedModel, letters: PreTrainedTokenizerFast, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_stop_strings_end_only_their_own_row(llama: PreTrainedModel, letters: PreTrainedTokenizerFast) -> None:
     free = [write_alone(llama, text_of(n, 5 + n), max_new_tokens=30) for n in range(6)]
     readable = [[text for t in tokens[4:] if (text := letters.decode([t])).isascii() and text] for tokens in free]
     stops = [texts[0] for texts in readable]
-    arguments = [
-        {"max_new_tokens": 30, "stop_strings": [stop]} if n % 2 else {"max_new_tokens": 30}
+    asked = [
+        (text_of(n, 5 + n), {"max_new_tokens": 30} | ({"stop_strings": [stop]} if n % 2 else {}))
         for n, stop in enumerate(stops)
     ]
     with scheduler_of(llama, strategy="prompt_lookup") as scheduler:
-        generations = [scheduler.submit(text_of(n, 5 + n), **arguments[n]) for n in range(6)]
-        got = [written(g, text_of(n, 5 + n)) for n, g in enumerate(generations)]
-    assert got == [write_alone(llama, text_of(n, 5 + n), **arguments[n]) for n in range(6)]
-    assert len(got[1]) < 30 == len(got[0])
+        generations = assert_written_as_alone(scheduler, llama, asked)
+    assert len(generations[1].tokens) < 30 == len(generations[0].tokens)
 
 
-def test_long_prompts_are_read_in_chunks_while_others_go_on(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_long_prompts_are_read_in_chunks_while_others_go_on(llama: PreTrainedModel) -> None:
     config = {"compile": False, "prefill_chunk": 8}
     with scheduler_of(llama, longest_pause=1e-6, decoders_config=config) as scheduler:
         first = scheduler.submit(text_of(0, 4), max_new_tokens=100)
@@ -317,21 +291,15 @@ def test_a_short_prompt_waits_for_one_piece_of_a_long_one(in_pieces: Callable[[i
     lane.close()
 
 
-def test_what_a_running_or_finished_request_has_read_is_not_read_again(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_what_a_running_or_finished_request_has_read_is_not_read_again(llama: PreTrainedModel) -> None:
     shared = text_of(0, 60)
-    asked = [shared + text_of(n, 4) for n in range(1, 7)]
+    asked = [(shared + text_of(n, 4), {"max_new_tokens": 6}) for n in range(1, 7)]
     with scheduler_of(llama, rows=2) as scheduler:
-        generations = [scheduler.submit(p, max_new_tokens=6) for p in asked]
-        got = [written(g, p) for g, p in zip(generations, asked, strict=True)]
-    assert got == [write_alone(llama, p, max_new_tokens=6) for p in asked]
+        generations = assert_written_as_alone(scheduler, llama, asked)
     assert [g.report.reused[0] >= 60 for g in generations if g.report] == [False] + [True] * 5
 
 
-def test_what_was_read_with_other_weights_is_read_again_while_rows_run(
-    scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_what_was_read_with_other_weights_is_read_again_while_rows_run() -> None:
     model, prompt = decoders.enable(tiny_model("llama", max_position_embeddings=8192)), text_of(0, 60)
     with scheduler_of(model, slots=8000) as scheduler:
         running = scheduler.submit(prompt, max_new_tokens=7000)
@@ -355,15 +323,7 @@ def test_what_was_read_with_other_weights_is_read_again_while_rows_run(
     st.integers(1, 4), st.sampled_from(["autoregressive", "prompt_lookup", "speculative"]), st.integers(0, 2**40),
 )  # fmt: skip
 def test_requests_at_any_time_write_their_own_tokens(
-    llama: PreTrainedModel,
-    scheduler_of: Any,
-    write_alone: Any,
-    text_of: Any,
-    options_of: Any,
-    asked: list,
-    rows: int,
-    strategy: str,
-    seed: int,
+    llama: PreTrainedModel, options_of: Any, asked: list, rows: int, strategy: str, seed: int
 ) -> None:
     def arguments(number: int, new: int, temperature: float | None) -> dict[str, Any]:
         drawn = {} if temperature is None else {"do_sample": True, "temperature": temperature, "seed": seed + number}
@@ -400,9 +360,7 @@ class Rude(BaseStreamer):
     def end(self) -> None: ...
 
 
-def test_a_callback_that_raises_ends_its_own_request_alone(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_a_callback_that_raises_ends_its_own_request_alone(llama: PreTrainedModel) -> None:
     def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         raise KeyError("of a criterion")
 
@@ -424,9 +382,7 @@ def test_a_callback_that_raises_ends_its_own_request_alone(
     assert len(broken.exception().partial[0]) == 9  # type: ignore[union-attr]
 
 
-def test_requests_that_an_error_ends_together_keep_their_own_texts(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_requests_that_an_error_ends_together_keep_their_own_texts(llama: PreTrainedModel) -> None:
     class Fails(PromptLookup):
         name = "fails"
 
@@ -447,7 +403,7 @@ def test_requests_that_an_error_ends_together_keep_their_own_texts(
 
 
 def test_what_a_done_callback_raises_is_logged_and_ends_nobody(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, caplog: pytest.LogCaptureFixture
+    llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(generation: decoders.Generation) -> None:
         raise ZeroDivisionError("in a callback")
@@ -469,9 +425,7 @@ def test_what_a_done_callback_raises_is_logged_and_ends_nobody(
     assert len([record for record in caplog.records if record.name == "decoders" and record.exc_info]) == 3
 
 
-def test_a_strategy_that_raises_ends_its_requests_and_no_others(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_a_strategy_that_raises_ends_its_requests_and_no_others(llama: PreTrainedModel) -> None:
     class Raises(PromptLookup):
         def propose(self, state: Any, sequences: Any) -> Any:
             raise ArithmeticError("of a strategy")
@@ -483,9 +437,7 @@ def test_a_strategy_that_raises_ends_its_requests_and_no_others(
         assert written(good, text_of(0, 6)) == write_alone(llama, text_of(0, 6), max_new_tokens=20)
 
 
-def test_cancelled_requests_free_their_rows(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_cancelled_requests_free_their_rows(llama: PreTrainedModel) -> None:
     with scheduler_of(llama, rows=1) as scheduler:
         long = scheduler.submit(text_of(0, 6), max_new_tokens=3000)
         waiting = scheduler.submit(text_of(1, 6), max_new_tokens=10)
@@ -501,9 +453,7 @@ def test_cancelled_requests_free_their_rows(
         assert not last.cancel()
 
 
-def test_a_step_does_not_look_at_everybody_who_waits(
-    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_does_not_look_at_everybody_who_waits(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[decoders.Generation] = []
     original = scheduler_module.is_over
 
@@ -524,9 +474,7 @@ def test_a_step_does_not_look_at_everybody_who_waits(
         assert looked and len(later.result(60)[0]) == 7
 
 
-def test_deadlines_end_requests_that_run_and_requests_that_wait(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
-) -> None:
+def test_deadlines_end_requests_that_run_and_requests_that_wait(llama: PreTrainedModel) -> None:
     with scheduler_of(llama, rows=1) as scheduler:
         running = scheduler.submit(text_of(0, 6), max_new_tokens=4000, deadline=0.3)
         waiting = scheduler.submit(text_of(1, 6), max_new_tokens=10, deadline=0.1)
@@ -536,7 +484,7 @@ def test_deadlines_end_requests_that_run_and_requests_that_wait(
             waiting.result(60)
 
 
-def test_a_full_queue_refuses_and_says_its_size(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+def test_a_full_queue_refuses_and_says_its_size(llama: PreTrainedModel) -> None:
     with scheduler_of(llama, rows=1, queue=2) as scheduler:
         first = scheduler.submit(text_of(0, 6), max_new_tokens=3000)
         next(iter(first))
@@ -548,7 +496,7 @@ def test_a_full_queue_refuses_and_says_its_size(llama: PreTrainedModel, schedule
         assert all(g.result(60) is not None for g in (*others, late))
 
 
-def test_higher_priorities_go_first(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+def test_higher_priorities_go_first(llama: PreTrainedModel) -> None:
     with scheduler_of(llama, rows=1) as scheduler:
         first = scheduler.submit(text_of(0, 6), max_new_tokens=60)
         next(iter(first))
@@ -558,9 +506,7 @@ def test_higher_priorities_go_first(llama: PreTrainedModel, scheduler_of: Any, t
     assert high.submitted + (high.waited or 0) < low.submitted + (low.waited or 0)
 
 
-def test_arguments_are_checked_where_they_are_submitted(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
-) -> None:
+def test_arguments_are_checked_where_they_are_submitted(llama: PreTrainedModel) -> None:
     with scheduler_of(llama, slots=32) as scheduler:
         with pytest.raises(decoders.DecodersError, match="num_beams"):
             scheduler.submit(text_of(0, 6), num_beams=2)
@@ -599,7 +545,7 @@ def test_arguments_are_checked_where_they_are_submitted(
     ids=str,
 )
 def test_what_makes_no_sense_is_said_to_who_submits_it(
-    llama: PreTrainedModel, scheduler_of: Any, prompt: Any, options: dict[str, Any], error: type[Exception], said: str
+    llama: PreTrainedModel, prompt: Any, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with scheduler_of(llama) as scheduler:
         with pytest.raises(error, match=said):
@@ -641,9 +587,7 @@ def test_a_tokenizer_of_the_request_reads_its_text(letters: PreTrainedTokenizerF
         assert generation.result(60) == letters.decode(generation.tokens, skip_special_tokens=True)
 
 
-def test_text_comes_in_pieces_that_make_the_whole(
-    llama: PreTrainedModel, letters: PreTrainedTokenizerFast, scheduler_of: Any, write_alone: Any
-) -> None:
+def test_text_comes_in_pieces_that_make_the_whole(llama: PreTrainedModel, letters: PreTrainedTokenizerFast) -> None:
     with scheduler_of(llama) as scheduler:
         generation = scheduler.submit("in the beginning", max_new_tokens=40)
         pieces = list(generation)
@@ -653,9 +597,7 @@ def test_text_comes_in_pieces_that_make_the_whole(
         assert list(scheduler.submit(ids, max_new_tokens=9)) == write_alone(llama, ids, max_new_tokens=9)
 
 
-def test_generations_are_awaited_and_iterated_in_an_event_loop(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_generations_are_awaited_and_iterated_in_an_event_loop(llama: PreTrainedModel) -> None:
     async def run(scheduler: decoders.Scheduler) -> tuple[list[int], list[int]]:
         streamed = scheduler.submit(text_of(0, 6), max_new_tokens=12)
         awaited = scheduler.submit(text_of(1, 6), max_new_tokens=12)
@@ -673,9 +615,7 @@ def test_generations_are_awaited_and_iterated_in_an_event_loop(
         assert result == write_alone(llama, text_of(1, 6), max_new_tokens=12)
 
 
-def test_calls_of_generate_take_turns_with_the_scheduler(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_calls_of_generate_take_turns_with_the_scheduler(llama: PreTrainedModel) -> None:
     want = write_alone(llama, text_of(1, 9), max_new_tokens=15)
     long = write_alone(llama, text_of(0, 6), max_new_tokens=150)
     with scheduler_of(llama) as scheduler:
@@ -686,7 +626,7 @@ def test_calls_of_generate_take_turns_with_the_scheduler(
         assert written(running, text_of(0, 6)) == long
 
 
-def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel) -> None:
     scheduler = scheduler_of(llama, rows=1)
     done = [scheduler.submit(text_of(n, 6), max_new_tokens=4) for n in range(3)]
     scheduler.close()
@@ -698,7 +638,7 @@ def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel, schedule
 
 
 def test_a_request_that_is_being_admitted_is_cancelled_with_the_others(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer, closers = Lane.offer, []
 
@@ -717,9 +657,7 @@ def test_a_request_that_is_being_admitted_is_cancelled_with_the_others(
     assert len(request.tokens) <= 2
 
 
-def test_a_storm_of_requests_loses_and_mixes_up_none(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_a_storm_of_requests_loses_and_mixes_up_none(llama: PreTrainedModel) -> None:
     kinds = [(text_of(n, 2 + 3 * n), 1 + n) for n in range(8)]
     want = [write_alone(llama, p, max_new_tokens=new) for p, new in kinds]
     results: dict[int, Any] = {}
@@ -749,8 +687,8 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(
     assert scheduler.waiting == scheduler.running == 0
 
 
-def test_a_scheduler_says_whether_its_thread_runs(
-    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_scheduler_says_whether_its_thread_runs_and_which_error_has_ended_it(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scheduler_of(llama) as scheduler:
         assert scheduler.alive
@@ -765,23 +703,11 @@ def test_a_scheduler_says_whether_its_thread_runs(
             scheduler.submit(text_of(0, 6), max_new_tokens=2).result(60)
         scheduler.close()
         assert not scheduler.alive
-
-
-def test_a_scheduler_that_an_error_has_ended_says_which(
-    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(self: decoders.Scheduler) -> None:
-        raise RuntimeError("no lane's fault")
-
-    with scheduler_of(llama) as scheduler:
-        monkeypatch.setattr(decoders.Scheduler, "_sweep", broken)
-        scheduler.submit(text_of(0, 6), max_new_tokens=2).exception(60)
-        scheduler.close()
         with pytest.raises(CancelledError, match="no lane's fault"):
             scheduler.submit(text_of(0, 6), max_new_tokens=2)
 
 
-def test_a_result_does_not_keep_the_scheduler(scheduler_of: Any, llama: PreTrainedModel, text_of: Any) -> None:
+def test_a_result_does_not_keep_the_scheduler(llama: PreTrainedModel) -> None:
     scheduler = scheduler_of(llama)
     generation = scheduler.submit(text_of(0, 6), max_new_tokens=2)
     generation.result(60)
@@ -792,9 +718,7 @@ def test_a_result_does_not_keep_the_scheduler(scheduler_of: Any, llama: PreTrain
     assert not thread.is_alive() and generation.done()
 
 
-def test_a_generation_with_callbacks_goes_without_the_collector(
-    scheduler_of: Any, llama: PreTrainedModel, text_of: Any
-) -> None:
+def test_a_generation_with_callbacks_goes_without_the_collector(llama: PreTrainedModel) -> None:
     told: list[bool] = []
 
     def finished(scheduler: decoders.Scheduler) -> weakref.ref[decoders.Generation]:
@@ -843,33 +767,23 @@ class Reads(Strategy):
 STATES: list[dict[str, Any]] = []
 
 
-def test_a_strategy_that_reads_prompts_is_shown_each_and_told_when_it_is_over(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_a_strategy_that_reads_prompts_is_shown_each_and_told_when_it_is_over(llama: PreTrainedModel) -> None:
     STATES.clear()
-    asked = requests(text_of)[:4]
+    asked = requests()[:4]
     with scheduler_of(llama, strategy=Reads()) as scheduler:
-        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
-        texts = [written(generation, prompt) for generation, (prompt, _) in zip(generations, asked, strict=True)]
-    assert texts == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+        assert_written_as_alone(scheduler, llama, asked)
     assert [state["read"] for state in STATES] == [prompt[:-1] for prompt, _ in asked]
     assert all(state["steps"] > 0 and state["finished"] == 1 for state in STATES)
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
-def test_who_still_waits_for_its_prompt_keeps_its_place_when_others_join(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, strategy: str
-) -> None:
+def test_who_still_waits_for_its_prompt_keeps_its_place_when_others_join(llama: PreTrainedModel, strategy: str) -> None:
     """Several rows end in one step, and of the requests that come in their places only one is read before the next."""
     common = text_of(99, 20)  # some find what an earlier one has left
-    asked = [
-        ([*common, *text_of(n, 3)] if n % 3 == 0 else text_of(n, 5 + 7 * n % 23), 4 if n % 4 < 2 else 9 + n % 5)
-        for n in range(24)
-    ]
+    prompts = [[*common, *text_of(n, 3)] if n % 3 == 0 else text_of(n, 5 + 7 * n % 23) for n in range(24)]
+    asked = [(prompt, {"max_new_tokens": 4 if n % 4 < 2 else 9 + n % 5}) for n, prompt in enumerate(prompts)]
     with scheduler_of(llama, rows=4, strategy=strategy, longest_pause=1e-6) as scheduler:
-        generations = [scheduler.submit(prompt, max_new_tokens=new) for prompt, new in asked]
-        got = [written(generation, prompt) for generation, (prompt, _) in zip(generations, asked, strict=True)]
-    assert got == [write_alone(llama, prompt, max_new_tokens=new) for prompt, new in asked]
+        assert_written_as_alone(scheduler, llama, asked)
 
 
 class Shares(Reads):
@@ -879,20 +793,16 @@ class Shares(Reads):
         return state
 
 
-def test_where_prompts_are_read_requests_with_a_grammar_have_steps_of_their_own(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_where_prompts_are_read_requests_with_a_grammar_have_steps_of_their_own(llama: PreTrainedModel) -> None:
     """With a first grammar among its rows a strategy starts anew, and would have to be shown all texts again."""
     STATES.clear()
     pattern = decoders.regex("[0-9]{3}-[a-f]{4}")
     asked = [
         (prompt, arguments | {"eos_token_id": 1} | ({"grammar": pattern} if number % 2 else {}))
-        for number, (prompt, arguments) in enumerate(requests(text_of, True))
+        for number, (prompt, arguments) in enumerate(requests(True))
     ]
     with scheduler_of(llama, strategy=Shares()) as scheduler:
-        generations = [scheduler.submit(prompt, **arguments) for prompt, arguments in asked]
-        got = [written(g, prompt) for g, (prompt, _) in zip(generations, asked, strict=True)]
-    assert got == [write_alone(llama, prompt, **arguments) for prompt, arguments in asked]
+        assert_written_as_alone(scheduler, llama, asked)
     assert sum(len(state["read"]) for state in STATES) == sum(len(prompt) - 1 for prompt, _ in asked), "once each"
 
 
@@ -911,9 +821,7 @@ class Leaves(Reads):
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsewhere(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsewhere(llama: PreTrainedModel) -> None:
     failing = Leaves()
     failing.fails_in_propose = True
     with scheduler_of(llama) as scheduler:
@@ -927,7 +835,7 @@ def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsew
 
 
 def test_a_lane_that_cannot_be_closed_ends_its_requests(
-    scheduler_of: Any, llama: PreTrainedModel, text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Lane, cause: Exception | None = None) -> None:
         raise RuntimeError("the device is gone")
@@ -944,7 +852,7 @@ def test_a_lane_that_cannot_be_closed_ends_its_requests(
 
 
 def test_what_goes_wrong_while_a_cancelled_request_leaves_ends_its_lane_alone(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Lane, member: Any) -> None:
         raise RuntimeError("cannot leave")
@@ -961,9 +869,7 @@ def test_what_goes_wrong_while_a_cancelled_request_leaves_ends_its_lane_alone(
         assert written(other, text_of(2, 5)) == write_alone(llama, text_of(2, 5), max_new_tokens=4)
 
 
-def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
-) -> None:
+def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(llama: PreTrainedModel) -> None:
     ids = text_of(3, 12) * 3
     whole_drafts = {"compile": False, "prune": False}
     with scheduler_of(
@@ -993,7 +899,7 @@ def test_tokens_carry_their_log_probabilities_and_whether_they_were_drafted(
     assert counts == sorted(counts) and counts[-1] == 20 and len(counts) == request.report.steps
 
 
-def test_tokens_of_a_step_come_together(llama: PreTrainedModel, scheduler_of: Any, text_of: Any) -> None:
+def test_tokens_of_a_step_come_together(llama: PreTrainedModel) -> None:
     async def read(request: decoders.Generation) -> list[list[int]]:
         return [tokens async for tokens in request.batches()]
 
@@ -1006,7 +912,7 @@ def test_tokens_of_a_step_come_together(llama: PreTrainedModel, scheduler_of: An
 
 
 def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, batches = [], []
     exchange, rebatch = Session.exchange, Lane._rebatch
@@ -1041,9 +947,7 @@ def test_rows_stay_in_their_places(places: list[int]) -> None:
     assert all(rows[place].place == place for place in places if place < len(places))
 
 
-def test_what_is_not_to_be_remembered_is_not_remembered_for_others(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
-) -> None:
+def test_what_is_not_to_be_remembered_is_not_remembered_for_others(llama: PreTrainedModel) -> None:
     """Requests with and without memory take turns: a step of both would learn from both."""
     decoders.forget(llama)
     private = {"compile": False, "memory": False}
@@ -1057,7 +961,7 @@ def test_what_is_not_to_be_remembered_is_not_remembered_for_others(
 
 
 def test_requests_share_steps_if_their_drafts_have_one_number_format(
-    llama: PreTrainedModel, draft: PreTrainedModel, text_of: Any
+    llama: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     def request(**config: Any) -> Any:
         ids = torch.tensor([text_of(1, 9)])
@@ -1070,7 +974,7 @@ def test_requests_share_steps_if_their_drafts_have_one_number_format(
 
 
 def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
-    llama: PreTrainedModel, draft: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, draft: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes: list[Any] = []
     during = ForwardPass.during
@@ -1094,7 +998,7 @@ def test_lanes_with_one_draft_model_compile_it_each_as_it_says(
 
 @pytest.mark.usefixtures("tiers_that_differ")
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
-def test_a_request_ends_in_the_tier_in_which_it_began(text_of: Any, scheduler_of: Any, strategy: str) -> None:
+def test_a_request_ends_in_the_tier_in_which_it_began(strategy: str) -> None:
     """Newer ones run compiled beside it: they neither wait for it nor change what it writes."""
     model = decoders.enable(tiny_model("llama"))
     passes = vars(model)["generate"].engine().forward_pass

@@ -15,6 +15,8 @@ from decoders.engine.decode.session import Session
 from decoders.serving import scheduler
 from decoders.strategies import TokenRecycling
 
+from .conftest import scheduler_of, text_of, write_alone
+
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -42,9 +44,7 @@ def lane_of(calls: list[Any], rows: int = 8) -> Lane:
     return Lane(calls[0].engine, calls[0].request, rows)
 
 
-def test_prompts_of_a_burst_are_read_as_one(
-    llama: PreTrainedModel, prepared: Any, passes: list[Any], write_alone: Any, text_of: Any
-) -> None:
+def test_prompts_of_a_burst_are_read_as_one(llama: PreTrainedModel, prepared: Any, passes: list[Any]) -> None:
     texts = [(text_of(n, length), 4 + n) for n, length in enumerate((40, 33, 25, 50, 28))]
     calls = [prepared(ids, new) for ids, new in texts]
     lane = lane_of(calls)
@@ -55,7 +55,7 @@ def test_prompts_of_a_burst_are_read_as_one(
 
 
 def test_requests_that_are_submitted_one_after_the_other_begin_together(
-    llama: PreTrainedModel, scheduler_of: Any, passes: list[Any], text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, passes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GATHERING", "LONGEST_GATHERING"):
         monkeypatch.setattr(scheduler, name, 60.0)  # ends sooner: no more than four have a row
@@ -67,7 +67,7 @@ def test_requests_that_are_submitted_one_after_the_other_begin_together(
 
 
 def test_a_request_that_is_being_submitted_is_waited_for(
-    llama: PreTrainedModel, scheduler_of: Any, passes: list[Any], text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, passes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = scheduler.Scheduler._prepared
 
@@ -86,9 +86,7 @@ def test_a_request_that_is_being_submitted_is_waited_for(
     assert passes == [(3, 31)]
 
 
-def test_nobody_is_waited_for_long(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_waited_for_long(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asks, go_on = threading.Event(), threading.Event()
     prepared = scheduler.Scheduler._prepared
 
@@ -111,7 +109,7 @@ def test_nobody_is_waited_for_long(
 
 
 def test_the_next_burst_is_read_as_one_where_the_first_was(
-    llama: PreTrainedModel, prepared: Any, passes: list[Any], write_alone: Any, text_of: Any
+    llama: PreTrainedModel, prepared: Any, passes: list[Any]
 ) -> None:
     texts = [(text_of(n, 20 + n), 5) for n in range(8)]
     calls = [prepared(ids, new) for ids, new in texts]
@@ -123,7 +121,7 @@ def test_the_next_burst_is_read_as_one_where_the_first_was(
 
 
 def test_much_longer_and_shorter_prompts_are_read_by_themselves(
-    llama: PreTrainedModel, prepared: Any, passes: list[Any], write_alone: Any, text_of: Any
+    llama: PreTrainedModel, prepared: Any, passes: list[Any]
 ) -> None:
     texts = [(text_of(n, length), 3) for n, length in enumerate((20, 21, 70, 22))]
     calls = [prepared(ids, new) for ids, new in texts]
@@ -134,9 +132,7 @@ def test_much_longer_and_shorter_prompts_are_read_by_themselves(
     assert got == [write_alone(llama, ids, max_new_tokens=new) for ids, new in texts]
 
 
-def test_a_prompt_that_another_begins_with_is_copied(
-    llama: PreTrainedModel, prepared: Any, passes: list[Any], write_alone: Any, text_of: Any
-) -> None:
+def test_a_prompt_that_another_begins_with_is_copied(llama: PreTrainedModel, prepared: Any, passes: list[Any]) -> None:
     common = text_of(0, 60)
     texts = [(common + text_of(n, 10), 3) for n in range(1, 4)]
     calls = [prepared(ids, new) for ids, new in texts]
@@ -150,9 +146,7 @@ def test_a_prompt_that_another_begins_with_is_copied(
     assert [member.generated[0] for member in members] == [write_alone(llama, i, max_new_tokens=n) for i, n in texts]
 
 
-def test_a_pass_has_so_many_tokens_at_most(
-    monkeypatch: pytest.MonkeyPatch, prepared: Any, passes: list[Any], text_of: Any
-) -> None:
+def test_a_pass_has_so_many_tokens_at_most(monkeypatch: pytest.MonkeyPatch, prepared: Any, passes: list[Any]) -> None:
     monkeypatch.setattr(admission, "SHARED_PASS", 100)
     calls = [prepared(text_of(n, 30), 2) for n in range(7)]
     lane = lane_of(calls)
@@ -168,9 +162,7 @@ def test_a_pass_has_so_many_tokens_at_most(
     assert sum(count * tokens for count, tokens in passes) == 5 * 29
 
 
-def test_one_that_leaves_hurts_nobody_that_it_shares_passes_with(
-    llama: PreTrainedModel, prepared: Any, write_alone: Any, text_of: Any
-) -> None:
+def test_one_that_leaves_hurts_nobody_that_it_shares_passes_with(llama: PreTrainedModel, prepared: Any) -> None:
     texts = [(text_of(n, 40), 6) for n in range(4)]
     calls = [prepared(ids, new, prefill_chunk=8) for ids, new in texts]
     lane = lane_of(calls)
@@ -191,7 +183,7 @@ def test_one_that_leaves_hurts_nobody_that_it_shares_passes_with(
 
 
 def test_strategies_that_read_prompts_are_shown_each_by_itself(
-    llama: PreTrainedModel, prepared: Any, passes: list[Any], write_alone: Any, text_of: Any
+    llama: PreTrainedModel, prepared: Any, passes: list[Any]
 ) -> None:
     texts = [(text_of(n, 30), 6) for n in range(3)]
     calls = [prepared(ids, new, strategy=TokenRecycling(prompt_logits=True)) for ids, new in texts]
@@ -203,7 +195,7 @@ def test_strategies_that_read_prompts_are_shown_each_by_itself(
 
 
 def test_each_request_has_its_own_settings_in_passes_that_they_share(
-    llama: PreTrainedModel, prepared: Any, passes: list[Any], write_alone: Any, text_of: Any
+    llama: PreTrainedModel, prepared: Any, passes: list[Any]
 ) -> None:
     texts = [(text_of(n, 40), 4) for n in range(2)]
     settings: list[dict[str, Any]] = [{}, {"reuse": False, "prefill_chunk": 16}]

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from decoders.serving import scheduler as scheduler_module
 
+from .conftest import scheduler_of, text_of
 
-def test_a_request_is_submitted_while_the_model_is_busy(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
-) -> None:
+
+def test_a_request_is_submitted_while_the_model_is_busy(llama: PreTrainedModel) -> None:
     engine = vars(llama)["generate"].engine()
     held, free = threading.Event(), threading.Event()
 
@@ -40,9 +40,7 @@ def test_a_request_is_submitted_while_the_model_is_busy(
         assert len(submitted[0].result(60)[0]) == 8
 
 
-def test_weights_that_were_written_to_are_seen_by_the_next_request(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any
-) -> None:
+def test_weights_that_were_written_to_are_seen_by_the_next_request(llama: PreTrainedModel) -> None:
     with scheduler_of(llama) as scheduler:
         before = scheduler.submit(text_of(0, 5), max_new_tokens=8).result(60)
         weight = llama.lm_head.weight
@@ -57,7 +55,7 @@ def test_weights_that_were_written_to_are_seen_by_the_next_request(
 
 
 def test_who_submits_and_a_scheduler_that_rests_give_their_openmp_threads_back(
-    llama: PreTrainedModel, scheduler_of: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[str] = []
     monkeypatch.setattr(scheduler_module, "release_threads", lambda: released.append(threading.current_thread().name))

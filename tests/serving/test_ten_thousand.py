@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from decoders.errors import CancelledError
 
+from .conftest import scheduler_of, text_of, write_alone
+
 COUNT = 10_000
 #: The process may grow by this much between the second thousand and the last; its first thousand fill caches.
 GROWTH = 24 * 2**20
@@ -34,9 +36,7 @@ class Breaking:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["autoregressive", "suffix"])
-def test_ten_thousand_requests(
-    llama: PreTrainedModel, scheduler_of: Any, write_alone: Any, text_of: Any, strategy: str
-) -> None:
+def test_ten_thousand_requests(llama: PreTrainedModel, strategy: str) -> None:
     kinds = [(text_of(n, 2 + n), 1 + n % 7) for n in range(24)]
     want = [write_alone(llama, ids, max_new_tokens=new) for ids, new in kinds]
     outcomes = {"finished": 0, "cancelled": 0, "broken": 0}

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel, modeling_layers
 import decoders
 from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
-from decoders.strategy import Strategy
+from decoders.strategy import Draft, Strategy
 from decoders.testing import checks_for, tiny_draft, tiny_model
 from decoders.testing.drafts import check_draft_tokens_are_accepted
 from decoders.testing.kit import Check, label
 from decoders.testing.models import VOCAB
+from decoders.tree import Topology
 
 #: Wide enough for random draft tokens; no rank is skipped.
 WIDE = tuple((i,) for i in range(40)) + tuple((i, j) for i in range(4) for j in range(12)) + ((0, 0, 0), (0, 1, 0))
@@ -40,17 +41,17 @@ OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
 def of_strategies(strategies: Sequence[Strategy]) -> list[Any]:
     """Cases ``strategy, check``, in which strategies take turns.
 
-    Each gets the checks of its settings, one of its drafts and every fourth of the others; the rest is slow. So each check is made
-    of a quarter of the strategies.
+    Each gets the checks of its settings, one of its drafts and every sixth of the others; the rest is slow. So each check is made
+    of a sixth of the strategies.
     """
-    return _in_turns(strategies, 4, lambda turn: OF_DRAFTS[turn % 2 :][:1])
+    return _in_turns(strategies, 6, lambda turn: OF_DRAFTS[turn % 2 :][:1])
 
 
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
-    """The same for strategies that are there with other settings, too, or as parts of others: every sixteenth check, and one of the
+    """The same for strategies that are there with other settings, too, or as parts of others: every 24th check, and one of the
     drafts of every other strategy, the first one among them.
     """
-    return _in_turns(strategies, 16, lambda turn: OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
+    return _in_turns(strategies, 24, lambda turn: OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
 
 
 def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int], tuple[str, ...]]) -> list[Any]:
@@ -59,7 +60,7 @@ def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int]
     for turn, strategy in enumerate(strategies):
         for place, check in enumerate(checks_for(strategy)):
             # Passes of a draft model are replayed as nothing else is.
-            replayed = strategy.needs_assistant and turns == 4 and check.__name__ == "check_on_device"
+            replayed = strategy.needs_assistant and turns == 6 and check.__name__ == "check_on_device"
             always = replayed or check.__name__ in (*OF_SETTINGS, *drafts(turn))
             cases.append(
                 _case(strategy, check, always or (check.__name__ not in OF_DRAFTS and (turn + place) % turns == 0))
@@ -100,6 +101,19 @@ def random_heads(hidden: int = 32, vocab: int = VOCAB, tree: tuple | None = WIDE
 
 
 _folders: list[tempfile.TemporaryDirectory] = []
+
+
+def paths_of(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
+    """The tokens down to each candidate node, and the node."""
+    tree: Any = draft.topology
+    if isinstance(tree, Topology):
+        tree = tree.tensors(len(draft.tokens), draft.tokens.device)
+    tokens, found = draft.tokens[row].tolist(), {}
+    for node in range(1, len(tree)):
+        path = [k for k in range(1, len(tree)) if tree.ancestors[row, node, k]]
+        if path and tokens[node - 1] >= 0:
+            found[tuple(tokens[k - 1] for k in path)] = node
+    return found
 
 
 @pytest.fixture(scope="session")

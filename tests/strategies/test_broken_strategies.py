@@ -49,20 +49,20 @@ class Repeats(Good):
         return Draft.chain(state.best.clone())
 
 
+def does(hook: str, code: Any, base: type[Strategy] = Good) -> type[Strategy]:
+    """`base`, but for what `code` does with what a hook is given, before the hook itself."""
+
+    def run(self, *given):
+        code(self, *given)
+        return getattr(base, hook)(self, *given)
+
+    return type(base.__name__, (base,), {hook: run})
+
+
 # What outlives a call.
 
-
-class CountsItsCalls(Good):
-    calls = 0
-
-    def start(self, context):
-        self.calls += 1
-
-
-class KeepsItsState(Good):
-    def propose(self, state, sequences):
-        self.last = sequences.last.clone()
-        return super().propose(state, sequences)
+CountsItsCalls = does("start", lambda self, _: setattr(self, "calls", 1))
+KeepsItsState = does("propose", lambda self, _, sequences: setattr(self, "last", sequences.last.clone()))
 
 
 def as_lists(sequences: Sequences) -> Iterator[tuple[list[int], int, int]]:
@@ -191,26 +191,6 @@ def test_memory_is_found_by_its_own_check_after_all_others(strategy, check, requ
 # What the process is left with.
 
 
-def changes(hook: str, change: Any) -> type[Strategy]:
-    """A sound strategy but for what `change` does in `hook`."""
-
-    class Changes(Good):
-        def start(self, context):
-            if hook == "start":
-                change()
-
-        def propose(self, state, sequences):
-            if hook == "propose":
-                change()
-            return super().propose(state, sequences)
-
-        def observe(self, state, step):
-            if hook == "observe":
-                change()
-
-    return Changes
-
-
 @pytest.mark.parametrize("hook", ["start", "propose", "observe"])
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -229,7 +209,7 @@ def changes(hook: str, change: Any) -> type[Strategy]:
 def test_what_the_process_is_left_with(hook, change, reason):
     before = surroundings()
     with pytest.raises(AssertionError, match=f"{hook} leaves {reason}"):
-        BY_NAME["check_drafts"](changes(hook, change)())
+        BY_NAME["check_drafts"](does(hook, lambda *_: change())())
     assert surroundings() == before, "the kit puts back what it finds changed"
 
 
@@ -240,35 +220,25 @@ class Width(Settings):
     width: int = Field(3, description="How many.")
 
 
-class ChangesItsSettings(Good):
+class HasWidth(Good):
     settings_class = Width
 
-    def observe(self, state, step):
-        self.settings.__dict__["width"] += 1
+
+def write_behind_the_length(self, state, sequences):
+    place = sequences.length[:, None].clamp(max=sequences.tokens.shape[1] - 1)
+    sequences.tokens.data.scatter_(1, place, sequences.last + 1)
 
 
-class WritesBehindTheLength(Good):
-    def propose(self, state, sequences):
-        place = sequences.length[:, None].clamp(max=sequences.tokens.shape[1] - 1)
-        sequences.tokens.data.scatter_(1, place, sequences.last + 1)
-        return super().propose(state, sequences)
+def write_behind_the_length_later(self, state, step):
+    tokens = step.sequences.tokens
+    tokens[:, -1] = torch.where(step.sequences.length < tokens.shape[1], tokens[:, -1] + 1, tokens[:, -1])
 
 
-class WritesBehindTheLengthLater(Good):
-    def observe(self, state, step):
-        tokens = step.sequences.tokens
-        tokens[:, -1] = torch.where(step.sequences.length < tokens.shape[1], tokens[:, -1] + 1, tokens[:, -1])
-
-
-class Rebinds(Good):
-    def propose(self, state, sequences):
-        object.__setattr__(sequences, "length", sequences.length.clone())
-        return super().propose(state, sequences)
-
-
-class WritesInStart(Good):
-    def start(self, context):
-        context.sequences.tokens[:, 0] += 1
+ChangesItsSettings = does("observe", lambda self, *_: self.settings.__dict__.update(width=4), HasWidth)
+WritesBehindTheLength = does("propose", write_behind_the_length)
+WritesBehindTheLengthLater = does("observe", write_behind_the_length_later)
+Rebinds = does("propose", lambda _, state, sequences: object.__setattr__(sequences, "length", sequences.length.clone()))
+WritesInStart = does("start", lambda _, context: context.sequences.tokens[:, 0].add_(1))
 
 
 @pytest.mark.parametrize(
@@ -318,89 +288,47 @@ class Drawer(Good):
         return Draft.chain(tokens, scores)
 
 
-class HoldsNaN(Drawer):
+def says(change: Any) -> type[Strategy]:
+    """Draws as `Drawer` does, and makes tokens and scores by `change` of what it has drawn."""
+
     def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else scores.where(scores < 4, torch.nan))
+        return Draft.chain(tokens) if scores is None else Draft.chain(*change(tokens, scores))
+
+    return type("Says", (Drawer,), {"draft": draft})
 
 
-class SaysTooLittle(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else scores[:, :1])
+def keeps_the_unlikely_back(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    likely = scores.softmax(-1).gather(2, tokens[..., None])[..., 0] > 0.02
+    return torch.where(likely.long().cumprod(1).bool(), tokens, -1), scores
 
 
-class SmallerVocabulary(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else scores[..., :-1])
+def says_another_is_certain(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens, torch.full_like(scores, -torch.inf).scatter(2, (tokens[..., None] + 1) % 128, 0.0)
 
 
-class OtherDtype(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else scores.double())
-
-
-class SaysNothingIsPossible(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else torch.full_like(scores, float("-inf")))
-
-
-class SaysUniform(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else torch.zeros_like(scores))
-
-
-class SaysSharper(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else scores * 1.25)
-
-
-class SaysProbabilities(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else scores.softmax(-1))
-
-
-class SaysTheNextOne(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens, None if scores is None else scores.roll(1, 1))
-
-
-class KeepsTheUnlikelyBack(Drawer):
-    def draft(self, tokens, scores):
-        if scores is not None:
-            likely = scores.softmax(-1).gather(2, tokens[..., None])[..., 0] > 0.02
-            tokens = torch.where(likely.long().cumprod(1).bool(), tokens, -1)
-        return Draft.chain(tokens, scores)
-
-
-class TakesTheBest(Drawer):
-    def draft(self, tokens, scores):
-        return Draft.chain(tokens if scores is None else scores.argmax(-1), scores)
-
-
-class SaysAnotherIsCertain(Drawer):
-    def draft(self, tokens, scores):
-        if scores is not None:
-            scores = torch.full_like(scores, float("-inf")).scatter(2, (tokens[..., None] + 1) % 128, 0.0)
-        return Draft.chain(tokens, scores)
-
-
+HoldsNaN = says(lambda tokens, scores: (tokens, scores.where(scores < 4, torch.nan)))
+SaysUniform = says(lambda tokens, scores: (tokens, torch.zeros_like(scores)))
+SaysSharper = says(lambda tokens, scores: (tokens, scores * 1.25))
 NOT_DRAWN = "the draft tokens of 'good' are not drawn from what Draft.scores says: total variation 0"
+TOO_LITTLE = r"draft scores must be float32 \[2, 3, V\], not torch.float32 \[2, 1, 128\]"
+OTHER_VOCABULARY = r"Draft.scores must be torch.float32 \[2, 3, 128\], not torch.float32 \[2, 3, 127\]"
 
 
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
         (HoldsNaN, "Draft.scores holds NaN"),
-        (SaysTooLittle, r"draft scores must be float32 \[2, 3, V\], not torch.float32 \[2, 1, 128\]"),
-        (SmallerVocabulary, r"Draft.scores must be torch.float32 \[2, 3, 128\], not torch.float32 \[2, 3, 127\]"),
-        (OtherDtype, "must be float32 .*, not torch.float64"),
-        (SaysNothingIsPossible, "-inf for the whole vocabulary"),
+        (says(lambda tokens, scores: (tokens, scores[:, :1])), TOO_LITTLE),
+        (says(lambda tokens, scores: (tokens, scores[..., :-1])), OTHER_VOCABULARY),
+        (says(lambda tokens, scores: (tokens, scores.double())), "must be float32 .*, not torch.float64"),
+        (says(lambda tokens, scores: (tokens, torch.full_like(scores, -torch.inf))), "-inf for the whole vocabulary"),
         (SaysUniform, NOT_DRAWN),
         (SaysSharper, NOT_DRAWN),
-        (SaysProbabilities, NOT_DRAWN),
-        (SaysTheNextOne, NOT_DRAWN),
-        (KeepsTheUnlikelyBack, NOT_DRAWN),
-        (TakesTheBest, NOT_DRAWN),
-        (SaysAnotherIsCertain, "a draft token has no probability in Draft.scores"),
+        (says(lambda tokens, scores: (tokens, scores.softmax(-1))), NOT_DRAWN),
+        (says(lambda tokens, scores: (tokens, scores.roll(1, 1))), NOT_DRAWN),
+        (says(lambda tokens, scores: (scores.argmax(-1), scores)), NOT_DRAWN),
+        (says(keeps_the_unlikely_back), NOT_DRAWN),
+        (says(says_another_is_certain), "a draft token has no probability in Draft.scores"),
     ],
 )
 def test_what_a_draft_was_drawn_from(broken, reason):
@@ -416,59 +344,34 @@ def test_such_a_strategy_passes_all_other_checks():
 # Waiting for the device.
 
 
-class SlicesToALength(Repeats):
-    def propose(self, state, sequences):
-        sequences.tokens[:, : sequences.length[0]].sum()
-        return super().propose(state, sequences)
+def looks_inside(self, state, step):
+    assert 10**6 not in step.nodes
 
 
-class ShowsATensor(Repeats):
-    def propose(self, state, sequences):
-        repr(sequences.length)
-        return super().propose(state, sequences)
+def indexes_by_list(self, state, sequences):
+    state.best.copy_(sequences.last[:, [0, 0, 0]])
 
 
-class FormatsATensor(Repeats):
-    def observe(self, state, step):
-        print(f"{step.accepted} accepted")
-
-
-class LooksInside(Repeats):
-    def observe(self, state, step):
-        assert 10**6 not in step.nodes
-
-
-class IndexesByNumber(Repeats):
-    def propose(self, state, sequences):
-        sequences.tokens[:, sequences.length[0] - 1].sum()
-        return super().propose(state, sequences)
-
-
-class IndexesByList(Repeats):
-    def propose(self, state, sequences):
-        state.best.copy_(sequences.last[:, [0, 0, 0]])
-        return Draft.chain(state.best.clone())
-
-
-class BringsAList(Repeats):
-    def propose(self, state, sequences):
-        torch.LongTensor([1, 2, 3])
-        return super().propose(state, sequences)
-
-
-class GoesToTheHost(Repeats):
-    def observe(self, state, step):
-        step.accepted.to("cpu", non_blocking=True)
-
-
-class CountsToATensor(Repeats):
-    def observe(self, state, step):
-        torch.arange(step.accepted[0])
-
-
-class Compares(Repeats):
-    def observe(self, state, step):
-        torch.equal(step.nodes, step.chosen)
+ShowsATensor = does("propose", lambda self, state, sequences: repr(sequences.length), Repeats)
+WAITS: list[tuple[str, Any, str]] = [
+    (
+        "propose",
+        lambda self, _, sequences: sequences.tokens[:, : sequences.length[0]].sum(),
+        "slicing up to a number that is on the device waits",
+    ),
+    (
+        "propose",
+        lambda self, _, sequences: sequences.tokens[:, sequences.length[0] - 1].sum(),
+        "indexing with a number that is on the device waits",
+    ),
+    ("propose", indexes_by_list, "made of data of the host"),
+    ("propose", lambda *_: torch.LongTensor([1, 2, 3]), "made of data of the host"),
+    ("observe", lambda self, _, step: print(f"{step.accepted} accepted"), r"__(format|repr|str)__\(\) waits"),
+    ("observe", looks_inside, r"__contains__\(\) waits"),
+    ("observe", lambda self, _, step: step.accepted.to("cpu", non_blocking=True), r"to\('cpu'\) waits"),
+    ("observe", lambda self, _, step: torch.arange(step.accepted[0]), "_local_scalar_dense waits"),
+    ("observe", lambda self, _, step: torch.equal(step.nodes, step.chosen), r"equal\(\) waits"),
+]
 
 
 class WaitsAtFirst(Repeats):
@@ -496,33 +399,23 @@ class MovesTwice(Repeats):
         state.best = state.best + 0
 
 
-class CountsForNothing(Repeats):
-    def observe(self, state, step):
-        state.steps += 1
+def counts_for_nothing(self, state, step):
+    state.steps += 1
 
 
-class PutsAnother(Repeats):
-    def observe(self, state, step):
-        state.steps = (state.steps, 1) if isinstance(state.steps, int) else 0
+def puts_another(self, state, step):
+    state.steps = (state.steps, 1) if isinstance(state.steps, int) else 0
 
 
 @pytest.mark.parametrize(
     ("liar", "reason"),
     [
-        (SlicesToALength, "slicing up to a number that is on the device waits"),
         (ShowsATensor, r"__repr__\(\) waits"),
-        (FormatsATensor, r"__(format|repr|str)__\(\) waits"),
-        (LooksInside, r"__contains__\(\) waits"),
-        (IndexesByNumber, "indexing with a number that is on the device waits"),
-        (IndexesByList, "made of data of the host"),
-        (BringsAList, "made of data of the host"),
-        (GoesToTheHost, r"to\('cpu'\) waits"),
-        (CountsToATensor, "_local_scalar_dense waits"),
-        (Compares, r"equal\(\) waits"),
+        *((does(hook, code, Repeats), reason) for hook, code, reason in WAITS),
         (WaitsAtFirst, r"item\(\) waits"),
         (MovesTwice, "state.best has moved"),
-        (CountsForNothing, "its hooks change state.steps, which a replay does not"),
-        (PutsAnother, "its hooks change state.steps, which a replay does not"),
+        (does("observe", counts_for_nothing, Repeats), "its hooks change state.steps, which a replay does not"),
+        (does("observe", puts_another, Repeats), "its hooks change state.steps, which a replay does not"),
     ],
 )
 def test_a_promise_of_the_device_that_is_broken(liar, reason):
@@ -601,7 +494,7 @@ def test_such_a_part_passes_all_other_checks():
         (CountsItsCalls, "check_drafts", "start of 'good' changed its instance: calls"),
         (ChangesItsSettings, "check_drafts", "observe of 'good' changed the settings"),
         (WritesBehindTheLength, "check_drafts", "propose of 'good' wrote into `tokens` behind"),
-        (changes("propose", lambda: torch.rand(1)), "check_drafts", "propose of 'good' leaves torch's global random"),
+        (does("propose", lambda *_: torch.rand(1)), "check_drafts", "propose of 'good' leaves torch's global random"),
         (RemembersInItsModule, "check_calls_share_no_state", "state leaks"),
         (HoldsNaN, "check_draft_scores", "propose of 'good': Draft.scores holds NaN"),
         (SaysUniform, "check_draft_scores", NOT_DRAWN),
@@ -645,29 +538,18 @@ class KnowsItsRows(Good):
         return [state[row] if row >= 0 else new[place] for place, row in enumerate(rows.tolist())]
 
 
-class SwitchesTheModel(Good):
-    def start(self, context):
-        context.model.train()
-
-
-class ConfiguresTheModel(Good):
-    def start(self, context):
-        context.model.config.eos_token_id = 3
-
-
-class TeachesTheModel(Good):
-    def start(self, context):
-        with torch.no_grad():
-            context.model.lm_head.weight.mul_(1.0)
-
-
 @pytest.mark.parametrize(
-    ("broken", "what"),
-    [(SwitchesTheModel, "the mode"), (ConfiguresTheModel, "the config"), (TeachesTheModel, "the weights")],
+    ("change", "what"),
+    [
+        (lambda model: model.train(), "the mode"),
+        (lambda model: setattr(model.config, "eos_token_id", 3), "the config"),
+        (lambda model: model.lm_head.weight.mul_(1.0), "the weights"),
+    ],
+    ids=["mode", "config", "weights"],
 )
-def test_what_changes_the_model_is_found(broken, what):
+def test_what_changes_the_model_is_found(change, what):
     with pytest.raises(AssertionError, match=f"changed {what}.* of the model"):
-        BY_NAME["check_drafts"](broken())
+        BY_NAME["check_drafts"](does("start", lambda _, context: change(context.model))())
     BY_NAME["check_drafts"](Good())  # meets another model
 
 

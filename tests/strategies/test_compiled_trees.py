@@ -23,14 +23,14 @@ def nodes_found(rows: int, found: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.usefixtures("traced_or_compiled")
 def test_trees_of_every_depth_and_budget_share_graphs():
     compiled, before = CompiledFunction(best_nodes), compilations()
-    for depth, found, nodes in ((2, 9, 4), (3, 20, 9), (4, 30, 12), (5, 33, 13), (6, 40, 14), (7, 50, 20), (9, 60, 25),
-                                (10, 61, 26), (11, 62, 27), (12, 63, 28), (15, 64, 29)):  # fmt: skip
+    for depth, found, nodes in ((2, 9, 4), (3, 20, 9), (4, 30, 12), (6, 40, 14), (9, 60, 25), (12, 63, 28), (15, 64, 29)):  # fmt: skip
         arguments = (*nodes_found(3, found), nodes, depth_bound(depth))
         for ours, plain in zip(compiled(*arguments), best_nodes(*arguments), strict=True):
             assert torch.equal(ours, plain)
     assert compilations() - before <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_or_compiled")
 def test_paths_of_every_length_share_graphs():
     compiled, before = CompiledFunction(path_with_leaves), compilations()

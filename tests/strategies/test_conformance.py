@@ -231,6 +231,7 @@ def test_kit_catches(broken, check, reason):
         check_strategy(broken)
 
 
+@pytest.mark.slow  # what they are tested with one by one passes in test_broken_strategies.py
 def test_what_the_broken_ones_are_made_of_passes():
     check_strategy(Good)
     for name in ("check_drafts", "check_on_device"):
@@ -265,7 +266,7 @@ def test_lossy_strategy_is_not_asked_for_equality():
 
 def test_models_of_ones_own_are_left_as_they_were():
     model, by_name = tiny_model("qwen3"), {c.__name__: c for c in CHECKS}
-    for name in ("check_drafts", "check_copies", "check_report", "check_rows_come_and_go"):
+    for name in ("check_drafts", "check_rows_come_and_go"):
         by_name[name](Good(), Conditions(models=(model,)))
     assert "generate" not in vars(model)
 

@@ -29,7 +29,7 @@ from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import VOCAB, Architecture
 from decoders.testing.spy import Spy
 
-from .conftest import of_shapes
+from .conftest import of_shapes, paths_of
 
 H, BLOCK, MASK, WINDOW = 32, 6, 3, 14
 SHAPE = dict(
@@ -140,7 +140,7 @@ class Ints(list):
     ],
 )
 def test_drafts_are_those_of_transformers(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, spy = target(), prompts(3), Spy(DFlash(draft_model=written(kind)))
+    model, inputs, spy = target(), prompts(2), Spy(DFlash(draft_model=written(kind)))
     loop = {"compile": compile, "prefill_chunk": 7}
     out = decode(model, inputs, spy, max_new_tokens=24, decoders_config=loop)
     assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=24).sequences)
@@ -152,7 +152,7 @@ def test_drafts_are_those_of_transformers(kind: str, compile: bool, monkeypatch:
             if not step.finished[row] and step.lengths[row] in expected:  # it stops drafting a step early
                 assert step.draft.tokens[row].tolist() == expected[step.lengths[row]]
                 compared += 1
-    assert compared > 30
+    assert compared > 20
 
 
 def drafted(model: Any, text: Tensor, **settings: Any) -> list[int]:
@@ -191,16 +191,8 @@ def test_a_tree_holds_the_chain(tree: str) -> None:
     decode(model, inputs, chain, max_new_tokens=8)
     spy = Spy(DFlash(draft_model=written("authors"), tree=tree, length=3, nodes=20))
     decode(model, inputs, spy, max_new_tokens=8)
-    first = spy.seen[0].draft
-    shape = first.topology if tree == "dynamic" else first.topology.tensors(2, torch.device("cpu"))
     for row in range(2):
-        paths = {
-            tuple(
-                first.tokens[row, node - 1].item() for node in range(1, len(shape)) if shape.ancestors[row, leaf, node]
-            )
-            for leaf in range(1, len(shape))
-        }
-        assert tuple(chain.seen[0].draft.tokens[row].tolist()) in paths
+        assert tuple(chain.seen[0].draft.tokens[row].tolist()) in paths_of(spy.seen[0].draft, row)
 
 
 TREE = DFlash(draft_model=written("authors"), tree="dynamic", length=3, nodes=40, children=32)

@@ -81,37 +81,22 @@ def test_behind_prompts_of_one_and_two_tokens_it_writes_what_plain_decoding_writ
     assert_exact(target, near, strategy, ids(*lengths), draws=[SAMPLING])
 
 
-@every_kind("one token")
-def test_one_new_token(target, near, strategy):
-    report = assert_exact(target, near, strategy, prompts(3), new=1)
-    assert report.steps == 1 and report.new_tokens == [1, 1, 1]
-
-
-@every_kind("dynamic tree")
-def test_an_end_token_inside_a_draft_ends_its_row_alone(target, strategy):
-    """The target drafts for itself: what follows the end token is proposed right, and must not come out."""
-    plain = decode(target, prompts(4), max_new_tokens=24).sequences[:, 24:]
-    stops = [int(plain[row, 2 + 5 * row]) for row in range(4)]
-    report = assert_exact(target, target, strategy, prompts(4), eos_token_id=stops)
-    assert len(set(report.new_tokens)) > 1
-
-
 @every_kind("chain")
 def test_a_text_that_outgrows_every_view_is_what_plain_decoding_writes(target, near, strategy):
-    assert_exact(target, near, strategy, prompts(2), new=80, draws=[SAMPLING])
+    assert_exact(target, near, strategy, prompts(2), new=48, draws=[SAMPLING])
 
 
 def test_the_target_as_its_own_draft_is_right_over_the_whole_of_a_long_text(target):
     for strategy in (Speculative(length=4), Speculative(tree="static", length=4)):
-        report = assert_exact(target, target, strategy, prompts(2), new=100, draws=[{}])
-        assert report.accepted_lengths == [0, 0, 0, 0, 40]
+        report = assert_exact(target, target, strategy, prompts(2), new=50, draws=[{}])
+        assert report.accepted_lengths == [0, 0, 0, 0, 20]
 
 
 @pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_staged_drafts_of_a_repeating_text_stay_within_their_length(looping, length):
     """The stage is right so often that the passes could write many times the length."""
     strategy = Staged(stage="prompt_lookup", stage_config={"length": 64}, passes=6, length=length, children=1)
-    report = assert_exact(looping, looping, strategy, prompts(2), new=40)
+    report = assert_exact(looping, looping, strategy, prompts(2), new=40, draws=[{}])
     assert len(report.accepted_lengths) <= length + 1 and report.mean_accepted_length > (length + 1) / 2
     assert report.stages[0].tokens <= 2 * report.steps * length
 
@@ -120,8 +105,8 @@ def test_staged_drafts_of_a_repeating_text_stay_within_their_length(looping, len
 def test_a_draft_whose_context_ends_before_the_text_does(target, strategy):
     draft = llama(max_position_embeddings=32)
     draft.load_state_dict(tiny_draft("llama").state_dict())
-    assert_exact(target, draft, strategy, prompts(2), new=30)
-    assert_exact(target, tiny_model("gpt2", seed=1), strategy, prompts(2), new=8)
+    assert_exact(target, draft, strategy, prompts(2), new=16)
+    assert_exact(target, tiny_model("gpt2", seed=1), strategy, prompts(2), new=8, draws=[{}])
 
 
 def test_a_draft_with_learnt_positions_and_a_short_context(target):
@@ -181,60 +166,12 @@ def test_a_draft_in_bfloat16(target, strategy):
     assert report.accepted > 0
 
 
-@every_kind("heuristic chain")
-@pytest.mark.parametrize(
-    "options", [dict(repetition_penalty=1.3), dict(min_new_tokens=9, eos_token_id=list(range(40)))], ids=str
-)
-def test_processors_on_the_host_see_the_same_prefixes(target, near, strategy, options):
-    assert_exact(target, near, strategy, prompts(3), draws=[SAMPLING], **options)
-
-
 @every_kind("threshold tree")
 def test_several_sequences_of_one_prompt_are_drawn_by_themselves(target, near, strategy):
     options = dict(num_return_sequences=3, max_new_tokens=16, decoders_config=EAGER, **SAMPLING)
     expected = decode(target, prompts(2), "autoregressive", **options).sequences
     out = decode(target, prompts(2), strategy, assistant_model=near, **options).sequences
     assert torch.equal(out, expected) and len({tuple(row) for row in out.tolist()}) == 6
-
-
-class Collected:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-@every_kind("staged chain")
-def test_a_streamer_gets_every_token_once(target, near, strategy):
-    streamer = Collected()
-    out = target.generate(
-        **prompts(), strategy=strategy, assistant_model=near, max_new_tokens=20, do_sample=False, streamer=streamer,
-        decoders_config=EAGER,
-    )  # fmt: skip
-    assert streamer.tokens == out[0].tolist() and streamer.ended
-
-
-@every_kind("dynamic tree")
-def test_stopping_criteria_are_asked_after_every_token(target, near, strategy):
-    seen: list[int] = []
-
-    def after_seven(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        seen.append(input_ids.shape[1])
-        return torch.full((len(input_ids),), input_ids.shape[1] >= 24 + 7)
-
-    out = decode(
-        target, prompts(), strategy, assistant_model=near, max_new_tokens=20, stopping_criteria=[after_seven],
-        decoders_config=EAGER,
-    )  # fmt: skip
-    assert torch.equal(out.sequences, decode(target, prompts(), max_new_tokens=7).sequences)
-    assert seen == list(range(25, 32))
 
 
 def test_the_draft_is_left_as_it_was_and_still_generates(target, near):
@@ -300,7 +237,7 @@ def test_copies_of_an_enabled_model_that_has_drafted(near, copied):
 
 def test_a_block_that_outgrows_the_cache(target, near):
     wide = Speculative(tree="dynamic", length=8, nodes=256, beam=8, children=32)
-    report = assert_exact(target, near, wide, prompts(2), new=40)
+    report = assert_exact(target, near, wide, prompts(2), new=16, draws=[{}])
     assert report.nodes > 200
 
 

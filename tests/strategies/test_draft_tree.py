@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ from decoders.drafting import Expansion
 from decoders.errors import DraftError
 from decoders.strategies import Speculative
 from decoders.strategies.draft_model import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
-from decoders.strategy import Draft
 from decoders.testing import Spy, decode, prompts
 from decoders.testing.spy import inspect_tree
 from decoders.tree import Topology, TreeTensors
+
+from .conftest import paths_of
 
 CPU = torch.device("cpu")
 
@@ -67,19 +67,6 @@ class Table:
         scores = self.table.gather(1, nodes[..., None].expand(-1, -1, self.table.shape[2]))
         best = scores.topk(self.children)
         return Expansion(best.indices, best.values, scores)
-
-
-def paths_of(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
-    """The tokens down to each candidate node, and the node."""
-    tree: Any = draft.topology
-    if isinstance(tree, Topology):
-        tree = tree.tensors(len(draft.tokens), CPU)
-    tokens, found = draft.tokens[row].tolist(), {}
-    for node in range(1, len(tree)):
-        path = [k for k in range(1, len(tree)) if tree.ancestors[row, node, k]]
-        if path and tokens[node - 1] >= 0:
-            found[tuple(tokens[k - 1] for k in path)] = node
-    return found
 
 
 def table(rows: int, vocab: int, seed: int = 0, ties: bool = False) -> Tensor:

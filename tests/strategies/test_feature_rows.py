@@ -64,9 +64,9 @@ def booked(model: PreTrainedModel, strategy: Strategy, rows: int, **options: Any
     "make, sample",
     [
         (lambda: an_eagle(tree="dynamic", length=3, nodes=40, children=32, beam=4), True),
-        (lambda: an_eagle(tree="none", length=3), False),
+        pytest.param(lambda: an_eagle(tree="none", length=3), False, marks=pytest.mark.slow),
         (a_merged, False),
-        pytest.param(an_mtp, False, marks=needs_mtp),
+        pytest.param(an_mtp, False, marks=[needs_mtp, pytest.mark.slow]),
         pytest.param(lambda: an_mtp(tree="dynamic"), True, marks=needs_mtp),
         (a_dflash, False),
         (lambda: a_dflash(tree="static", nodes=40, children=24), True),

@@ -229,18 +229,10 @@ def test_the_token_after_a_full_match_is_never_lost():
         assert emitted[0] == accepted[0] + 1
 
 
-def test_sampling_depends_on_the_seed_alone():
-    model, inputs = enabled("gpt2"), prompts(3)
-    plain = decode(model, inputs, "autoregressive", max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
-    out = decode(model, inputs, Lookahead(), max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
-    assert_same_tokens(model, inputs, plain.sequences, out.sequences, "sampled")
-    assert out.report.mean_accepted_length > 1.2
-
-
 def test_window_alone_finds_ngrams():
     """Neither prompt nor output feed the pool: what is accepted comes from the Jacobi iteration."""
     strategy = Lookahead(window=6, ngram=3, candidates=3, seed_from_prompt=False, keep_output=False)
-    out = decode(enabled("gpt2"), prompts(1), strategy, max_new_tokens=120, decoders_config=EAGER)
+    out = decode(enabled("gpt2"), prompts(1), strategy, max_new_tokens=60, decoders_config=EAGER)
     assert out.report.mean_accepted_length > 1.5
 
 
@@ -264,15 +256,6 @@ def test_report_counts_candidates_and_not_the_window():
                     decoders_config=EAGER).report  # fmt: skip
     assert report.nodes == 20
     assert report.accepted < report.drafted <= 2 * report.steps
-
-
-def test_merged_with_prompt_lookup():
-    model, inputs = enabled("gpt2"), prompts(3)
-    options = dict(max_new_tokens=NEW, decoders_config=EAGER)
-    expected = decode(model, inputs, max_new_tokens=NEW).sequences
-    out = decode(model, inputs, "lookahead+prompt_lookup", **options)
-    assert_same_tokens(model, inputs, expected, out.sequences, "lookahead+prompt_lookup")
-    assert out.report.steps <= decode(model, inputs, Lookahead(), **options).report.steps
 
 
 def test_merged_budget_may_cut_candidates_but_not_the_window():

@@ -45,44 +45,10 @@ def after(pool: torch.Tensor, *ngrams: Ngram, per_key: int = 2) -> torch.Tensor:
 A, B, C, D = (1, 10, 11), (1, 20, 21), (1, 30, 31), (2, 40, 41)
 
 
-def test_the_most_recent_comes_first():
-    pool = after(after(made([A]), D), B)
-    assert entries(pool) == [B, D, A]
-    assert recall(pool, torch.tensor([[1]]), 2).tolist() == [[[20, 21], [10, 11]]]
-
-
-def test_what_is_not_there_is_no_draft_token():
-    pool = made([A])
-    assert recall(pool, torch.tensor([[1]]), 2).tolist() == [[[10, 11], [-1, -1]]]
-    assert recall(pool, torch.tensor([[7]]), 2).tolist() == [[[-1, -1], [-1, -1]]]
-
-
-def test_an_ngram_seen_again_moves_to_the_front_and_is_not_doubled():
-    assert entries(after(made([D, A]), A)) == [A, D]
-    assert entries(after(made([B, D, A]), A, A)) == [A, B, D]
-
-
-def test_the_oldest_of_a_key_goes_when_there_are_too_many():
-    assert entries(after(made([A, D, B]), C)) == [C, A, D]
-
-
-def test_seeing_one_again_pushes_none_of_its_key_out():
-    assert entries(after(made([A, B]), B)) == [B, A]
-
-
-def test_the_oldest_of_all_goes_when_the_pool_is_full():
-    pool = made([(5, 0, 0), (6, 0, 0), (7, 0, 0), (8, 0, 0)])
-    assert entries(after(pool, A, D)) == [A, D, (5, 0, 0), (6, 0, 0)]
-
-
 def test_invalid_ngrams_are_ignored():
     new = tensor([A, B, A])
     assert entries(remember(made([D]), new, torch.tensor([[False, True, True]]), 2)) == [B, A, D]
     assert entries(make_pool(new, torch.tensor([[False, False, False]]), 2, 4)) == []
-
-
-def test_a_pool_smaller_than_what_comes_keeps_the_most_recent():
-    assert entries(made([A, D, B], capacity=2)) == [A, D]
 
 
 ngrams = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=6)

@@ -24,7 +24,7 @@ from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import WINDOW, Architecture
 from decoders.testing.spy import Spy
 
-from .conftest import of_shapes
+from .conftest import of_shapes, paths_of
 
 modeling = pytest.importorskip("transformers.modeling_layers")
 if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
@@ -118,20 +118,10 @@ def test_a_tree_holds_the_chain_and_other_continuations() -> None:
         out = decode(model, inputs, spy, max_new_tokens=16)
         assert torch.equal(out.sequences, chain.sequences)
         assert out.report.steps <= chain.report.steps
-        first = spy.seen[0].draft
         for row in range(2):
             length = spy.seen[0].lengths[row]
             text = out.sequences[row, inputs["input_ids"].shape[1] - length :][:length]
-            tree = first.topology if settings["tree"] == "dynamic" else first.topology.tensors(2, torch.device("cpu"))
-            paths = {
-                tuple(
-                    first.tokens[row, node - 1].item()
-                    for node in range(1, len(tree))
-                    if tree.ancestors[row, leaf, node]
-                )
-                for leaf in range(1, len(tree))
-            }
-            assert tuple(drafted_by_transformers(model, text)) in paths
+            assert tuple(drafted_by_transformers(model, text)) in paths_of(spy.seen[0].draft, row)
 
 
 def test_tokens_that_others_have_drafted_leave_no_hole() -> None:

@@ -49,48 +49,16 @@ def test_proposals_equal_a_search_in_plain_python(rows, longest, data, count, br
     assert proposed == [look_up(row, longest, shortest, count, branches) for row in rows]
 
 
-@given(st.lists(texts, min_size=2, max_size=4))
-def test_rows_do_not_see_each_other(rows):
-    together = propose(rows, 3, 1, 5, 2)
-    assert together == [propose([row], 3, 1, 5, 2)[0] for row in rows]
-
-
-def test_longest_match_beats_the_most_recent():
-    #     match of two        match of one   suffix
-    text = [1, 2, 50, 51, 52, 9, 2, 60, 61, 1, 2]
-    assert propose([text], 3, 1, 3, 1) == [[[50, 51, 52]]]
-
-
-def test_most_recent_of_equal_matches_wins():
-    assert propose([[1, 50, 7, 1, 60, 7, 1]], 1, 1, 2, 1) == [[[60, 7]]]
-
-
-def test_suffix_shorter_than_the_minimum_is_no_match():
-    assert propose([[1, 50, 7, 1]], 3, 2, 2, 1) == [[[-1, -1]]]
-
-
-def test_text_without_repetition_gets_no_draft_token():
-    assert propose([[1, 2, 3, 4]], 3, 1, 4, 2) == [[[-1] * 4, [-1] * 4]]
-
-
-def test_single_token_gets_no_draft_token():
-    assert propose([[5]], 3, 1, 2, 1) == [[[-1, -1]]]
-
-
-@pytest.mark.parametrize("period", [1, 2, 3, 5])
-def test_loop_is_continued_beyond_the_end_of_the_text(period):
-    loop = list(range(10, 10 + period))
-    text = [1, 2, 3] + loop * 4
-    assert propose([text], 3, 1, 12, 1)[0][0] == (loop * 12)[:12]
-
-
-def test_branches_begin_differently():
-    text = [1, 50, 51, 1, 60, 61, 1, 50, 52, 1]
-    assert propose([text], 1, 1, 2, 3) == [[[50, 52], [60, 61], [-1, -1]]]
-
-
-def test_nothing_behind_the_end_of_a_row_is_read():
-    assert propose([[1, 2, 3, 1]], 3, 1, 6, 2, junk=1) == propose([[1, 2, 3, 1]], 3, 1, 6, 2, junk=7)
+@pytest.mark.parametrize(
+    "text, arguments, proposed",
+    [
+        pytest.param([1, 2, 50, 51, 52, 9, 2, 60, 61, 1, 2], (3, 1, 3, 1), [[50, 51, 52]], id="longest before latest"),
+        pytest.param([1, 50, 51, 1, 60, 61, 1, 50, 52, 1], (1, 1, 2, 3), [[50, 52], [60, 61], [-1, -1]], id="branches"),
+        pytest.param([9, 1, 2, 3, 1, 2, 3], (3, 1, 8, 1), [[1, 2, 3, 1, 2, 3, 1, 2]], id="a loop goes on"),
+    ],
+)
+def test_proposals_by_example(text, arguments, proposed):
+    assert propose([text], *arguments) == [proposed]
 
 
 def test_minimum_above_the_maximum_is_refused():

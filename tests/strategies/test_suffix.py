@@ -188,13 +188,3 @@ def test_it_drafts_for_a_draft_model_whose_text_is_taken_back(sampling):
         ids, strategy="staged", strategy_config={"stage": "suffix"}, assistant_model=tiny_draft("llama"), **options
     )
     assert staged.tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("strategy", ["suffix+speculative", "speculative+suffix", "suffix+lookahead"])
-def test_merged_with_other_drafters_the_text_is_the_same(strategy):
-    model = enable(tiny_model("llama"))
-    ids = torch.randint(5, 90, (3, 12), generator=torch.Generator().manual_seed(4))
-    options = dict(max_new_tokens=24, decoders_config={"compile": False}, do_sample=True, seed=5)
-    draft = {"assistant_model": tiny_draft("llama")} if "speculative" in strategy else {}
-    plain = model.generate(ids, strategy="autoregressive", **options)
-    assert model.generate(ids, strategy=strategy, **draft, **options).tolist() == plain.tolist()

@@ -34,7 +34,7 @@ class Seat:
         chunks: the prompt as its strategy is shown it before the first step, if it reads prompts; without logits, which are large.
         weights: those that its prompt is read with, None before that has begun.
         row: of the batch; None while the prompt is read.
-        turns: passes over its prompt, counted on from the fewest of those that were waiting when it came. The fewest are next.
+        turns: passes over its prompt so far; a new request begins with the fewest of those that wait. Fewest turns are served first.
     """
 
     member: RequestOutput
@@ -76,8 +76,8 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """A free place: that which holds most of the prompt, or else the one that was used least recently. What else it holds is
-        given up: it need not be carried along where rows move.
+        """A free place: the one whose text shares most with the prompt, else the least recently used. The rest of its text is
+        dropped, so that moving rows does not copy it.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
@@ -96,14 +96,14 @@ class Admission:
 
     @property
     def mixes(self) -> bool:
-        """Whether a step reads a piece of a prompt in its own pass, so that no row waits for a pass over prompts."""
+        """Whether steps read pieces of prompts in their own passes (chunked prefill), so that no row waits for a prefill."""
         batch = self.batch
         return not batch.request.strategy.reads_prompt and batch.forward_pass.mixes(
             self._rows, single=batch.blocks.single
         )
 
     def read(self, pause: float) -> None:
-        """Reads prompts, pass by pass in turns: for about `pause` seconds, at least one pass; all of them where no row waits."""
+        """Prefills waiting prompts in turns, for about `pause` seconds and at least one pass; to the end where no row waits."""
         begun, first = time.perf_counter(), True
         while seat := self._next(pause, together=True):
             started = time.perf_counter()
@@ -119,7 +119,7 @@ class Admission:
                 self.batch.forward_pass.book_mixed(spent, self._rows, single=self.batch.blocks.single)
 
     def _pass(self, seats: list[Seat]) -> None:
-        """The next pass of prompts whose places lie side by side, and which are read alike."""
+        """One pass over the next chunk of several prompts, whose places lie side by side."""
         done, count = seats[0].to_read[0]
         starts = [seat.plan.starts[0] for seat in seats if seat.plan is not None]
         for seat in seats:
@@ -128,7 +128,7 @@ class Admission:
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
-        """The request whose prompt the next step reads from, the first slot of that piece, and its tokens."""
+        """What the next step reads of a prompt: the request, the piece's first slot, and its number of tokens."""
         if (seat := self._next(pause)) is None:
             return None
         assert seat.plan is not None
@@ -137,12 +137,12 @@ class Admission:
         return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Notes what a pass, or a step's part of one, has spent on so many tokens, a piece of this seat's prompt among them."""
+        """Books the seconds of a pass over `count` tokens, some of them this seat's prompt."""
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
     def _next(self, pause: float, together: bool = False) -> Seat | None:
-        """Of the requests with passes to come, the one that has had the fewest; the first of equals.
+        """The waiting request whose prompt has had the fewest passes; the first of equals.
 
         Args:
             together: whether prompts may share passes.
@@ -158,15 +158,15 @@ class Admission:
         return None
 
     def _read_alike(self, seat: Seat) -> list[Seat]:
-        """The seats whose next pass is that of `seat`, it among them."""
+        """The seats that can share the next pass of `seat`, itself included."""
         following = seat.to_read[0]
         return self._beside(seat, lambda other: other.to_read[:1] == [following], lambda other: following[1])
 
     def _companions(self, seat: Seat) -> list[Seat]:
-        """The seats whose prompts are read in the same passes as that of `seat`, it among them.
+        """The seats whose prompts are prefilled in the same passes as that of `seat`, itself included.
 
-        A pass over a short prompt takes little less time than one over several. Their lengths are within a factor of two, and less
-        than half of them is the same text: that is copied, once it is read.
+        A pass over one short prompt takes nearly as long as one over several. Their lengths are within a factor of two. Prompts that
+        share more than half of their text are not read together: there the common part is read once and copied.
         """
         own, prompt = KeptText(seat.prompt.cpu(), salt=seat.salt), seat.prompt
 
@@ -179,10 +179,10 @@ class Admission:
         return self._beside(seat, fits, lambda other: len(other.prompt))
 
     def _beside(self, seat: Seat, fits: Callable[[Seat], bool], tokens: Callable[[Seat], int]) -> list[Seat]:
-        """`seat` and the waiting ones around it that `fits`, in places that lie side by side, in their order.
+        """`seat` and the waiting seats in adjacent places for which `fits` holds, in the order of places.
 
         Args:
-            tokens: of each that one pass reads at most, all together :data:`SHARED_PASS`.
+            tokens: most tokens of a seat that one pass reads; all together are at most :data:`SHARED_PASS`.
         """
         target = self.pool.target
         if target.recurrent or target.static or self.batch.request.strategy.reads_prompt:
@@ -198,7 +198,7 @@ class Admission:
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
     def _start_reading(self, seats: list[Seat], pause: float) -> None:
-        """Puts prompts in their places with what any other place holds of them, and says in which passes the rest is read."""
+        """Puts prompts in their places, copies the prefixes that other places hold, and plans the passes over the rest."""
         kept = []
         for seat in seats:
             request = seat.member.request
@@ -218,7 +218,7 @@ class Admission:
             seat.member.report.reused = [start]
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """Runs a pass; for a strategy that reads prompts, the results are kept to be shown."""
+        """The function that runs a pass. For a strategy that reads prompts it keeps the results, which are shown later."""
         if not seat.member.request.strategy.reads_prompt:
             return self.batch.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
@@ -229,7 +229,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """What every place holds, those in use included; the place of `seat` holds what was there before."""
+        """The text in every place, used or free; in the place of `seat` it is the one that was there before."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:
@@ -237,7 +237,7 @@ class Admission:
         return [(self.pool, place, text) for place, text in enumerate(texts)]
 
     def held(self, seat: Seat) -> KeptText:
-        """The text whose keys and values are in a seat's slots; nothing if weights were written to since it came."""
+        """The text whose keys and values are in a seat's slots; none if the weights have changed since."""
         if seat.weights is not None and seat.weights is not self.pool.target.weights:
             return NOTHING
         if seat.row is not None:

@@ -109,14 +109,14 @@ class Batch(Roster):
             strategy.prefill(self.state, chunk)
 
     def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: list[int]) -> bool:
-        """Makes the rows those of `members`, with their tokens, keys and values in the session already, and tells the strategy.
+        """Makes the rows those of `members`, whose tokens, keys and values are in the session, and starts or rebatches the strategy.
 
         Args:
             request: what they have in common.
             sources: which row of the batch before each row is, -1 for one that is new.
 
         Returns:
-            whether the strategy has begun anew.
+            whether the strategy was started again.
         """
         strategy, same = request.strategy, self.arranged and request.plan == self.request.plan
         self.request, self.members[:], self.width, self.arranged = request, members, len(sources), True
@@ -160,13 +160,13 @@ class Batch(Roster):
         return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
 
     def finish(self, cause: BaseException | None = None) -> None:
-        """Tells the strategy that its state is given up. cause: see :func:`~decoders.strategy.finish_all`."""
+        """Calls the strategy's `finish`, if it has started. cause: see :func:`~decoders.strategy.finish_all`."""
         if self._started:
             self._started = False
             finish_all([(self.request.strategy, self.state)], cause)
 
     def fit_blocks(self) -> None:
-        """Says how blocks are padded, by what the next pass runs as. Budgets depend on it: a strategy starts with it."""
+        """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so it comes before `start`."""
         self.forward_pass.fit(self.blocks, self.row_count)
         # Text that is run in front of a block is a multiple of nodes, and then the block is one as well.
         if self.pending:
@@ -179,7 +179,7 @@ class Batch(Roster):
         return target, self.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
-        """Notes the time of a replayed step with all whose passes it may hold: once it was long enough, they are compiled."""
+        """Books the time of a replayed step with every model whose passes it may hold: after enough of it they are compiled."""
         share = seconds / (1 + len(self.drafters))
         self.forward_pass.book_replay(share, self.width)
         for drafter in self.drafters:
@@ -226,7 +226,7 @@ class Batch(Roster):
         return draft
 
     def raise_faults(self, wait: bool) -> None:
-        """Raises what hooks did wrong as far as the device saw it; without `wait` only where looking is no waiting."""
+        """Raises the faults of hooks that the device has noted; without `wait` only where reading them does not wait."""
         if not self.may_err or (self.target.static and not wait):
             return
         guard.raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")

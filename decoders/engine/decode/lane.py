@@ -71,7 +71,7 @@ class Lane:
 
     @property
     def free(self) -> int:
-        """How many more requests can come."""
+        """How many more requests the lane takes."""
         return self.capacity - len(self.seats)
 
     @property
@@ -104,9 +104,9 @@ class Lane:
         return member
 
     def advance(self, pause: float) -> list[RequestOutput]:
-        """Reads prompts for about `pause` seconds, makes one step, and gives those that have ended; an error is theirs.
+        """Reads prompts for about `pause` seconds, makes one step, and returns the requests that have ended, some with an error.
 
-        What belongs to all, a strategy that raises, say, is raised.
+        An error that concerns all of them, such as one of the strategy, is raised.
         """
         with self._running():
             if self.template.runtime.compile is True and not self.batch.arranged:
@@ -141,7 +141,7 @@ class Lane:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """The model is this lane's for a step; calls take turns with it."""
+        """Holds the model's lock for a step of this lane; calls wait meanwhile, and the lane waits for them."""
         batch = self.batch
         with (
             self.engine.decoding(),
@@ -150,7 +150,7 @@ class Lane:
             yield
 
     def _join(self) -> None:
-        """Those whose prompts are read join the batch, in the rows of those that have left it if there are any."""
+        """Requests whose prompts are read join the batch, if possible in rows that others have left."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
         if rows != self.rows:
             self._rebatch(rows)
@@ -176,7 +176,7 @@ class Lane:
         self.admission.was_read(seat, batch.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
-        """Those that have ended, or whose grammar failed, leave; their rows go before the next step, in which others may have them."""
+        """Removes the requests that have ended or whose grammar failed. Others may have their rows from the next step on."""
         guide = self.batch.guide
         if isinstance(guide, HostGuide):
             for row, error in guide.faults.items():
@@ -201,7 +201,7 @@ class Lane:
             self._rebatch([])
 
     def _rebatch(self, seats: list[Seat]) -> None:
-        """Makes `seats` the rows of the batch, in this order, and shows its strategy the prompts of the new ones."""
+        """Makes `seats` the rows of the batch, in this order, and shows its strategy the prompts of new rows."""
         batch, pool, device = self.batch, self.pool, self.engine.target.device
         texts = [seat.member.text(0) for seat in seats]
         self._bring(seats)
@@ -235,20 +235,20 @@ class Lane:
             self._show_prompts(anew and any(source >= 0 for source in sources))
 
     def _bring(self, seats: list[Seat]) -> None:
-        """Brings what belongs to `seats` to the first places of the pool, in this order."""
+        """Moves keys, values and tokens of `seats` to the first places of the pool, in this order."""
         beside = {seat.place: self._held(seat) for seat in self.seats if seat not in seats}
         places = self.pool.reorder([seat.place for seat in seats], [self._held(seat) for seat in seats], beside)
         for seat in self.seats:
             seat.place = places.get(seat.place, seat.place)
 
     def _held(self, seat: Seat) -> int:
-        """Slots of a seat that must not be lost; before it is read these are what an earlier text has left there."""
+        """How many slots of a seat are in use; before its prompt is read they hold an earlier text."""
         if seat.row is not None:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
     def _show_prompts(self, anew: bool) -> None:
-        """Shows the strategy what was read of the prompts of new rows; `anew`, with a new state, the texts of all rows."""
+        """Shows the strategy the prompts of new rows; with `anew`, after it has started again, the texts of all rows."""
         batch = self.batch
         if anew:
             batch.read_prompts(batch.lengths, [0] * batch.width)
@@ -261,7 +261,7 @@ class Lane:
 
 
 def in_place(seats: list[Seat]) -> list[Seat]:
-    """`seats` as rows of a batch, with those whose place is a row of it there: what they hold need not be moved."""
+    """`seats` in the order of rows: a seat whose place is one of these rows keeps it, so that nothing is moved."""
     by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
     return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]

@@ -21,8 +21,7 @@ from ...verifiers.verifier import Verifier
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
-from .criteria import Criteria, CriteriaRun, Outcome
-from .host_processors import PaddedRows, Processors
+from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

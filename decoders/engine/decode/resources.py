@@ -40,7 +40,7 @@ class CallResources:
         self._measured = self._measured_rows = False
 
     def close(self) -> None:
-        """Gives back what the strategy has opened; it may open more afterwards."""
+        """Closes what the strategy has opened; it may open more afterwards."""
         self._stack.close()
         self.drafters.clear()
         self.modules.clear()
@@ -79,7 +79,7 @@ class CallResources:
         return max(self.batch.longest if self.batch.target.static else max(self.batch.lengths), self.batch.rows.slots)
 
     def rebatch(self, sources: Sequence[int]) -> Context:
-        """Tells what is open which rows there are now, and gives the strategy's new context.
+        """Rebatches open draft models and modules, and returns the strategy's new context.
 
         Args:
             sources: which row of the batch before each row is, -1 for one that is new.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,22 +17,6 @@ from .grammar.guide import Guide
 from .request import Request, RequestOutput, empty_report
 from .rows import Rows
 from .session import Session
-
-
-class Verifies(Protocol):
-    """A model that is drafted for: the target with its batch, or a draft model that has a drafter of its own."""
-
-    @property
-    def longest(self) -> int:
-        """Most tokens that a row can have."""
-
-    @property
-    def blocks(self) -> Blocks:
-        """The sizes of the blocks in which it verifies."""
-
-    @property
-    def guide(self) -> Guide | None:
-        """Where its rows stand in their grammars."""
 
 
 class Roster:

@@ -19,7 +19,7 @@ from ..model.blocks import NodeBlock
 from ..model.recordings import Recordings
 from ..model.target import ForwardResult
 from .core import Core, StepOutput
-from .host_processors import NOT_REACHED, choose_along_path
+from .criteria import NOT_REACHED, choose_along_path
 from .request import Request, RequestOutput
 from .rows import Fault, Rows
 from .step import Parts, forward_verify_commit
@@ -75,6 +75,8 @@ class Judging:
         scores = left.dense()
         vocab, dtype = scores.shape[-1], scores.dtype
         target = scores.softmax(-1) if plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
+        replacements = block.masks.replacements if block.masks is not None else None
+        target = target if replacements is None else replacements.moved(target)
         drafted = one_hot(nodes[:, 1:], vocab, dtype) if drawn_from is None else drawn_from.softmax(-1)
         judged = Block(nodes, tree, target, drafted, siblings)
         outcomes = self.verifier.outcomes(judged)
@@ -85,7 +87,8 @@ class Judging:
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
         accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
-        chosen = torch.nn.functional.pad(left.choose(plan, rows.sampling, positions), (0, 1))
+        drawn = left.choose(plan, rows.sampling, positions)
+        chosen = torch.nn.functional.pad(drawn if replacements is None else replacements.of(drawn), (0, 1))
         chosen = chosen.scatter(1, torch.where(accepted, tree.parents, len(tree)), nodes)[:, :-1]
         chosen = chosen.scatter(1, end, last[:, None])
         return Verdict(chosen, scores if plan.keep_scores else None, acceptance)
@@ -111,7 +114,9 @@ class Processing:
         if len(self.members) == 1 and self.members[0][0].request is self.request:
             member, processors = self.members[0][0], self.request.processors
             assert processors is not None
-            chosen, scores, most = choose_along_path(nodes, tree, logits, rows, member.padded_rows, processors, plan)
+            chosen, scores, most = choose_along_path(
+                nodes, tree, logits, rows, member.padded_rows, processors, plan, block.masks
+            )
             return Verdict(chosen, scores if keeps else None, most=most)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
         scores, most = torch.zeros_like(logits), torch.zeros_like(rows.length)
@@ -122,7 +127,8 @@ class Processing:
                 continue
             try:
                 chosen[own], scores[own], most[own] = choose_along_path(
-                    nodes[own], tree.of_rows(first, end), logits[own], rows.of_rows(first, end), member.padded_rows, processors, plan
+                    nodes[own], tree.of_rows(first, end), logits[own], rows.of_rows(first, end), member.padded_rows, processors, plan,
+                    block.masks and block.masks.of_rows(first, end),
                 )  # fmt: skip
             except Exception as error:
                 member.error = error

@@ -257,7 +257,7 @@ class Session:
         return where
 
     def keep(self, lengths: list[int]) -> None:
-        """Notes that the first so many tokens of each row, from the first row on, have their keys and values in their slots."""
+        """Keeps the first `lengths[i]` tokens of each row as its text, whose keys and values are in its slots."""
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):
@@ -271,7 +271,7 @@ class Session:
         return KeptText(text, whole=True, salt=salt) if int(states.reached[row]) == len(text) else NOTHING
 
     def cut(self, row: int, count: int) -> None:
-        """Gives up what a row holds behind the first `count` tokens of its text."""
+        """Cuts the text of a row to its first `count` tokens."""
         text = self.texts[row]
         if count < len(text.tokens):
             self.texts[row] = NOTHING if text.whole else KeptText(text.tokens[:count], salt=text.salt)
@@ -280,7 +280,7 @@ class Session:
         self.texts[row] = NOTHING
 
     def forget(self) -> None:
-        """Notes that the slots hold nothing of use."""
+        """Drops the texts of all rows."""
         self.texts = [NOTHING] * self.batch
 
 

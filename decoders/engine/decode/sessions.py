@@ -84,12 +84,12 @@ class Sessions:
             del self._free[: -self.kept]
 
     def forget(self) -> None:
-        """Weights have changed: nothing that is kept is theirs."""
+        """Drops all texts: they were computed with other weights."""
         for session in self._free:
             session.forget()
 
     def forget_recordings(self) -> None:
-        """Weights are elsewhere: what was recorded reads where they were."""
+        """Drops all recordings: they read weights where these no longer are."""
         for recordings in self._recordings:
             recordings.clear()
 
@@ -100,8 +100,8 @@ class Sessions:
     def _take(self, texts: list[Tensor], slots: int) -> Session:
         """A free session of the batch's size, or a new one.
 
-        One is taken if what it holds is continued, or if it holds nothing worth keeping; another text's is left alone as
-        long as there is room for one more.
+        A session is taken if the prompts continue its texts, or if it has none. One with other texts is left alone as long as
+        another may be allocated.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
         continued = [_continued(session, texts) for session in fitting]

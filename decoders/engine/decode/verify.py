@@ -138,7 +138,8 @@ def draw_tokens(
     left = candidates(logits, plan, inputs, positions, masks)
     if plan.keep_scores:
         left = left.settled()
-    return left.choose(plan, inputs, positions), left.dense() if plan.keep_scores else None
+    tokens = left.choose(plan, inputs, positions)
+    return tokens if masks is None else masks.written(tokens), left.dense() if plan.keep_scores else None
 
 
 def settle(

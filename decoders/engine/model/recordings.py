@@ -6,8 +6,7 @@ are that run a model: the core of a step, the passes of draft models, the chunks
 A recording reads and writes the tensors that were there when it was made. So its session owns them: rows and cache by itself, and
 all else through :class:`StaticInputs`. A later call copies its own values in and replays.
 
-Everything that touches the device goes through a :class:`~decoders.engine.model.recordings.Recorder`, so that the rest can be
-tested without one.
+Everything that touches the device goes through a :class:`Recorder`, so that the rest can be tested without one.
 """
 
 from __future__ import annotations
@@ -40,26 +39,10 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Recorder(Protocol):
-    """A device that can record. The methods are called within `active`, on one thread at a time."""
-
-    def active(self) -> AbstractContextManager:
-        """Makes the device the current one, with its current stream."""
-
-    def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Runs `body`'s Python once and none of its kernels; its output's tensors are those that replays write to."""
-
-    def pinned(self, like: Tensor) -> Tensor:
-        """Host memory for a copy of `like` that the device writes to by itself."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies in the order of the device's work; the host does not wait."""
-
-    def event(self) -> Event: ...
-
-
-class CudaRecorder:
-    """CUDA graphs on one device, which need not be the current one."""
+class Recorder:
+    """Records CUDA graphs on one device, which need not be the current one. Tests record on the CPU
+    (:class:`~decoders.testing.tape.TapeRecorder`). The methods are called within `active`, on one thread at a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,9 +50,11 @@ class CudaRecorder:
         self._pool: Any = None
 
     def active(self) -> AbstractContextManager:
+        """Makes the device the current one, with its current stream."""
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Runs `body`'s Python once and none of its kernels; its output's tensors are those that replays write to."""
         # Graphs that share memory must have been recorded on one stream.
         self._stream = self._stream or torch.cuda.Stream(self.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -88,9 +73,11 @@ class CudaRecorder:
         return graph, output
 
     def pinned(self, like: Tensor) -> Tensor:
+        """Host memory for a copy of `like` that the device writes to by itself."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies in the order of the device's work; the host does not wait."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> Event:
@@ -99,7 +86,7 @@ class CudaRecorder:
 
 def recorder_of(device: torch.device) -> Recorder | None:
     """What records steps on `device`; None where nothing can be recorded."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+    return Recorder(device) if device.type == "cuda" else None
 
 
 class HostCopies:

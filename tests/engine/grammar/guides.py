@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from decoders.engine.decode.core import StepOutput
+from decoders.sampling.processors import Masks
 from decoders.strategy import Sequences
 
 
@@ -16,6 +17,11 @@ def output(new: list[list[int]], counts: list[int], path: list[list[int]] | None
     path = path if path is not None else [[*range(width)] for _ in new]
     padded = torch.tensor([row + [0] * (width - len(row)) for row in new])
     return StepOutput(nothing, nothing, torch.tensor(path), padded, torch.tensor([counts] * 4), nothing, None, nothing)
+
+
+def allowed_by(masks: Masks, rows: int, nodes: int, vocabulary: int) -> torch.Tensor:
+    """``[B, N, V]`` bool; masks that forbid nothing are not made."""
+    return masks.allow(torch.zeros(rows, nodes, vocabulary)) == 0
 
 
 def sequences(texts: Sequence[Sequence[int]]) -> Sequences:

@@ -21,7 +21,7 @@ from decoders.testing.tape import NoHostReads
 from decoders.testing.toy_grammar import Matched, TokenAutomaton
 from decoders.tree import Topology, TreeTensors
 
-from .guides import output, sequences
+from .guides import allowed_by, output, sequences
 
 CPU = torch.device("cpu")
 STOPS = (3, 40)
@@ -103,7 +103,7 @@ def assert_says_what_the_host_says(data, rows):
         # Draft tokens that go on legally where they can: the host itself says what may follow, level by level.
         draft_tokens = torch.full((len(rows), nodes - 1), -1)
         for node in range(1, nodes):
-            allowed = host.block(draft_tokens, shape)[1].allowed
+            allowed = allowed_by(host.block(draft_tokens, shape)[1], len(rows), nodes, V)
             for row in range(len(rows)):
                 draft_tokens[row, node - 1] = walk(data, allowed[row, max(parents[node], 0)])
         padding = torch.full((len(rows), data.draw(st.integers(0, 2))), -1)
@@ -112,14 +112,15 @@ def assert_says_what_the_host_says(data, rows):
         kept, masks = host.block(draft_tokens, tree)
         with NoHostReads():
             mine, allowed = device.block(draft_tokens, tree, depth)
-        assert torch.equal(kept, mine) and torch.equal(masks.allowed, allowed.allowed)
+        legal = allowed_by(masks, len(rows), kept.shape[1] + 1, V)
+        assert torch.equal(kept, mine) and torch.equal(legal, allowed.allowed)
 
         new, path, counts = [], [], []
         for row in range(len(rows)):
             ends = [n for n in range(nodes) if not n or (parents[n] >= 0 and legal_path(kept[row], shape, n))]
             end = data.draw(st.sampled_from(ends))
             way = [0, *(n for n in shape.path_to(end) if n)]
-            last = walk(data, masks.allowed[row, end], wild=False)
+            last = walk(data, legal[row, end], wild=False)
             got = [*(int(kept[row, n - 1]) for n in way if n), last]
             fill = kept.shape[1] + 1 - len(way)
             path.append(way + [0] * fill)
@@ -131,7 +132,7 @@ def assert_says_what_the_host_says(data, rows):
         with NoHostReads():
             device.commit(output(new, counts, path), torch.tensor(ended))
         device.check()
-    assert torch.equal(host.end().allowed, device.end().allowed)
+    assert torch.equal(allowed_by(host.end(), len(rows), 1, V), device.end().allowed)
 
 
 def legal_path(kept: torch.Tensor, shape: Topology, node: int) -> bool:
@@ -151,11 +152,11 @@ def test_a_draft_runs_ahead_grows_trees_and_is_forgotten(data, rows):
     outer = [HostGuide.of(rows, V, CPU), on_device(rows)]
     both = [guide.ahead() for guide in outer]
     for _ in range(data.draw(st.integers(0, 3))):
-        allowed = both[0].end().allowed
+        allowed = both[1].end().allowed
         tokens = torch.tensor([walk(data, allowed[row, 0]) for row in range(len(rows))]).clamp(min=0)
         for guide in both:
             guide.append(tokens)
-    first = [guide.end().allowed for guide in both]
+    first = [allowed_by(guide.end(), len(rows), 1, V) for guide in both]
     assert torch.equal(*first)
     count, allowed = 1, first[0]
     for _ in range(data.draw(st.integers(0, 3))):
@@ -163,11 +164,11 @@ def test_a_draft_runs_ahead_grows_trees_and_is_forgotten(data, rows):
         parents = torch.tensor([[data.draw(st.integers(0, count - 1)) for _ in range(width)] for _ in rows])
         tokens = torch.tensor([[walk(data, allowed[row, -1]) for _ in range(width)] for row in range(len(rows))])
         before, after = (guide.expand(tokens, parents, count) for guide in both)
-        assert torch.equal(before.allowed, after.allowed)
-        allowed, count = before.allowed, count + width
+        allowed, count = after.allowed, count + width
+        assert torch.equal(allowed_by(before, len(rows), width, V), allowed)
     for guide in both:
         guide.follow()
-    assert torch.equal(both[0].end().allowed, outer[1].end().allowed)
+    assert torch.equal(allowed_by(both[0].end(), len(rows), 1, V), outer[1].end().allowed)
     assert torch.equal(both[1].end().allowed, outer[1].end().allowed)
 
 

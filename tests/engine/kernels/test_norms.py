@@ -59,9 +59,9 @@ def test_a_norm_is_known_by_what_it_computes_and_computed_likewise(name: str, dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_has_the_same_bits_however_many_there_are(dtype: torch.dtype) -> None:
-    x, weight = random(40, 3, 72, dtype=dtype), random(72, dtype=dtype)
+    x, weight = random(20, 2, 72, dtype=dtype), random(72, dtype=dtype)
     whole = rms_norm(x, weight, 1e-6, False, True)
-    for rows in (1, 2, 17, 33):
+    for rows in (1, 2, 17):
         assert torch.equal(rms_norm(x[:rows], weight, 1e-6, False, True), whole[:rows])
     assert torch.equal(rms_norm(x.transpose(0, 1), weight, 1e-6, False, True), whole.transpose(0, 1))
 

@@ -71,12 +71,12 @@ def test_a_product_is_that_of_float64_within_rounding(
 
 @functools.cache
 def product_of_all(dtype: torch.dtype, inputs: int) -> tuple[torch.Tensor, ...]:
-    x, matrix, bias = random(128, inputs, dtype=dtype), random(70, inputs, dtype=dtype, seed=1), random(70, dtype=dtype)
+    x, matrix, bias = random(70, inputs, dtype=dtype), random(70, inputs, dtype=dtype, seed=1), random(70, dtype=dtype)
     return x, matrix, bias, few_rows_linear(x, matrix, bias)
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.integers(1, 128), st.integers(0, 127), st.sampled_from([96, 520]), st.sampled_from(list(DTYPES)))
+@given(st.integers(1, 70), st.integers(0, 69), st.sampled_from([96, 1040]), st.sampled_from(list(DTYPES)[:2]))
 def test_a_row_has_the_same_bits_however_many_there_are(rows: int, first: int, inputs: int, dtype: torch.dtype) -> None:
     x, matrix, bias, whole = product_of_all(dtype, inputs)
     part = slice(first, first + rows)
@@ -171,6 +171,7 @@ def test_what_is_written_into_weights_is_seen_at_once_and_nothing_is_freed() -> 
     assert all(parameter.stride() != (0, 0) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_our_kernel")
 def test_strategies_write_the_same_tokens_in_bfloat16() -> None:
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
@@ -188,7 +189,7 @@ def test_a_setting_gives_exact_products_up(monkeypatch: pytest.MonkeyPatch) -> N
     engine = vars(model)["generate"].engine
     for exact in (False, True):
         settings = AS_IT_IS | {"exact_products": exact}
-        decode(model, prompts(1), "autoregressive", max_new_tokens=1, decoders_config=settings)
+        decode(model, prompts(1, length=3), "autoregressive", max_new_tokens=1, decoders_config=settings)
         target = engine(RuntimeSettings(exact_products=exact)).target
         layers = [module for module in target.model.modules() if isinstance(module, nn.Linear)]
         assert {isinstance(layer, same_bits.FewRowsLinear) for layer in layers} == {exact}

@@ -83,7 +83,7 @@ CASES = {
     "a tree and ragged rows": dict(tree=branching(16, 3), base=[0, 150, 239], view=256, group=3),
     "more nodes than a word has bits": dict(tree=branching(80, 2), base=[3, 130], view=256),
     "a level of a tree, whose others are in the cache": dict(tree=branching(16, 2), base=[7, 100], view=128, queries=5),
-    "a window shorter than the text": dict(tree=branching(16, 2), base=[20, 400], view=448, heads=2, kind=LayerKind(window=37)),
+    "a window shorter than the text": dict(tree=branching(16, 2), base=[20, 200], view=256, heads=2, kind=LayerKind(window=37)),
     "a window shorter than the block": dict(tree=branching(16, 2), base=[20, 200], view=256, kind=LayerKind(window=2)),
     "chunks": dict(tree=branching(16, 2), base=[30, 330], view=384, kind=LayerKind(chunk=33)),
     "capped scores": dict(tree=branching(4, 2), base=[20, 200], view=256, softcap=0.7),
@@ -102,17 +102,32 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+#: Between them they go through every branch of the kernels; interpreted, a case takes most of a second.
+QUICK = (
+    "a tree and ragged rows",
+    "more nodes than a word has bits",
+    "a window shorter than the text",
+    "capped scores",
+    "values narrower than keys",
+    "bfloat16",
+    "text in chunks, with sinks",
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_a_block_attends_as_plain_attention_does(case: dict[str, Any]) -> None:
     check(**case)
 
 
 def test_long_text_is_attended_to_without_splitting_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 2)
-    for kind in (LayerKind(), LayerKind(window=50)):
-        check(causal_block(1, 150, CPU), [30], 256, text=True, group=2, sinks=True, kind=kind)
+    check(causal_block(1, 100, CPU), [30], 192, text=True, group=2, sinks=True, kind=LayerKind(window=50))
 
 
+@pytest.mark.slow
 def test_text_as_a_block_of_nodes_gives_the_same() -> None:
     check(causal_block(2, 40, CPU), [0, 100], 192)
 
@@ -132,10 +147,10 @@ def test_any_tree_over_any_rows_attends_as_plain_attention_does(data: st.DataObj
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_query_has_the_same_bits_whatever_else_is_in_its_block_batch_and_cache(dtype: torch.dtype) -> None:
     base, view = 150, 320
-    query, key, value = made(1, 17, view, group=3, dtype=dtype)
+    query, key, value = made(1, 17, view, group=2, dtype=dtype)
     chain = Topology.chain(16).tensors(1, CPU)
     whole = attend(query, key, value, pack_mask(torch.tensor([base]), chain.offsets, chain.visible))
     for nodes, capacity in ((1, 192), (5, 256)):

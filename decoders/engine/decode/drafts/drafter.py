@@ -21,7 +21,8 @@ from ....tree import TreeTensors
 from ...model.blocks import Blocks
 from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
-from ..roster import Roster, Verifies
+from ..grammar.guide import Guide
+from ..roster import Roster
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
@@ -38,7 +39,7 @@ class ModelDrafter(Drafter):
 
     Args:
         batch: the target's.
-        above: the model that is drafted for.
+        above: the model that is drafted for: the target with its batch, or a draft model that has a drafter of its own.
         stack: closes, when the strategy ends, what is opened here.
         context: of the strategy that drafts with it.
         model: the draft model, or a path to load it from.
@@ -57,7 +58,7 @@ class ModelDrafter(Drafter):
     drafted_by: str | None = None
 
     def __init__(
-        self, batch: Roster, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
+        self, batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
         self.batch, self.above, self.stack, self.level, self.ahead = batch, above, stack, context.level + 1, ahead
@@ -98,11 +99,8 @@ class ModelDrafter(Drafter):
             capacity = row_bucket(batch.capacity, target.static)
             self.session = Session(target, capacity, slots_for(slots, target.static), recordings)
             self._seat(context, [-1] * len(batch.request.prompts))
-        self.guide = above.guide.ahead() if above.guide is not None else None
-        self._begun = self.rows.length.clone()
-        self.reach = max(map(len, batch.request.prompts))
+        self._settle()
         self.counts = DraftCounts(self.level, target.static, target.device, shared)
-        self._drafting = False
         self._deepest = 0
         self.proposed: int | None = None
         self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
@@ -129,7 +127,11 @@ class ModelDrafter(Drafter):
             context: the strategy's new one.
         """
         self._seat(context, rows)
-        self.guide = self.above.guide.ahead() if self.above.guide is not None else None
+        self._settle()
+
+    def _settle(self) -> None:
+        """The rows are those of the batch's request from here on."""
+        self.guide: Guide | None = self.above.guide.ahead() if self.above.guide is not None else None
         self._begun = self.rows.length.clone()
         self.reach = max(map(len, self.batch.request.prompts))
         self._drafting = False

@@ -12,12 +12,13 @@ import torch
 from ....drafting import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stopwatch
+from ....sampling.processors import Masks
 from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
 from ..core import StepOutput
 from ..criteria import Outcome
 from ..guard import untouched
-from ..roster import Roster, Verifies
+from ..roster import Roster
 from ..rows import Rows
 from ..step import Watch, step
 from .drafter import ModelDrafter
@@ -38,8 +39,8 @@ class StagedDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, batch: Roster, above: Verifies, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
-        children: int, strategy: Strategy,
+        self, batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str,
+        ahead: int, children: int, strategy: Strategy,
     ) -> None:  # fmt: skip
         super().__init__(batch, above, stack, context, model, ahead, children)
         if strategy.reads_layers or (strategy.reads_prompt and not strategy.rests):
@@ -137,7 +138,8 @@ class DraftStage:
         if self.drafter.guide is None:
             return block
         draft_tokens, masks = self.drafter.guide.block(block.draft_tokens, draft.topology, draft.levels)
-        return replace(block, draft_tokens=draft_tokens, masks=masks)
+        # Replacements are for what the target draws: the draft model may not have their tokens.
+        return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
 
     def decide(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         """The draft's own :meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
@@ -179,7 +181,7 @@ class StageWatch(Watch):
 
 
 def context_draft(
-    batch: Roster, above: Verifies, stack: ExitStack, context: Context, opened: list[ModelDrafter]
+    batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context` and drafts for `above`; what it opens is listed in `opened`."""
 

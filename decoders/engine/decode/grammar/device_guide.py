@@ -86,10 +86,6 @@ class DeviceAutomaton:
         """Columns of tokens ``[B, n]``; those of negative ones mean nothing."""
         return self.columns[self.grammar[:, None], tokens.clamp(min=0)]
 
-    def state(self, positions: Tensor) -> Tensor:
-        """Numbers of the states at `positions`."""
-        return self.entries[positions]
-
     @cached_property
     def forced(self) -> tuple[Tensor, Tensor, Tensor]:
         """``room``, ``byte`` and ``canonical`` of every state, as :func:`~decoders.engine.decode.grammar.history.spell` wants them."""
@@ -224,7 +220,7 @@ class DeviceGuide(Guide):
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 
     def _masks(self, positions: Tensor) -> Masks:
-        rows = self.automaton.mask_of[self.automaton.state(positions)]
+        rows = self.automaton.mask_of[self.automaton.entries[positions]]
         return Masks(unpack(self.automaton.masks[rows], self.vocabulary))
 
 

@@ -95,13 +95,14 @@ class HostGuide(Guide):
         tokens, illegal = draft_tokens.tolist(), False
         parents = parents_by_row(shape, len(self.texts))
         rows = [[FREE] * (len(tokens[0]) + 1) for _ in self.texts]
+        kinds = [[0] * (len(tokens[0]) + 1) for _ in self.texts]
         for row, text in enumerate(self.texts):
-            start, written, mask, above = self.positions[row], tokens[row], rows[row], parents[row]
+            start, written, mask, kind, above = self.positions[row], tokens[row], rows[row], kinds[row], parents[row]
             if start is None or isinstance(text, FreeText):
                 continue
             reached = [start, *(None for _ in written)]
             with self._of_row(row):
-                mask[0] = text.mask(start)
+                mask[0], kind[0] = text.mask(start), text.kind(start)
                 if self.table.empty(mask[0]):
                     raise GrammarError(NOTHING_ALLOWED.format(row=row))
                 for node in range(1, len(above)):
@@ -112,10 +113,11 @@ class HostGuide(Guide):
                     if position is None:
                         written[node - 1], illegal = -1, True
                     else:
-                        reached[node], mask[node] = position, text.mask(position)
+                        reached[node], mask[node], kind[node] = position, text.mask(position), text.kind(position)
             if row in self.faults:
-                rows[row] = [self._ending(text)] * len(mask)
-        return torch.tensor(tokens, device=draft_tokens.device) if illegal else draft_tokens, self._masks(rows)
+                rows[row], kinds[row] = [self._ending(text)] * len(mask), [0] * len(mask)
+        legal = torch.tensor(tokens, device=draft_tokens.device) if illegal else draft_tokens
+        return legal, Masks(self.table.unpacked(rows), self.table.replacements(kinds))
 
     def end(self) -> Masks:
         self._nodes = [[position] for position in self.positions]
@@ -176,6 +178,8 @@ class HostGuide(Guide):
         if grammar is None or position is None:
             return []
         self._history[row].read(tokens, length, grammar.vocabulary)
+        if (run := text.forced_tokens(position, limit)) is not None:
+            return run
         return self._history[row].spell(text.forced_bytes(position), grammar.vocabulary, grammar.policy, limit)
 
     def _go(self, new: Sequence[Sequence[int]], counts: Sequence[int]) -> None:

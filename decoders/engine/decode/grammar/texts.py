@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
+from ....sampling.processors import Replacements
 
 #: Row of every mask table that allows all tokens.
 FREE = 0
@@ -19,13 +21,20 @@ OPEN = 1 << 25
 
 
 class MaskTable:
-    """The masks of a call: row 0 allows everything, then those of tabulated grammars, then those made step by step."""
+    """The masks of a call: row 0 allows everything, then those of tabulated grammars, then those made step by step.
+
+    Beside them the kinds of replacements, see :class:`~decoders.sampling.processors.Replacements`.
+    """
+
+    _NEVER = torch.iinfo(torch.int64).max
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32)
         self.fixed = self.used = 1
         self._open_rows: set[int] = {FREE}  # of those that stay, which are known to allow something
+        self._kinds: dict[int, tuple[int, Mapping[int, int]]] = {}
+        self._replaced = torch.empty(2, 0, dtype=torch.int64)
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
@@ -58,8 +67,35 @@ class MaskTable:
         """Gives back all rows that were handed out singly."""
         self.used = self.fixed
 
-    def unpacked(self, rows: list[list[int]]) -> Tensor:
-        """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device."""
+    def kind(self, replaced: Mapping[int, int]) -> int:
+        """The kind of nodes at which tokens are `replaced`; 0 where none is. The mapping must not change."""
+        if not replaced:
+            return 0
+        if id(replaced) not in self._kinds:
+            self._kinds[id(replaced)] = len(self._kinds) + 1, replaced
+            keys = {
+                kind * self.vocabulary + drawn: written
+                for kind, mapping in self._kinds.values()
+                for drawn, written in mapping.items()
+            }
+            ordered = sorted(keys)
+            # Few sizes: what records steps does so for each.
+            ordered += [self._NEVER] * ((1 << max(len(ordered) - 1, 63).bit_length()) - len(ordered))
+            tokens = [keys.get(key, 0) for key in ordered]
+            self._replaced = torch.tensor([ordered, tokens], device=self.device)
+        return self._kinds[id(replaced)][0]
+
+    def replacements(self, kinds: list[list[int]]) -> Replacements | None:
+        """What is written at nodes of `kinds` (``B`` lists of ``N``) instead of what is drawn."""
+        if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
+            return None
+        keys, tokens = self._replaced.unbind(0)
+        return Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
+
+    def unpacked(self, rows: list[list[int]]) -> Tensor | None:
+        """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device; on the CPU None if all are free."""
+        if self.device.type == "cpu" and not any(map(any, rows)):
+            return None
         if self.device.type != "cpu":  # an eighth of the bytes to send
             words = self.words[rows].pin_memory() if self.device.type == "cuda" else self.words[rows]
             return unpack(words.to(self.device, non_blocking=True), self.vocabulary)
@@ -102,13 +138,21 @@ class Text(ABC):
     def mask(self, position: Any) -> int:
         """The row of the table that says what may follow."""
 
-    @abstractmethod
+    def kind(self, position: Any) -> int:
+        """What is written there instead of some tokens: a kind of the table."""
+        return 0
+
     def settle(self, position: Any) -> Any:
         """`position` is committed: nothing before it is asked for again. Returns how it is called from now on."""
+        return position
 
     @abstractmethod
     def forced_bytes(self, position: Any) -> bytes:
         """The bytes that must come next."""
+
+    def forced_tokens(self, position: Any, limit: int) -> list[int] | None:
+        """The tokens that must come next; None where :meth:`forced_bytes` says all."""
+        return None
 
 
 class FreeText(Text):
@@ -122,9 +166,6 @@ class FreeText(Text):
 
     def mask(self, position: Any) -> int:
         return FREE
-
-    def settle(self, position: Any) -> Any:
-        return position
 
     def forced_bytes(self, position: Any) -> bytes:
         return b""
@@ -147,9 +188,6 @@ class TabulatedText(Text):
     def mask(self, position: int) -> int:
         return self.shift + self.grammar.mask_rows[position]
 
-    def settle(self, position: int) -> int:
-        return position
-
     def forced_bytes(self, position: int) -> bytes:
         return self.grammar.forced_bytes(position)
 
@@ -161,6 +199,7 @@ class MatchedText(Text):
         self.grammar, self.matcher, self.table = grammar, grammar.start(), table
         self.position: tuple[int, ...] = ()
         self.known: dict[tuple[int, ...], int] = {}
+        self.kinds: dict[tuple[int, ...], int] = {}  # of free text
 
     begin = ()
 
@@ -172,19 +211,33 @@ class MatchedText(Text):
         row = self.known.get(position)
         if row is None:
             self._go(position)
-            row = self.known[position] = self.table.new()
-            self.matcher.fill_mask(self.table.words[row])
+            replaced = self.matcher.replacements()
+            if replaced is None:
+                row = self.table.new()
+                self.matcher.fill_mask(self.table.words[row])
+            else:
+                row, self.kinds[position] = FREE, self.table.kind(replaced)
+            self.known[position] = row
         return row
+
+    def kind(self, position: tuple[int, ...]) -> int:
+        self.mask(position)
+        return self.kinds.get(position, 0)
 
     def settle(self, position: tuple[int, ...]) -> tuple[int, ...]:
         self._go(position)
         self.position = ()
         self.known.clear()
+        self.kinds.clear()
         return ()
 
     def forced_bytes(self, position: tuple[int, ...]) -> bytes:
         self._go(position)
         return self.matcher.forced_bytes()
+
+    def forced_tokens(self, position: tuple[int, ...], limit: int) -> list[int] | None:
+        self._go(position)
+        return self.matcher.forced_tokens(limit)
 
     def _go(self, position: tuple[int, ...]) -> bool:
         """Brings the matcher to `position`, or as near as is legal."""

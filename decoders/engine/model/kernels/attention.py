@@ -115,20 +115,13 @@ def attend(
 
 
 def kernel_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Same contract as :func:`decoders.engine.model.attention.tree_attention`, with a mask of :func:`pack_mask`."""
-    refuse_position_bias(module, kwargs)
-    return attend(query, key, value, attention_mask, s_aux, kind_of(module), scaling, softcap), None
+    refuse_position_bias(module, given)
+    sinks, softcap = given.get("s_aux"), given.get("softcap")
+    return attend(query, key, value, attention_mask, sinks, kind_of(module), scaling, softcap), None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""Markers, and the automaton that finds them in free text (Aho and Corasick 1975).
+
+Its alphabet has the bytes of text, and one symbol for each token that is no text: special tokens are never spelt in others. So
+a marker of text is found in whatever tokens it is written, also where it begins or ends within one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import GrammarError, shortened
+from ..vocabulary import Vocabulary
+
+#: Symbols below are bytes; ``TOKEN + t`` is token ``t``.
+TOKEN = 256
+
+Symbols = tuple[int, ...]
+
+
+def symbols_of(marker: str | int, vocabulary: Vocabulary) -> Symbols:
+    """`marker`, a text or the id of a token, in symbols. Names of special tokens in a text stand for these tokens.
+
+    Raises:
+        GrammarError: there is no such token.
+    """
+    if isinstance(marker, int):
+        if not 0 <= marker < len(vocabulary):
+            raise GrammarError(
+                f"marker {marker}: there is no such token, ids go from 0 to {len(vocabulary) - 1}", "marker"
+            )
+        return (TOKEN + marker,)
+    special = vocabulary.special
+    if not special:
+        return tuple(marker.encode())
+    parts = re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", marker)
+    return tuple(
+        symbol for part in parts for symbol in ((TOKEN + special[part],) if part in special else part.encode())
+    )
+
+
+def shown(symbols: Sequence[int], vocabulary: Vocabulary) -> str:
+    """`symbols` as text, for messages."""
+    names = {token: name for name, token in vocabulary.special.items()}
+    parts = (
+        bytes([s]) if s < TOKEN else (vocabulary.tokens[s - TOKEN] or names.get(s - TOKEN, f"<{s - TOKEN}>").encode())
+        for s in symbols
+    )
+    return b"".join(part if isinstance(part, bytes) else part.encode() for part in parts).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a token does to free text.
+
+    Attributes:
+        node: how much of which marker the text ends with; where a marker is complete, of no use.
+        marker: number of the marker that the token completes, None for none.
+        rest: bytes of the token behind that marker.
+    """
+
+    node: int
+    marker: int | None = None
+    rest: bytes = b""
+
+
+class Markers:
+    """The automaton of a few markers. Node 0: the text ends with the beginning of none.
+
+    Args:
+        markers: each in symbols.
+
+    Raises:
+        GrammarError: one is empty, or another one would always be found before it.
+    """
+
+    def __init__(self, markers: Sequence[Symbols], vocabulary: Vocabulary) -> None:
+        self.markers, self.vocabulary = tuple(markers), vocabulary
+        self._atomic = {symbol - TOKEN for marker in markers for symbol in marker if symbol >= TOKEN}
+        self._next: list[dict[int, int]] = [{}]
+        self.paths: list[Symbols] = [()]
+        #: The first marker that each node is on the way to.
+        self.toward: list[int] = [0]
+        for number, marker in enumerate(markers):
+            if not marker:
+                raise GrammarError("a marker is empty: give a text or a token", "marker")
+            node = 0
+            for symbol in marker:
+                if symbol not in self._next[node]:
+                    self._next[node][symbol] = len(self._next)
+                    self._next.append({})
+                    self.paths.append((*self.paths[node], symbol))
+                    self.toward.append(number)
+                node = self._next[node][symbol]
+        whole = {marker: number for number, marker in reversed([*enumerate(markers)])}
+        self._shorter = [0] * len(self._next)  # the longest other path that a node's path ends with
+        self._complete: list[int | None] = [None] * len(self._next)
+        for node in sorted(range(1, len(self._next)), key=lambda node: len(self.paths[node])):
+            path = self.paths[node]
+            if len(path) > 1:
+                parent = self._node_of(path[:-1])
+                self._shorter[node] = self.step(self._shorter[parent], path[-1])
+            ended = whole.get(path)
+            self._complete[node] = ended if ended is not None else self._complete[self._shorter[node]]
+            if self._complete[node] is not None and self._next[node]:
+                first, second = self._complete[node], self.toward[next(iter(self._next[node].values()))]
+                raise GrammarError(
+                    f"the marker {self._shown(second)} has {self._shown(first or 0)} in it, which is a marker too and would always be "
+                    "found first: choose markers of which none is in another one",
+                    "marker",
+                )
+
+    def _shown(self, number: int) -> str:
+        return repr(shortened(shown(self.markers[number], self.vocabulary)))
+
+    def _node_of(self, path: Symbols) -> int:
+        node = 0
+        for symbol in path:
+            node = self._next[node][symbol]
+        return node
+
+    def step(self, node: int, symbol: int) -> int:
+        """The node after one more symbol."""
+        while (after := self._next[node].get(symbol)) is None:
+            if not node:
+                return 0
+            node = self._shorter[node]
+        return after
+
+    def symbols(self, token: int) -> Symbols | bytes:
+        """What `token` is to these markers."""
+        text = self.vocabulary.tokens[token]
+        return (TOKEN + token,) if text is None or token in self._atomic else text
+
+    def read(self, node: int, symbols: Symbols | bytes) -> Found:
+        """What `symbols` do behind a text at `node`."""
+        for place, symbol in enumerate(symbols, start=1):
+            node = self.step(node, symbol)
+            if (complete := self._complete[node]) is not None:
+                return Found(0, complete, bytes(symbols[place:]))
+        return Found(node)
+
+    def overrunning(self, node: int) -> list[int]:
+        """Tokens of text that complete a marker behind a text at `node` and go on behind it."""
+        vocabulary, found = self.vocabulary, set[int]()
+        while True:
+            path = self.paths[node]
+            for marker in self.markers:
+                rest = marker[len(path) :]
+                if marker[: len(path)] == path and rest and max(rest) < TOKEN:
+                    found.update(vocabulary.beginning_with(bytes(rest)) if path else vocabulary.holding(bytes(rest)))
+            if not node:
+                return sorted(found - self._atomic)
+            node = self._shorter[node]

@@ -1,0 +1,357 @@
+"""The compiled form of structural tags: phases, and a matcher that goes from one to the next.
+
+In free text every token may be drawn, and no mask is made. Few tokens have no place there: one that completes a begin marker
+and goes on as the grammar behind it does not, and a stop token where the text may not end yet. Such a token is drawn and
+replaced: by one that spells the marker's part of it, or the marker's next one. So what comes before a marker is what would have
+been written without a grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...errors import GrammarError
+from ..base import CompiledGrammar, Language, Matcher, mask_words
+from ..vocabulary import Vocabulary
+from .markers import TOKEN, Found, Markers, Symbols, shown
+
+
+@dataclass(frozen=True)
+class Free:
+    """Free text.
+
+    Attributes:
+        markers: what ends it, and the phase that each leads to.
+        ends: whether the text may end here.
+        budget: tokens after which a marker is forced; None for any number.
+        closing: which of `markers` that is.
+        over: whether nothing but the text's end may follow.
+    """
+
+    markers: tuple[tuple[Symbols, int], ...] = ()
+    ends: bool = True
+    budget: int | None = None
+    closing: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Text of a grammar.
+
+    Attributes:
+        grammar: it. An end marker's text is part of its language.
+        then: the phase behind it; None: the text ends.
+        end: the token that ends it; None: it ends where it is complete.
+        opens: a token that may stand instead of it, and the phase that this leads to.
+    """
+
+    grammar: CompiledGrammar
+    then: int | None = None
+    end: int | None = None
+    opens: tuple[int, int] | None = None
+
+    def opened(self, place: Place, token: int) -> bool:
+        """Whether `token` stands instead of the grammar of which nothing is written at `place`."""
+        return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
+
+    def judge(self, text: bytes) -> None:
+        """Judges a finished text of the grammar where its language is wider than what was asked for.
+
+        Raises:
+            GrammarError: it breaks that.
+        """
+        if self.grammar.language.whole is not None:
+            self.grammar.language.whole(text.decode())
+
+
+Phase = Free | Inside
+
+
+@lru_cache(64)
+def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Vocabulary) -> TaggedGrammar:
+    """The grammar of `phases`, made once: what it learns of its markers stays."""
+    return TaggedGrammar(phases, first, name, vocabulary)
+
+
+class TaggedGrammar(CompiledGrammar):
+    """Phases, compiled for a vocabulary."""
+
+    backend = "tags"
+    policy = "full"
+
+    def __init__(self, phases: Sequence[Phase], first: int, name: str, vocabulary: Vocabulary) -> None:
+        self.phases, self.first, self.vocabulary = tuple(phases), first, vocabulary
+        self.grammars = [phase.grammar for phase in phases if isinstance(phase, Inside)]
+        warnings = dict.fromkeys(warning for grammar in self.grammars for warning in grammar.language.warnings)
+        self.language = Language(name, warnings=tuple(warnings))
+        self.markers = [
+            Markers([marker for marker, _ in phase.markers], vocabulary) if isinstance(phase, Free) else None
+            for phase in phases
+        ]
+        self.stops = frozenset(vocabulary.stops)
+        self._everything = torch.full((mask_words(len(vocabulary)),), -1, dtype=torch.int32)
+        if over := len(vocabulary) % 32:
+            self._everything[-1] = (1 << over) - 1
+        self._next_tokens: dict[tuple[int, int], int] = {}
+        self._replacements: dict[tuple[int, int], dict[int, int]] = {}
+
+    def start(self) -> TaggedMatcher:
+        return TaggedMatcher(self)
+
+    @property
+    def nbytes(self) -> int:
+        """That of all grammars inside."""
+        return sum(grammar.nbytes for grammar in self.grammars)
+
+    def mask_of(self, tokens: Sequence[int], out: Tensor, *, without: bool = False) -> None:
+        """Writes the mask of `tokens` to `out`, or that of all others."""
+        words = torch.zeros_like(out)
+        for token in tokens:
+            bit = 1 << (token & 31)
+            words[token >> 5] |= bit - (1 << 32) if bit == 1 << 31 else bit
+        out.copy_(self._everything & ~words if without else words)
+
+    def after_free(self, place: Place, token: int) -> Place | None:
+        """Where free text stands after `token`; None if it has no place there."""
+        phase, markers = self.phases[place.phase], self.markers[place.phase]
+        assert isinstance(phase, Free) and markers is not None
+        if (forced := self.forced(place)) is not None and token != forced:
+            return None
+        if token in self.stops and forced is None:
+            return Place(ENDED) if phase.ends else None
+        if phase.over:
+            return None
+        found = markers.read(place.node, markers.symbols(token))
+        if found.marker is not None:
+            return self.enter(phase.markers[found.marker][1], found.rest)
+        return Place(place.phase, found.node, place.count + 1)
+
+    def enter(self, number: int, rest: bytes = b"") -> Place | None:
+        """The beginning of a phase, `rest` of whose text is written already; None if it is illegal there."""
+        phase, markers = self.phases[number], self.markers[number]
+        if isinstance(phase, Free):
+            assert markers is not None
+            found = markers.read(0, rest) if rest else Found(0)
+            if found.marker is not None:
+                return self.enter(phase.markers[found.marker][1], found.rest)
+            return None if phase.over and rest else Place(number, found.node)
+        inner = phase.grammar.start()
+        if rest:
+            spelled = self.vocabulary.longest_tokens(rest)
+            if not spelled or inner.advance(spelled) < len(spelled):
+                return None
+        return Place(number, inner=inner, lead=rest)
+
+    def forced(self, place: Place) -> int | None:
+        """The only token that may come next in free text whose budget is used up."""
+        phase = self.phases[place.phase] if place.phase != ENDED else None
+        if not isinstance(phase, Free) or phase.budget is None or place.count < phase.budget:
+            return None
+        return self.next_token(place.phase, place.node)
+
+    def next_token(self, number: int, node: int) -> int:
+        """The token that the tokenizer would go on with, from `node` on, toward the end of a marker."""
+        known = self._next_tokens.get((number, node))
+        if known is None:
+            known = self._next_tokens[number, node] = self._next_token(number, node)
+        return known
+
+    def _next_token(self, number: int, node: int) -> int:
+        phase, markers = self.phases[number], self.markers[number]
+        assert isinstance(phase, Free) and markers is not None
+        path, closing = markers.paths[node], phase.markers[phase.closing][0]
+        marker = closing if closing[: len(path)] == path else markers.markers[markers.toward[node]]
+        rest = marker[len(path) :]
+        if rest[0] >= TOKEN:
+            return rest[0] - TOKEN
+        size = next((place for place, symbol in enumerate(rest) if symbol >= TOKEN), len(rest))
+        text = bytes(rest[:size])
+        tokens = self.vocabulary.encoded(text) or self.vocabulary.longest_tokens(text)
+        if not tokens:
+            raise GrammarError(
+                f"{self.language.name}: no token spells the beginning of {text!r}, so the marker "
+                f"{shown(marker, self.vocabulary)!r} cannot be written",
+                "marker",
+            )
+        return tokens[0]
+
+    def replacements(self, number: int, node: int) -> Mapping[int, int]:
+        """What is written instead of the tokens that have no place behind free text at `node`."""
+        known = self._replacements.get((number, node))
+        if known is None:
+            known = self._replacements[number, node] = self._replaced(number, node)
+        return known
+
+    def _replaced(self, number: int, node: int) -> dict[int, int]:
+        phase, markers = self.phases[number], self.markers[number]
+        assert isinstance(phase, Free) and markers is not None
+        replaced = {} if phase.ends else dict.fromkeys(self.vocabulary.stops, self.next_token(number, node))
+        legal: dict[tuple[int, bytes], bool] = {}
+        for token in markers.overrunning(node):
+            text = self.vocabulary.tokens[token] or b""
+            found = markers.read(node, text)
+            if found.marker is None or not found.rest:
+                continue
+            target = phase.markers[found.marker][1]
+            if (target, found.rest) not in legal:
+                legal[target, found.rest] = self.enter(target, found.rest) is not None
+            if not legal[target, found.rest]:
+                own = self.vocabulary.longest_tokens(text[: len(text) - len(found.rest)])
+                replaced[token] = own[0] if own else self.next_token(number, node)
+        return replaced
+
+    def judge(self, tokens: Sequence[int]) -> None:
+        matcher, text = self.start(), b""
+        matcher.advance(tokens)
+        for before, token, after in zip(matcher.places, tokens, matcher.places[1:], strict=False):
+            phase = self.phases[before.phase]
+            if isinstance(phase, Inside) and not phase.opened(before, token):
+                text += b"" if token == phase.end else self.vocabulary.tokens[token] or b""
+                if after.phase != before.phase:
+                    phase.judge(text)
+            if after.phase != before.phase:
+                text = after.lead
+        last = self.phases[matcher.place.phase] if matcher.place.phase != ENDED else None
+        if isinstance(last, Inside) and matcher.accepting:
+            last.judge(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a text stands.
+
+    Attributes:
+        phase: number of the phase.
+        node: of the phase's markers, in free text.
+        count: tokens of this phase so far.
+        inner: the matcher that stands in the grammar, or has just left it.
+        taken: tokens that it took on the way from the place before.
+        lead: bytes of the grammar's text that the begin marker's last token had at its end.
+    """
+
+    phase: int
+    node: int = 0
+    count: int = 0
+    inner: Matcher | None = None
+    taken: int = 0
+    lead: bytes = b""
+
+
+#: In the place of a phase's number, behind a stop token.
+ENDED = -1
+
+
+class TaggedMatcher(Matcher):
+    """A stack of places, one per token taken; rolling back is popping, and giving back what the grammar inside took."""
+
+    def __init__(self, grammar: TaggedGrammar) -> None:
+        self.grammar: TaggedGrammar = grammar
+        place = grammar.enter(grammar.first)
+        assert place is not None
+        self.places = [place]
+
+    @property
+    def place(self) -> Place:
+        """Where the text stands."""
+        return self.places[-1]
+
+    @property
+    def _phase(self) -> Phase | None:
+        return self.grammar.phases[self.place.phase] if self.place.phase != ENDED else None
+
+    @property
+    def accepting(self) -> bool:
+        phase, inner = self._phase, self.place.inner
+        if isinstance(phase, Inside):
+            return phase.then is None and inner is not None and inner.accepting
+        return phase is None or (phase.ends and self.grammar.forced(self.place) is None)
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        for count, token in enumerate(tokens):
+            after = self._after(token) if 0 <= token < len(self.grammar.vocabulary) else None
+            if after is None:
+                return count
+            self.places.append(after)
+        return len(tokens)
+
+    def _after(self, token: int) -> Place | None:
+        place, phase, inner = self.place, self._phase, self.place.inner
+        if phase is None:
+            return None
+        if isinstance(phase, Free):
+            return self.grammar.after_free(place, token)
+        if phase.opens is not None and phase.opened(place, token):
+            return self.grammar.enter(phase.opens[1])
+        assert inner is not None
+        if token == phase.end and phase.then is not None and inner.accepting:
+            return self.grammar.enter(phase.then)
+        if (phase.then is not None and token in self.grammar.stops) or not inner.advance([token]):
+            return None
+        after: Place | None = replace(place, count=place.count + 1)
+        if phase.then is None and token in self.grammar.stops:
+            after = Place(ENDED)
+        elif phase.then is not None and phase.end is None and inner.accepting:
+            after = self.grammar.enter(phase.then)
+        return replace(after, inner=inner, taken=1) if after is not None else None
+
+    def rollback(self, count: int) -> None:
+        if not 0 <= count < len(self.places):
+            raise ValueError(f"cannot roll back {count} tokens: {len(self.places) - 1} have been taken")
+        for _ in range(count):
+            place = self.places.pop()
+            if place.inner is not None and place.taken:
+                place.inner.rollback(place.taken)
+
+    def fill_mask(self, out: Tensor) -> None:
+        grammar, place, phase = self.grammar, self.place, self._phase
+        if phase is None or (isinstance(phase, Free) and phase.over):
+            grammar.mask_of(grammar.vocabulary.stops, out)
+        elif isinstance(phase, Free):
+            forced = grammar.forced(place)
+            if forced is not None:
+                grammar.mask_of([forced], out)
+            else:
+                grammar.mask_of([*grammar.replacements(place.phase, place.node)], out, without=True)
+        else:
+            assert place.inner is not None
+            place.inner.fill_mask(out)
+            more = [phase.opens[0]] if phase.opens is not None and phase.opened(place, phase.opens[0]) else []
+            if phase.then is not None:
+                accepting = place.inner.accepting
+                if accepting:
+                    words = torch.empty_like(out)
+                    grammar.mask_of(grammar.vocabulary.stops, words)
+                    out.bitwise_and_(~words)
+                    more += [phase.end] if phase.end is not None else []
+            if more:
+                words = torch.empty_like(out)
+                grammar.mask_of(more, words)
+                out.bitwise_or_(words)
+
+    def replacements(self) -> Mapping[int, int] | None:
+        place, phase = self.place, self._phase
+        if not isinstance(phase, Free) or phase.over or self.grammar.forced(place) is not None:
+            return None
+        return self.grammar.replacements(place.phase, place.node)
+
+    def forced_bytes(self) -> bytes:
+        place, phase = self.place, self._phase
+        if not isinstance(phase, Inside) or place.inner is None or (phase.opens is not None and not place.count):
+            return b""
+        return place.inner.forced_bytes()
+
+    def forced_tokens(self, limit: int) -> list[int] | None:
+        place, run = self.place, list[int]()
+        if self.grammar.forced(place) is None:
+            return None
+        following: Place | None = place
+        while following is not None and len(run) < limit and (token := self.grammar.forced(following)) is not None:
+            run.append(token)
+            following = self.grammar.after_free(following, token)
+        return run

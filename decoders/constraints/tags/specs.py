@@ -1,0 +1,308 @@
+"""What users write: grammars that begin behind a marker (`after`), and tags in free text (`tagged`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...errors import GrammarError, shortened
+from ..base import CompiledGrammar, Language
+from ..coerce import as_spec
+from ..patterns.tree import quoted, slashed
+from ..specs import Spec
+from ..vocabulary import Vocabulary
+from .markers import TOKEN, Symbols, symbols_of
+from .phases import Free, Inside, Phase, TaggedGrammar, assembled
+
+#: A text, in whatever tokens it is written, or the id of a token.
+Marker = str | int
+Inner = Spec | CompiledGrammar
+
+
+class Phases:
+    """Phases as they are put together.
+
+    Args:
+        compile: compiles a specification that is no structure.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> None:
+        self.vocabulary, self.compile = vocabulary, compile
+        self.phases: list[Phase] = []
+
+    def add(self, phase: Phase) -> int:
+        """The number of a new phase."""
+        self.phases.append(phase)
+        return len(self.phases) - 1
+
+    def symbols(self, marker: Marker) -> Symbols:
+        return symbols_of(marker, self.vocabulary)
+
+    def of(self, grammar: Inner | None) -> int:
+        """The phase in which `grammar` begins, and then the text ends; None is free text."""
+        if grammar is None:
+            return self.add(Free())
+        if isinstance(grammar, Structure):
+            return grammar.lay(self)
+        return self.add(Inside(self.compiled(grammar)))
+
+    def compiled(self, grammar: Inner) -> CompiledGrammar:
+        return self.compile(grammar) if isinstance(grammar, Spec) else grammar
+
+
+@dataclass(frozen=True)
+class Structure(Spec):
+    """Free text and grammars in it."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What reports call it."""
+
+    @abstractmethod
+    def lay(self, phases: Phases) -> int:
+        """Adds its phases; returns the number of the first."""
+
+    def compiled(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> TaggedGrammar:
+        phases = Phases(vocabulary, compile)
+        first = self.lay(phases)
+        return assembled(tuple(phases.phases), first, self.label or self.name, vocabulary)
+
+    def language(self) -> Language:
+        raise GrammarError(f"{self.name}: it is free text with grammars in it, which only generate(grammar=…) compiles")
+
+
+@dataclass(frozen=True)
+class After(Structure):
+    """Free text up to a marker, then a grammar.
+
+    Attributes:
+        marker: ends the free text.
+        grammar: of what comes behind; None for free text.
+        budget: tokens of free text after which the marker is written; None for any number.
+        closing: what is written then, if more than the marker: a text that ends with it.
+        begin: a marker that the free text begins with, if it is no part of the prompt. Without it the text is that of the grammar.
+    """
+
+    marker: Marker
+    grammar: Inner | None
+    budget: int | None = field(default=None, kw_only=True)
+    closing: str | None = field(default=None, kw_only=True)
+    begin: Marker | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_marker(self.marker, "after")
+
+    @property
+    def name(self) -> str:
+        inner = "" if self.grammar is None else f", {_name(self.grammar)}"
+        return f"after {shortened(repr(self.marker))}{inner}"
+
+    @property
+    def key(self) -> str:
+        return self._keyed(repr((self.marker, _key(self.grammar), self.budget, self.closing, self.begin)))
+
+    def lay(self, phases: Phases) -> int:
+        marker = phases.symbols(self.marker)
+        begin = phases.symbols(self.begin) if self.begin is not None else None
+        opening = self._token(begin, phases.vocabulary) if begin is not None else None
+        again: int | None = None
+        if begin is not None and self.grammar is None:  # a text may think again
+            again = following = phases.add(Free())
+        else:
+            following = phases.of(self.grammar)
+        closing = [(phases.symbols(self.closing), following)] if self.closing is not None else []
+        thought = phases.add(
+            Free(((marker, following), *closing), ends=self.grammar is None, budget=self.budget, closing=len(closing))
+        )
+        behind = phases.phases[following]
+        if begin is None:
+            return thought
+        if isinstance(behind, Free):
+            opens = replace(behind, markers=(*behind.markers, (begin, thought)))
+            if again is None:
+                return phases.add(opens)
+            phases.phases[again] = opens
+            return again
+        if opening is None:  # whatever is written first is the thought
+            return thought
+        return phases.add(replace(behind, opens=(opening, thought)))
+
+    @staticmethod
+    def _token(symbols: Symbols, vocabulary: Vocabulary) -> int | None:
+        """The token that is all of a marker, if there is one."""
+        if symbols[0] >= TOKEN:
+            return symbols[0] - TOKEN if len(symbols) == 1 else None
+        return vocabulary.ids.get(bytes(symbols)) if max(symbols) < TOKEN else None
+
+
+@dataclass(frozen=True)
+class Tagged(Structure):
+    """Free text in which markers begin grammars, any number of times.
+
+    Attributes:
+        tags: begin marker, grammar, and end marker of each kind; no end marker: the text ends with the grammar.
+        required: whether there has to be a tag before the text may end.
+        several: whether there may be more than one; else the text ends behind the first.
+        budget: tokens of free text after which the first kind of tag begins; None for any number.
+    """
+
+    tags: tuple[tuple[Marker, Inner, Marker | None], ...]
+    required: bool = field(default=False, kw_only=True)
+    several: bool = field(default=True, kw_only=True)
+    budget: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tags:
+            raise GrammarError("tagged: there are no tags: give {begin: (grammar, end)}", "tagged")
+        for begin, grammar, end in self.tags:
+            _check_marker(begin, "tagged")
+            if isinstance(grammar, Structure):
+                raise GrammarError(
+                    f"tagged: the grammar behind {begin!r} is free text with grammars in it ({grammar.name}): give one grammar",
+                    "tagged",
+                )
+            if end is not None:
+                _check_marker(end, "tagged")
+
+    @property
+    def name(self) -> str:
+        return "tags " + shortened(", ".join(repr(begin) for begin, _, _ in self.tags))
+
+    @property
+    def key(self) -> str:
+        tags = [(begin, _key(grammar), end) for begin, grammar, end in self.tags]
+        return self._keyed(repr((tags, self.required, self.several, self.budget)))
+
+    def lay(self, phases: Phases) -> int:
+        first = phases.add(Free())
+        behind = first
+        if self.required or not self.several or self.budget is not None:
+            behind = phases.add(Free(over=not self.several))
+        markers = tuple(
+            (phases.symbols(begin), self._tag(grammar, end, behind, phases)) for begin, grammar, end in self.tags
+        )
+        phases.phases[first] = Free(markers, ends=not self.required, budget=self.budget)
+        if behind != first and self.several:
+            phases.phases[behind] = Free(markers)
+        return first
+
+    @staticmethod
+    def _tag(grammar: Inner, end: Marker | None, behind: int, phases: Phases) -> int:
+        if end is None:
+            return phases.of(grammar)
+        symbols = phases.symbols(end)
+        text, token = (symbols[:-1], symbols[-1] - TOKEN) if symbols[-1] >= TOKEN else (symbols, None)
+        if any(symbol >= TOKEN for symbol in text):
+            raise GrammarError(
+                f"tagged: the end marker {end!r} has a special token that is not its last part", "tagged"
+            )
+        if text:
+            if isinstance(grammar, CompiledGrammar):
+                raise GrammarError(
+                    f"tagged: the text {bytes(text).decode()!r} ends a grammar that is compiled already: give what it was compiled "
+                    "from, or end it with a token",
+                    "tagged",
+                )
+            grammar = Ended(grammar, bytes(text).decode(), backend=grammar.backend, policy=grammar.policy)
+        return phases.add(Inside(phases.compiled(grammar), behind, token))
+
+
+@dataclass(frozen=True)
+class Ended(Spec):
+    """Texts of a specification, each with the same text at its end."""
+
+    inner: Spec
+    end: str
+
+    @property
+    def key(self) -> str:
+        return self._keyed(json.dumps([self.inner.key, self.end]))
+
+    def language(self) -> Language:
+        inner = self.inner.language()
+        regex = None if inner.regex is None else f"(?:{inner.regex}){quoted(self.end)}"
+        lark = None if inner.lark is None else f"start: tagged {slashed(quoted(self.end))}\n{_as_rule(inner.lark)}"
+        whole = inner.whole
+
+        def judge(text: str) -> None:
+            assert whole is not None
+            whole(text.removesuffix(self.end))
+
+        return Language(inner.name, regex, lark, inner.warnings, judge if whole is not None else None)
+
+
+#: Strings, comments and expressions of Lark, and the name of its first rule.
+_START = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?<![\w-])(start)(?![\w-])')
+
+
+def _as_rule(lark: str) -> str:
+    """`lark` with its first rule called ``tagged``."""
+    return _START.sub(lambda match: "tagged" if match[1] else match[0], lark)
+
+
+def _check_marker(marker: Any, where: str) -> None:
+    if isinstance(marker, bool) or not isinstance(marker, str | int) or marker == "":
+        raise GrammarError(
+            f"{where}: {shortened(repr(marker))} is no marker: give a text that is not empty, or the id of a token",
+            "marker",
+        )
+
+
+def _name(grammar: Inner) -> str:
+    if isinstance(grammar, Structure):
+        return grammar.name
+    return grammar.language.name if isinstance(grammar, CompiledGrammar) else grammar.label or type(grammar).__name__
+
+
+def _key(grammar: Inner | None) -> str:
+    return grammar.key if isinstance(grammar, Spec) else str(id(grammar))
+
+
+def after(marker: Marker, grammar: Any) -> After:
+    """Free text up to `marker`, then a grammar to the end of the text, for ``generate(grammar=…)``.
+
+    Where the model would end its text without the marker, the marker is written instead.
+
+    Args:
+        marker: a text (``"</think>"``), in whatever tokens it is written, or the id of a token.
+        grammar: anything that ``generate(grammar=…)`` takes for one row, `tagged` among it; None for free text.
+
+    Raises:
+        GrammarError: no marker, or no grammar.
+    """
+    return After(marker, as_spec(grammar))
+
+
+def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool = True) -> Tagged:
+    """Free text in which markers begin grammars, for ``generate(grammar=…)``: calls of tools, say.
+
+    Args:
+        tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` where the text ends with the grammar. Markers are texts or ids of
+            tokens; an end marker is text, a special token, or text with a special token behind it.
+        required: whether there has to be a tag before the text may end.
+        several: whether there may be more than one; else the text ends behind the first.
+
+    Raises:
+        GrammarError: no tags, no marker, or no grammar.
+    """
+    if not isinstance(tags, Mapping):
+        raise GrammarError(
+            f"tagged: {shortened(repr(tags))} is no dict of tags: give {{begin: (grammar, end)}}", "tagged"
+        )
+    entries = []
+    for begin, value in tags.items():
+        grammar, end = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        spec = as_spec(grammar)
+        if spec is None:
+            raise GrammarError(
+                f"tagged: there is no grammar behind {begin!r}: give {{begin: (grammar, end)}}", "tagged"
+            )
+        entries.append((begin, spec, end))
+    return Tagged(tuple(entries), required=required, several=several)

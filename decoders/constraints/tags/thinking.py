@@ -1,0 +1,172 @@
+"""How models mark what they think before they answer: known markers, whether a prompt has begun a thought, and ``thinking=``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SettingsError, UnsupportedError, shortened, suggest
+from ..base import CompiledGrammar
+from ..specs import Spec
+from ..vocabulary import Vocabulary
+from .markers import TOKEN, symbols_of
+from .specs import After, Marker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ThinkingMarkers:
+    """How a thought begins and ends.
+
+    Attributes:
+        begin: in front of a thought.
+        end: behind it; the answer comes next.
+        closing: what is written to end a thought, if more than `end`; it ends with it.
+    """
+
+    begin: Marker
+    end: Marker
+    closing: str | None = None
+
+
+#: In the order they are looked for: gpt-oss (harmony), Qwen and DeepSeek and most others, Magistral, Gemma 4, Seed, Kimi, Command A.
+KNOWN = (
+    ThinkingMarkers(
+        "<|channel|>analysis<|message|>", "<|channel|>final<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+    ThinkingMarkers("<think>", "</think>"),
+    ThinkingMarkers("[THINK]", "[/THINK]"),
+    ThinkingMarkers("<|channel>thought\n", "<channel|>"),
+    ThinkingMarkers("<seed:think>", "</seed:think>"),
+    ThinkingMarkers("◁think▷", "◁/think▷"),
+    ThinkingMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
+)  # fmt: skip
+#: Tokens at a prompt's end in which the beginning of a thought is looked for.
+LOOKED_AT = 4096
+
+
+def known_markers(tokenizer: PreTrainedTokenizerBase | None) -> ThinkingMarkers | None:
+    """The markers that `tokenizer` has tokens for, or else its chat template writes; None if none are known."""
+    if tokenizer is None:
+        return None
+    names, template = tokenizer.get_vocab(), tokenizer.chat_template
+    text = str(template or "")
+    for each in KNOWN:
+        tokens = ("<|channel|>", "<|message|>", "<|end|>") if each.closing else (each.begin, each.end)
+        if all(name in names or str(name).split("thought")[0] in names for name in tokens):
+            return each
+    return next((each for each in KNOWN if str(each.end) in text), None)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The value of ``thinking=``.
+
+    Attributes:
+        tokens: most of a thought.
+        begin, end: its markers; None: those of the tokenizer.
+    """
+
+    tokens: int
+    begin: Marker | None = None
+    end: Marker | None = None
+
+    @staticmethod
+    def of(value: Any) -> Thinking:
+        """A number of tokens, or a dict with ``tokens``, ``begin`` and ``end``.
+
+        Raises:
+            SettingsError: something else.
+        """
+        given = dict(value) if isinstance(value, Mapping) else {"tokens": value}
+        names = ("tokens", "begin", "end")
+        for name in given:
+            if name not in names:
+                raise SettingsError(f"thinking has no {name!r}. {suggest(str(name), names)}")
+        tokens = given.get("tokens")
+        try:
+            count = -1 if isinstance(tokens, bool) else operator.index(tokens)  # type: ignore[arg-type]
+        except TypeError:
+            count = -1
+        if count < 0:
+            raise SettingsError(
+                f"thinking={shortened(repr(value))}: give the most tokens that a thought may have, or "
+                '{"tokens": 512, "begin": "<think>", "end": "</think>"}'
+            )
+        return Thinking(count, given.get("begin"), given.get("end"))
+
+    def markers(self, tokenizer: PreTrainedTokenizerBase | None) -> ThinkingMarkers:
+        """How a thought begins and ends.
+
+        Raises:
+            UnsupportedError: they are not given, and the tokenizer has none that are known.
+        """
+        known = known_markers(tokenizer)
+        if self.end is not None:
+            own = next((each for each in KNOWN if each.end == self.end), ThinkingMarkers("", self.end))
+            begin = self.begin if self.begin is not None else own.begin
+            if begin == "":
+                raise UnsupportedError(
+                    f'thinking: what does a thought begin with that ends with {self.end!r}? Give "begin" too'
+                )
+            return replace(own, begin=begin)
+        if known is None:
+            name = type(tokenizer).__name__ if tokenizer is not None else "no tokenizer"
+            raise UnsupportedError(
+                f"thinking= needs the markers of a thought, and neither the tokens nor the chat template ({name}) have any that are "
+                f'known ({", ".join(str(each.end) for each in KNOWN)}): give {{"tokens": {self.tokens}, "begin": …, "end": …}}'
+            )
+        return known if self.begin is None else replace(known, begin=self.begin)
+
+    def around(
+        self, grammar: Spec | CompiledGrammar | None, prompt: Sequence[int], vocabulary: Vocabulary,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> Spec | CompiledGrammar | None:  # fmt: skip
+        """The grammar of a text that may begin with a thought, or is in one already.
+
+        Args:
+            grammar: of the answer; its own marker ends the thought if it has one (`after`).
+        """
+        if isinstance(grammar, After) and self.end is None:
+            return replace(grammar, budget=self.tokens)
+        markers = self.markers(tokenizer)
+        open = begun(prompt, markers, vocabulary)
+        if open is False:
+            return grammar
+        begin = None if open else markers.begin
+        return After(markers.end, grammar, budget=self.tokens, closing=markers.closing, begin=begin)
+
+
+def begun(prompt: Sequence[int], markers: ThinkingMarkers, vocabulary: Vocabulary) -> bool | None:
+    """Whether `prompt` is in the middle of a thought; False behind one that has ended, None if its last turn has none.
+
+    What stands in front of the last special token, which begins the turn, does not count.
+    """
+    begin, end = symbols_of(markers.begin, vocabulary), symbols_of(markers.end, vocabulary)
+    own = {symbol for symbol in (*begin, *end) if symbol >= TOKEN}
+    symbols: list[int] = []
+    for token in reversed(prompt[-LOOKED_AT:]):
+        text = vocabulary.tokens[token] if 0 <= token < len(vocabulary) else None
+        if TOKEN + token in own or text is None:
+            if TOKEN + token not in own:
+                break
+            symbols.append(TOKEN + token)
+        else:
+            symbols.extend(reversed(text))
+    symbols.reverse()
+    last_begin, last_end = _last(symbols, begin), _last(symbols, end)
+    if last_begin == last_end:  # neither is there
+        return None
+    return last_begin > last_end
+
+
+def _last(symbols: list[int], marker: tuple[int, ...]) -> int:
+    """The place behind the last `marker` in `symbols`; -1 if there is none."""
+    size = len(marker)
+    places = range(len(symbols) - size, -1, -1)
+    return next((place + size for place in places if tuple(symbols[place : place + size]) == marker), -1)
