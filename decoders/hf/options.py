@@ -1,4 +1,4 @@
-"""What a call of ``generate`` asks for: its arguments, the generation configs and the settings, read once, in that order."""
+"""The options of a call of ``generate``: arguments, then generation configs, then settings, read once."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _check_mapping(name: str, given: Any) -> None:
 
 @dataclass(frozen=True)
 class OwnDefaults:
-    """What was made of a checkpoint's own generation config.
+    """The options in a checkpoint's own generation config.
 
     Attributes:
         config: a copy that goes with every strategy.

@@ -1,4 +1,4 @@
-"""What stands in the place of ``model.generate``: transformers' own without a strategy, the loop with one."""
+"""The replacement of ``model.generate``: transformers' own without a strategy, the loop with one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DEFAULTS = RuntimeSettings.model_validate({})
 
 
 class Generate:
-    """What ``enable`` puts in the place of ``model.generate``; with no strategy named it is transformers' own.
+    """The replacement of ``model.generate``; a call without a strategy goes to transformers' own.
 
     It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model. wrapper: the
     ``PeftModel`` around it whose ``generate`` this is, if there is one.
@@ -54,7 +54,7 @@ class Generate:
         vars(self).update(state)
 
     def state(self) -> CopiedState:
-        """What copies of the model are made of; ``enable`` puts it in the place of the model's ``__getstate__``."""
+        """The state for copies of the model; ``enable`` puts it in the place of the model's ``__getstate__``."""
         return CopiedState(vars(self.model if self.wrapper is None else self.wrapper), self.previous)
 
     @property

@@ -1,4 +1,4 @@
-"""What a call asks for, in the loop's terms, and what is written for it, however many requests share its steps."""
+"""A request (what a call asks for, in the loop's terms) and its output. Several requests may share steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DraftModels(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One call, validated. Everything below ``hf`` reads it here; what follows from a field is a property.
+    """One call, validated. Everything below ``hf`` reads a call's arguments here.
 
     Attributes:
         model: the user's, for strategies.
@@ -147,7 +147,7 @@ class TokenLogprobs:
 
 
 class RequestOutput:
-    """What has been written for a request. It is the only place on the host that keeps the tokens.
+    """The output of a request so far. No other object on the host keeps the tokens.
 
     Attributes:
         request: what was asked for.
@@ -161,7 +161,7 @@ class RequestOutput:
         scores: per row and token, if asked for.
         padded_rows: the rows as transformers would show them.
         criteria: asked on the host, None if there are none.
-        error: what a callback of this request has raised, where that ends this request alone.
+        error: an exception of one of its callbacks that ends this request and no other.
     """
 
     def __init__(self, request: Request, report: Report, ranks: Ranks = ALONE) -> None:

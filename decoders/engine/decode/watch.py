@@ -1,4 +1,4 @@
-"""What hangs on the steps of a batch from outside: clocks, accounts of what steps cost, stopping criteria, reports and streams."""
+"""What watches the steps of a batch: clocks, cost accounts, stopping criteria, reports and streams."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def book(batch: Batch, outcome: Outcome, out: StepOutput | None) -> None:
 
 @contextmanager
 def callback_of(batch: Batch, member: RequestOutput) -> Iterator[None]:
-    """Where requests share steps, what a callback raises ends the request that it belongs to."""
+    """Where requests share steps, an exception of a callback ends only the request that the callback belongs to."""
     try:
         yield
     except Exception as error:

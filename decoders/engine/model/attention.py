@@ -43,7 +43,7 @@ class LayerKind:
         return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
 
     def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
-        """`allowed`, less the pairs of positions that are too far apart for this kind of layer."""
+        """`allowed` without the pairs of positions that are too far apart for this kind of layer."""
         if self.window is not None:
             allowed = allowed & (position_q - position_k < self.window)
         if self.chunk is not None:

@@ -143,7 +143,7 @@ class Text(ABC):
         return 0
 
     def settle(self, position: Any) -> Any:
-        """`position` is committed: nothing before it is asked for again. Returns how it is called from now on."""
+        """Forgets what is before `position`, which has been committed, and returns the position's new name."""
         return position
 
     @abstractmethod
