@@ -88,8 +88,8 @@ _MODULES = ("demo", "strategies", "testing", "verifiers")
 __all__ = [
     "Advice", "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "ObservedCall",
     "Observer", "Outcomes", "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology",
-    "TreeTensors", "Verifier", "Warmup", "advise", "after", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
-    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies",
+    "TreeTensors", "Verifier", "Warmup", "advise", "after", "calibrate", "choice", "demo", "disable", "enable", "forget",
+    "generate_many", "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies",
     "tagged", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 

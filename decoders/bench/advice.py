@@ -102,8 +102,8 @@ class Advice:
         """JSON-safe."""
         return {
             "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling,
-            "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds, "new_tokens": self.new_tokens, "prompts": self.prompts,
-            "records": [record.as_dict() for record in self.records],
+            "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds,
+            "new_tokens": self.new_tokens, "prompts": self.prompts, "records": [record.as_dict() for record in self.records],
         }  # fmt: skip
 
 
