@@ -107,7 +107,10 @@ def plan_sampling(
     p = logits_process
     known: dict[type, Callable[[Any], tuple[str, float]]] = {
         p.TemperatureLogitsWarper: lambda x: ("temperature", x.temperature),
-        p.TopKLogitsWarper: lambda x: ("top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k", x.top_k),
+        p.TopKLogitsWarper: lambda x: (
+            "top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k",
+            min(x.top_k, 1 << 31),  # any number keeps all tokens of a vocabulary, and not every number is a float
+        ),
         p.TopPLogitsWarper: lambda x: ("top_p", 1 - x.top_p),
         p.MinPLogitsWarper: lambda x: ("min_p", x.min_p),
         p.TypicalLogitsWarper: lambda x: ("typical_p", x.mass),

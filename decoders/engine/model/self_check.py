@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...common import devices
-from ...common.transformers_compat import cache_keyword, cache_of
+from ...common.transformers_compat import cache_keyword, cache_of, config_value
 from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import Topology
@@ -213,7 +213,7 @@ REACHES = ("sliding_window", "attention_chunk_size")
 def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
     """Windows and chunks of both are at most `sizes.reach` inside. `reference` is private, and so is its config."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
-    usual = {name: value for name in REACHES if (value := getattr(config, name, None)) and value > reach}
+    usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
     kinds = target.kinds
     try:
         for name in usual:
