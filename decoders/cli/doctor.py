@@ -167,7 +167,7 @@ def settings() -> Iterator[Finding]:
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
     if not problems:
         path, _ = settings_file()
-        yield Finding("settings", "ok", f"environment and {path or 'no file'} are valid (`decoders config` shows them)")
+        yield Finding("settings", "ok", f"valid: environment, {path or 'no file'} (`decoders config` shows them)")
 
 
 def enabling() -> Iterator[Finding]:
@@ -210,7 +210,9 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
 def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
     """What is promised of the tokens, as docs/explanation/exactness.md has it."""
     if not invariance.differs or not low_precision:
-        rounding = f"; {invariance} in the last digits, which decides between tokens as good as equal"
+        rounding = (
+            f" (last bits depend on {', '.join(invariance.differs)}, which decides between tokens as good as equal)"
+        )
         said = f"yes, in {dtype}: every strategy writes those of plain decoding"
         return Finding("same tokens", "ok", said + (rounding if invariance.differs else ""))
     where = f"{dtype} trees" if invariance.holds else dtype
