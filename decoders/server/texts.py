@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..common.pieces import TextPieces, common
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
 from ..serving.generation import Generation
-from ..serving.pieces import TextPieces, common
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,8 +71,10 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
 
 def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
     target = Target(model, attends, precision)
+    started = time.perf_counter()
     target.longest = check_tree_logits(target, model)
     target.invariance = brief_check(target)
+    target.check_seconds = time.perf_counter() - started
     return target
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from ..constraints import BYTE_TOKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: A token that is a byte, where a tokenizer falls back to those.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: What stands for bytes that are no whole character yet.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 #: Tokens that are decoded again before they are left behind: to leave them behind is to decode once more.
