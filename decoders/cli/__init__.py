@@ -110,7 +110,20 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, bench_load, demo, doctor, generate, listing, new_plugin, prepare, serve, train, train_drafters
+    from . import (
+        bench,
+        bench_load,
+        config,
+        demo,
+        doctor,
+        generate,
+        listing,
+        new_plugin,
+        prepare,
+        serve,
+        train,
+        train_drafters,
+    )
 
     app.command()(demo.demo)
     app.command()(generate.generate)
@@ -121,6 +134,7 @@ def _register() -> None:
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(listing.grammars)
+    app.command()(config.config)
     app.command()(serve.serve)
     app.command()(new_plugin.new_plugin)
     app.command()(doctor.doctor)

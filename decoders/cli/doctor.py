@@ -147,7 +147,7 @@ def settings() -> Iterator[Finding]:
     """Whether the environment and the configuration file can be read, for every strategy."""
     from ..errors import SettingsError
     from ..plugins import registry
-    from ..settings import RuntimeSettings, Settings, load_settings, unknown_variables
+    from ..settings import RuntimeSettings, Settings, load_settings, settings_file, unknown_variables
 
     entries = registry().strategies()
     sections: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]
@@ -163,7 +163,8 @@ def settings() -> Iterator[Finding]:
     for name in unknown_variables(entries):
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
     if not problems:
-        yield Finding("settings", "ok", "environment and file are valid")
+        path, _ = settings_file()
+        yield Finding("settings", "ok", f"environment and {path or 'no file'} are valid (`decoders config` shows them)")
 
 
 def demo_models() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What a call of ``generate`` may be given beside a strategy: each argument works, is translated, or is refused; prompts are checked.
+"""Arguments of ``generate`` beside a strategy: each works, is translated, or is refused. Prompts are checked, too.
 
 An argument that none of the tables names is unknown: a test walks those of the installed transformers.
 """
@@ -144,7 +144,7 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
 
 
 def of_config(name: str) -> str:
-    """What an error adds about a value that the call does not name."""
+    """What errors add about a value that comes from a config and not from the call."""
     return (
         f" It comes from a generation config, which transformers fills from the checkpoint's files: set {name} to None there "
         f"(model.generation_config.{name} = None)."

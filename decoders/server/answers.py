@@ -53,9 +53,10 @@ class Growing:
     """
 
     def __init__(
-        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], spelling: Spelling | None
+        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], spelling: Spelling | None,
+        special: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt), 0
+        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling, self._tokens, self._settled = (
             spelling,
             list[TextToken](),
@@ -116,10 +117,12 @@ class Answer(ABC):
 
     Attributes:
         job: what is decoded.
+        special: special tokens that are written by their names, since what they mark is looked for in the text.
     """
 
     kind: str
     chunk_kind: str
+    special: frozenset[int] = frozenset()
 
     def __init__(self, service: Service, body: Body, job: Job) -> None:
         self.service, self.body, self.job = service, body, job
@@ -128,7 +131,7 @@ class Answer(ABC):
 
     def growing(self, choice: Choice) -> Growing:
         """`choice` from its beginning."""
-        return Growing(choice, self.tokenizer, self.job.stops, self._spelling)
+        return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
 
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every choice has ended."""

@@ -17,6 +17,7 @@ from ..constraints import (
     JsonSchema,
     Lark,
     Spec,
+    Tagged,
     as_spec,
     choice,
     library,
@@ -121,15 +122,18 @@ class Calling:
         return Calling(tools, style, mode != "auto", several, mode == "named", format)
 
     @property
-    def spec(self) -> Spec | None:
-        """The grammar of the answer; None where text is allowed and the calls' beginning is no text."""
-        if self.style.special and not self.required:
-            return None
-        prefix = "" if self.style.special else self.style.prefix
-        functions = (tool.function for tool in self.tools)
+    def spec(self) -> Spec:
+        """The grammar of the answer."""
+        special, style, asked = self.style.special, self.style, (tool.function for tool in self.tools)
+        functions = tuple(Called.of(each.name, each.parameters, each.strict) for each in asked)
+        if special and not self.required:  # text with calls in it
+            call = CallSpec(
+                functions=functions, key_of_arguments=style.arguments, prefix="", suffix="", text=False, several=False
+            )
+            return Tagged(((style.prefix, call, style.suffix or None),), several=self.several)
+        prefix = "" if special else style.prefix
         return CallSpec(
-            functions=tuple(Called.of(each.name, each.parameters, each.strict) for each in functions),
-            key_of_arguments=self.style.arguments, prefix=prefix, suffix=self.style.suffix, text=not self.required,
+            functions=functions, key_of_arguments=style.arguments, prefix=prefix, suffix=style.suffix, text=not self.required,
             several=self.several and bool(prefix), format=self.format,
         )  # fmt: skip
 
@@ -137,10 +141,13 @@ class Calling:
         """How many characters of a growing text are no part of calls, whatever comes. begun: whether some were before it."""
         if self.required:
             return 0
-        prefix = "" if self.style.special else self.style.prefix.strip()
+        prefix = self.style.prefix.strip()
+        head, openings = text.lstrip(), {prefix or "{", self.style.shown or prefix or "{"}
+        begins = not begun and any(head.startswith(each[: len(head)]) for each in openings)
         if not prefix or self.format is not None:  # calls are the whole answer or none of it
-            head, openings = text.lstrip(), {prefix or "{", self.style.shown or prefix or "{"}
-            return len(text) if begun or not any(head.startswith(each[: len(head)]) for each in openings) else 0
+            return 0 if begins else len(text)
+        if self.style.special and begins:
+            return 0
         if (place := text.find(prefix)) >= 0:
             return place
         sizes = range(min(len(prefix) - 1, len(text)), 0, -1)
@@ -149,9 +156,11 @@ class Calling:
     def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """The text in front of the calls, and the calls as OpenAI has them; none where none is complete."""
         names = {tool.function.name for tool in self.tools}
-        prefix = "" if self.style.special else self.style.prefix.strip()
-        opening = prefix or self.style.shown
-        begin = text.find(prefix) if prefix else (0 if text.lstrip().startswith(("{", opening or "{")) else -1)
+        prefix, shown = self.style.prefix.strip(), self.style.shown
+        begin = text.find(prefix) if prefix else -1
+        if begin < 0 and (not prefix or self.style.special) and text.lstrip().startswith(("{", shown or "{")):
+            prefix, begin = "", 0  # it was put in front, or special tokens are left out of texts
+        opening = prefix or shown
         if begin < 0 or (self.format is not None and text[:begin].strip()):
             return text, []
         calls = []

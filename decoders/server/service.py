@@ -51,6 +51,7 @@ class Service:
         assistant: draft model for strategies that take one.
         limits: of requests.
         chat_template: in the place of the tokenizer's own.
+        thinking: what thoughts begin and end with, where that is not known of the model.
         config: ``decoders_config`` of every request.
 
     Attributes:
@@ -61,7 +62,7 @@ class Service:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, strategy: str = "autoregressive",
         strategy_config: dict[str, Any] | None = None, assistant: PreTrainedModel | None = None, limits: Limits = Limits(),
-        chat_template: str | None = None, config: dict[str, Any] | None = None,
+        chat_template: str | None = None, thinking: tuple[str, str] | None = None, config: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
@@ -79,7 +80,7 @@ class Service:
             ClientSettings(limits.client_settings),
         )  # fmt: skip
         self.metrics = Metrics(self.pool, limits.rows)
-        self.conversations = Conversations(tokenizer, chat_template)
+        self.conversations = Conversations(tokenizer, chat_template, thinking)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="decoders-compile")
@@ -196,7 +197,7 @@ class Service:
 
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, grammar: Any = None,
-        default_tokens: int | None = None,
+        default_tokens: int | None = None, thinking: Any = None,
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
 
@@ -204,13 +205,14 @@ class Service:
             kind: what the answer's id begins with.
             arrival: of the request; once it is `gone`, the request is given up.
             grammar: of all texts.
+            thinking: ``thinking=`` of all of them.
             default_tokens: new tokens where the body does not say; None: as many as fit.
 
         Raises:
             Refusal, and what :meth:`decoders.Scheduler.submit` raises.
         """
         count = self.check_count(body, len(prompts))
-        new = [self._new_tokens(body, prompt, default_tokens) for prompt in prompts]
+        new = [self.new_tokens(body, prompt, default_tokens) for prompt in prompts]
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         seconds = self.seconds(body)
@@ -223,7 +225,7 @@ class Service:
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
                     body.strategy, body.strategy_config, prompt, self._ended, deadline=arrival.left(seconds), cache_salt=salt,
-                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, **shared,
+                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
                 job.choices.append(Choice(index, own, generation, prompt))
@@ -241,7 +243,7 @@ class Service:
         except Exception as error:  # it is called in the thread that decodes
             log.error("a request could not be counted", exc_info=error)
 
-    def _new_tokens(self, body: Body, prompt: list[int], default: int | None) -> int:
+    def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
         """Most new tokens after `prompt`.
 
         Raises:

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..common.pieces import TextPieces, common
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
 from ..serving.generation import Generation
-from ..serving.pieces import TextPieces, common
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,12 +107,19 @@ class Span:
 
 
 class Spelling:
-    """The bytes of every token by itself."""
+    """The bytes of every token by itself.
+
+    Attributes:
+        vocabulary: all of them; None where tokens are no bytes.
+    """
+
+    vocabulary: Vocabulary | None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self._tokens = tokenizer, tuple[bytes | None, ...]()
+        self.tokenizer, self.vocabulary = tokenizer, None
         with suppress(UnsupportedError):  # its tokens are no bytes
-            self._tokens = Vocabulary.of(tokenizer, len(tokenizer), ()).tokens
+            self.vocabulary = Vocabulary.of(tokenizer, len(tokenizer), ())
+        self._tokens = self.vocabulary.tokens if self.vocabulary is not None else ()
 
     def of(self, token: int) -> bytes:
         """Of special tokens, their names."""
@@ -145,6 +152,7 @@ class ChoiceText:
 
     Args:
         prompt: token ids in front of the text.
+        special: special tokens that are written by their names.
 
     Attributes:
         stopped: whether a stop string has come.
@@ -155,11 +163,12 @@ class ChoiceText:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), prompt: Sequence[int] = (),
+        special: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self.stops, self.stopped, self.shown = tuple(stops), False, ""
         self.written, self.places = "", list[tuple[int, int]]()
-        self._pieces, self._tokens = TextPieces(tokenizer, prompt), list[int]()
+        self._pieces, self._tokens = TextPieces(tokenizer, prompt, special), list[int]()
         # What the text that is held back was with each of its tokens, and whether a draft had that token.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[Span] = []

@@ -25,6 +25,7 @@ FOLDER = Path(__file__).with_name("snapshots")
 CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "strategies": ["strategies"],
     "plugins": ["plugins"],
+    "config": ["config", "prompt-lookup"],
     "verifiers": ["verifiers"],
     "grammar-backends": ["grammar-backends"],
     "grammars": ["grammars"],

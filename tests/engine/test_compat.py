@@ -265,6 +265,12 @@ def test_recurrent_designs_are_told_from_others() -> None:
     assert not transformers_compat.keeps_recurrent_state(tiny_model("llama"))
 
 
+def test_fields_in_which_layers_differ_are_values_of_all_layers() -> None:
+    config = tiny_model("gemma4").config
+    values = [transformers_compat.config_value(config, name) for name in ("head_dim", "hidden_size", "no_such_field")]
+    assert values == [(8, 16, 8, 16), 32, None]
+
+
 def test_what_generating_leaves_on_a_model_is_known() -> None:
     model = tiny_model("llama")
     before = set(vars(model))

@@ -97,7 +97,7 @@ class _Twin:
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The counterpart of what a closure holds. Its helper objects are its own, unlike those in attributes of modules."""
+        """The counterpart of a value in a closure. Helper objects there are copied, unlike those in attributes of modules."""
         if not self._captures(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # not copy.copy: accelerate's wrapper of a forward refuses it
@@ -148,7 +148,7 @@ _EMPTY = types.CellType()
 
 
 def captured(function: types.FunctionType) -> Iterator[Any]:
-    """What a function made within another one, by a decorator say, keeps of that."""
+    """The closure values of a function that was made within another one, by a decorator for example."""
     return (cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY)
 
 
