@@ -317,6 +317,10 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
     longest, context = max(len(p) for p in prompts), context_length(model)
     if min(len(p) for p in prompts) == 0:
         raise ContextLengthError("a prompt is empty: give every row at least one token (the BOS token, say)")
+    if longest > context:
+        raise ContextLengthError(
+            f"a prompt has {longest} tokens, and the model's context is {context}: shorten the prompt, or take a model that reads more"
+        )
     if longest + max(new_tokens - 1, 0) > context:
         raise ContextLengthError(
             f"{longest} prompt tokens plus {new_tokens} new ones exceed the model's context of {context}: "
