@@ -64,7 +64,7 @@ class Chat(Answer):
         texts = [calling.style.prefix, calling.style.suffix] if calling is not None else []
         if reasoning is not None:
             texts += map(str, (reasoning.markers.begin, reasoning.markers.end, reasoning.markers.closing or ""))
-        self.special = special_ids(service.tokenizer, *texts) if texts else frozenset()
+        self.special = special_ids(service.spelling, *texts) if texts else frozenset()
         self._written: dict[
             int, tuple[str, int, int]
         ] = {}  # text so far; characters sent of the thought and the answer
