@@ -17,7 +17,6 @@ INSTEAD = {
     "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
     "verbosity": "say in the messages how long answers are to be",
     "web_search_options": "there is no search",
-    "reasoning_effort": "only messages of /v1/chat/completions have thoughts",
     "guided_json": 'use response_format={"type": "json_schema", …}',
     "guided_regex": 'use response_format={"type": "regex", "regex": …}',
     "guided_grammar": 'use response_format={"type": "grammar", "grammar": …}',
