@@ -37,6 +37,20 @@ def test_it_says_what_to_use_and_how_fast_that_is(model: Any, draft: Any, tokeni
     json.dumps(advised.as_dict(), default=str)
 
 
+def test_compiled_steps_are_measured_on_the_best_of_them(
+    model: Any, draft: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling itself takes too long for a quick test: what is called so runs uncompiled here."""
+    monkeypatch.setattr(advice, "_compiled", dict)
+    monkeypatch.setattr(advice, "MOST", 4)
+    monkeypatch.setattr(advice, "FEWEST", 4)
+    advised = decoders.advise(model, ["one two one"], tokenizer=tokenizer, assistant_model=draft, seconds=60)
+    compiled = [r.method for r in advised.records if r.compiled_share == 1.0]
+    assert {"transformers", "auto", "autoregressive"} <= set(compiled) and len(compiled) <= 4
+    assert advised.compiling is not None and advised.compiling > 0
+    assert any(line.startswith("Compiled") for line in advised.lines)
+
+
 def test_without_a_draft_model_it_is_reckoned_what_one_would_bring(model: Any, tokenizer: Any) -> None:
     advised = decoders.advise(model, ["one two"], tokenizer=tokenizer, seconds=0.5, compile=False)
     assert [outlook.what for outlook in advised.outlooks] == ["A draft model", "Heads (medusa, eagle3)"]
