@@ -143,6 +143,10 @@ class Generate:
             self._engine.set_originals(self.model, originals)
             return self._engine
 
+    def prepared_since(self, begun: float) -> float:
+        """Seconds of packing and checking the model since `begun`, by ``time.perf_counter()``."""
+        return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
+
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
         """The engine if it is there and the model is as it was, without waiting for the lock. None: :meth:`engine` has work to do.
 

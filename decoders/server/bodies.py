@@ -15,6 +15,8 @@ INSTEAD = {
     "audio": "text only",
     "modalities": "text only",
     "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
+    "reasoning_effort": "thoughts are told from answers in /v1/chat/completions",
+    "thinking_budget": "thoughts are told from answers in /v1/chat/completions",
     "verbosity": "say in the messages how long answers are to be",
     "web_search_options": "there is no search",
     "guided_json": 'use response_format={"type": "json_schema", …}',

@@ -56,6 +56,10 @@ class Inside:
     end: int | None = None
     opens: tuple[int, int] | None = None
 
+    def closed(self, inner: Matcher) -> bool:
+        """Whether the text of its end marker is complete."""
+        return self.then is not None and self.end is None and inner.accepting
+
     def opened(self, place: Place, token: int) -> bool:
         """Whether `token` stands instead of the grammar of which nothing is written at `place`."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
@@ -73,7 +77,7 @@ class Inside:
 Phase = Free | Inside
 
 
-@lru_cache(64)
+@lru_cache(16)
 def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Vocabulary) -> TaggedGrammar:
     """The grammar of `phases`, made once: what it learns of its markers stays."""
     return TaggedGrammar(phases, first, name, vocabulary)
@@ -146,6 +150,8 @@ class TaggedGrammar(CompiledGrammar):
             spelled = self.vocabulary.longest_tokens(rest)
             if not spelled or inner.advance(spelled) < len(spelled):
                 return None
+        if rest and phase.closed(inner):  # all of it, with the end marker, in one token
+            return self.enter(phase.then) if phase.then is not None else None
         return Place(number, inner=inner, lead=rest)
 
     def forced(self, place: Place) -> int | None:
@@ -296,7 +302,7 @@ class TaggedMatcher(Matcher):
         after: Place | None = replace(place, count=place.count + 1)
         if phase.then is None and token in self.grammar.stops:
             after = Place(ENDED)
-        elif phase.then is not None and phase.end is None and inner.accepting:
+        elif phase.then is not None and phase.closed(inner):
             after = self.grammar.enter(phase.then)
         return replace(after, inner=inner, taken=1) if after is not None else None
 
