@@ -113,7 +113,7 @@ class Lark(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.search(r"^\s*[?!]?start\b[^:\n]*:(?!:)", self.text, re.MULTILINE):
+        if not re.search(r"^[^\S\n]*[?!]?start\b[^:\n]*:(?!:)", self.text, re.MULTILINE):
             hint = " This looks like GBNF or BNF: write `name: …` for `name ::= …`." if "::=" in self.text else ""
             raise GrammarError(f"{self.name} has no rule `start: …`, where texts begin.{hint}", "start")
         if any("\ud800" <= character <= "\udfff" for character in self.text):

@@ -175,11 +175,6 @@ class Body(Part):
         return "max_tokens"
 
     @property
-    def constrained(self) -> bool:
-        """Whether there is a grammar to be compiled, which may take a while."""
-        return self.response_format is not None and not isinstance(self.response_format, TextFormat)
-
-    @property
     def listed(self) -> int | None:
         """How many of the likeliest tokens are listed for each token; None: no log probabilities."""
         raise NotImplementedError
@@ -285,10 +280,6 @@ class ChatBody(Body):
     @property
     def tokens_field(self) -> str:
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
-
-    @property
-    def constrained(self) -> bool:
-        return bool(self.tools) or super().constrained
 
     @property
     def listed(self) -> int | None:

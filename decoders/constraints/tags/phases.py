@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +105,9 @@ class TaggedGrammar(CompiledGrammar):
             self._everything[-1] = (1 << over) - 1
         self._next_tokens: dict[tuple[int, int], int] = {}
         self._replacements: dict[tuple[int, int], dict[int, int]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaggedGrammar, (self.phases, self.first, self.language.name, self.vocabulary)
 
     def start(self) -> TaggedMatcher:
         return TaggedMatcher(self)
