@@ -16,7 +16,7 @@ from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments
 from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.call import DecodersOutput, PreparedCall
-from .hf.options import Options, OwnDefaults
+from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
 from .hf.wrapper import Generate
 from .strategy import Strategy
@@ -28,31 +28,48 @@ __all__ = [
 ]  # fmt: skip
 
 
-def enable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+def enable(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    strategy: str | type[Strategy] | Strategy | None = None,
+    strategy_config: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
     """Gives `model` a ``generate`` that takes ``strategy=…``; the model itself, its config and weights stay untouched.
 
-    Calling it again only replaces the tokenizer. :func:`disable` takes it back.
+    Calling it again replaces the tokenizer and the defaults, each if it is given anew. :func:`disable` takes it back.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one. What its ``merge_and_unload()`` and ``unload()``
             give back is enabled, too.
         tokenizer: used by strategies, grammars and ``stop_strings``; may also be given per call.
+        strategy: of calls that name none, as in ``generate``: they are decoded by it in the place of transformers' own ``generate``.
+        strategy_config: its settings.
+        settings: of the loop, as in ``decoders_config``: ``compile=False``. A call and a generation config count before these defaults,
+            the environment and the file behind them.
 
     Returns:
         the same object.
 
     Raises:
         UnsupportedError: not a transformers model that generates.
+        SettingsError, UnknownNameError, PluginError: a default that no call could use.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
         raise UnsupportedError(f"enable() takes a transformers model that can generate, not {type(model).__name__}")
+    defaults = Defaults(strategy, strategy_config, settings)
+    if defaults != NO_DEFAULTS:
+        defaults.check()
     present = vars(model).get("generate")
     if isinstance(present, Generate):
         if tokenizer is not None:
             present.tokenizer = tokenizer
+        if defaults != NO_DEFAULTS:
+            present.defaults = defaults
         return model
-    generate = Generate(base, tokenizer, present, model if model is not base else None)
+    generate = Generate(base, tokenizer, present, model if model is not base else None, defaults)
     vars(model).update({"generate": generate, GETSTATE: generate.state})
     if model is not base:
         watch_unloading(model, _ready_to_unload)
@@ -63,7 +80,14 @@ def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
     """Gives an enabled ``PeftModel`` its weights back; what enables the model that is left without it."""
     present = enabled(wrapper)
     present.release()
-    return partial(enable, tokenizer=present.tokenizer)
+    kept = present.defaults
+    return partial(
+        enable,
+        tokenizer=present.tokenizer,
+        strategy=kept.strategy,
+        strategy_config=kept.strategy_config,
+        **kept.runtime,
+    )
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
@@ -83,7 +107,9 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
         SettingsError: a value of the wrong kind, or no strategy. UnknownNameError: a name that nothing is registered under.
         UnsupportedError: an argument that the loop cannot honour.
     """
-    options = Options.read(arguments, base_of(model).generation_config)
+    present = vars(model).get("generate")
+    defaults = present.defaults if isinstance(present, Generate) else NO_DEFAULTS
+    options = Options.read(arguments, base_of(model).generation_config, defaults)
     if options is None:
         raise SettingsError('a strategy is needed: pass strategy="autoregressive", or another one')
     refuse_arguments(options.configs, options.arguments)

@@ -1,6 +1,6 @@
 """Settings: one frozen pydantic class per strategy and verifier, and the loop's own.
 
-Their values come from the call, the generation config, the environment and a file. The loop's own settings are
+Their values come from the call, the generation config, ``enable()``, the environment and a file. The loop's own settings are
 :class:`RuntimeSettings`: ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's are a *section*:
 ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]``. In ``pyproject.toml`` the same stands under ``[tool.decoders]``.
 """
@@ -105,8 +105,8 @@ class RuntimeSettings(Settings):
     strategy: str | None = Field(None, description="Strategy of an enabled model when the call names none.")
     compile: Literal["auto"] | bool = Field(
         "auto",
-        description="torch.compile: auto decodes uncompiled at once and compiles in the background when a model has been used "
-        "so long that it pays; true compiles before the first step; false never compiles.",
+        description="torch.compile: auto decodes uncompiled at once and compiles in the background for later calls, when a model "
+        "has been used so long that it pays; true compiles before the first step; false never compiles.",
     )
     reuse: bool = Field(
         True,
@@ -152,6 +152,11 @@ class RuntimeSettings(Settings):
         True,
         description="On CUDA, in bfloat16 and float16: multiply up to 128 rows, and compute norms, by kernels in which a row has the "
         "same bits however many there are, so that strategies write the tokens of plain decoding; false leaves that to PyTorch.",
+    )
+    trace: bool = Field(
+        False,
+        description="Keep the draft tree of every step in the report, to be drawn: `print(out.report.tree(0))`. Steps are not recorded "
+        "on CUDA then.",
     )
 
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
@@ -230,41 +235,55 @@ def load_settings(
     call: Mapping[str, Any],
     generation_config: Mapping[str, Any],
     *,
+    enabled: Mapping[str, Any] | None = None,
     sections: Collection[str] = (),
 ) -> S:
-    """Settings in force: call > generation config > environment > file > default. Each setting is taken whole.
+    """Settings in force: call > generation config > ``enable()`` > environment > file > default. Each setting is taken whole.
 
     Args:
         cls: what to fill.
         section: the strategy it belongs to, None for the loop's own.
         call: values given in the call.
         generation_config: values found in the generation config.
+        enabled: values given to ``decoders.enable``.
         sections: all section names there are. They tell ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a
             setting ``lookup_length`` of ``prompt``, and a misspelt table from that of an absent plugin.
 
     Raises:
         SettingsError: unknown setting or bad value, naming the variable or file it stands in; unreadable file.
     """
-    section = section.replace("-", "_") if section else None
-    known = {name.replace("-", "_") for name in sections} | ({section} if section else set())
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-
-    def take(source: Mapping[str, Any], place: str) -> None:
-        values.update(source)
-        origin.update(dict.fromkeys(source, place))
-
-    path, content = _file()
-    if content:
-        take(_file_values(content, section, known, path), f"in {path}" + (f" [{section}]" if section else ""))
-    for name, value in _environment(cls, section, known).items():
-        values[name], origin[name] = value, f"from environment variable {variable_of(section, name)}"
-    take(generation_config, "in the generation config")
-    take(call, "")
+    values, origin = _surroundings(cls, section, sections)
+    for source, place in ((enabled, "given to enable()"), (generation_config, "in the generation config"), (call, "")):
+        values.update(source or {})
+        origin.update(dict.fromkeys(source or {}, place))
     try:
         return cls(**values)
     except ValidationError as error:
         raise SettingsError(_explained(cls, error, origin)) from error
+
+
+def origins(cls: type[Settings], section: str | None, *, sections: Collection[str] = ()) -> dict[str, str]:
+    """Where each setting of a call comes from that sets nothing itself: the variable, the file, or "default".
+
+    Raises:
+        SettingsError: as :func:`load_settings`.
+    """
+    load_settings(cls, section, {}, {}, sections=sections)
+    return dict.fromkeys(cls.model_fields, "default") | _surroundings(cls, section, sections)[1]
+
+
+def _surroundings(
+    cls: type[Settings], section: str | None, sections: Collection[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What environment and file give to `section`, unvalidated, and where each value stands."""
+    section = section.replace("-", "_") if section else None
+    known = {name.replace("-", "_") for name in sections} | ({section} if section else set())
+    path, content = settings_file()
+    values = _file_values(content, section, known, path) if content else {}
+    origin = dict.fromkeys(values, f"in {path}" + (f" [{section}]" if section else ""))
+    for name, value in _environment(cls, section, known).items():
+        values[name], origin[name] = value, f"from environment variable {variable_of(section, name)}"
+    return values, origin
 
 
 def unknown_variables(sections: Collection[str]) -> list[str]:
@@ -316,7 +335,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
     return {name: value for name, value in values.items() if name in names}
 
 
-def _file() -> tuple[Path | None, dict[str, Any]]:
+def settings_file() -> tuple[Path | None, dict[str, Any]]:
     """The configuration file in force and its content: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml."""
     named = os.environ.get("DECODERS_CONFIG")
     for path in [Path(named)] if named else [Path("decoders.toml"), Path("pyproject.toml")]:

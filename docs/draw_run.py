@@ -1,14 +1,18 @@
-"""Draws docs/run.svg, the picture of README, from a run of the demo model: ``python docs/draw_run.py``.
+"""Draws the pictures of README and of how-the-loop-works.md from a run of the demo model: ``python docs/draw_run.py``.
 
-Tokens that were drafted and accepted are coloured; the others are the model's own, one in each step.
+Tokens that were drafted and accepted are coloured; the others are the model's own, one in each step. The tree is that of one step.
 """
 
 from __future__ import annotations
 
 import html
 from pathlib import Path
+from typing import Any
 
-PICTURE = Path(__file__).parent / "run.svg"
+import decoders
+from decoders import Report
+
+PICTURE, TREE = Path(__file__).parent / "run.svg", Path(__file__).parent / "tree.svg"
 PROMPT = """\
 class Stack:
     def __init__(self):
@@ -19,27 +23,38 @@ class Stack:
 
 class Queue:
     def __init__(self):"""
-STRATEGY, NEW_TOKENS, COLUMNS = "prompt_lookup", 36, 78
+NEW_TOKENS, COLUMNS = 36, 78
+#: Of `ngram`: a tree that fits a page. STEP is the one that is drawn.
+WIDTHS, STEP = (2, 2, 1, 1), 3
 #: Height of a line, width of a character, edge: in pixels at a font size of 14.
 LINE, CHARACTER, EDGE = 20, 8.43, 16
 STYLES = {"prompt": "#8b949e", "own": "#e6edf3", "drafted": "#7ee787"}
 
 
+def report_of(strategy: str, **settings: Any) -> Report:
+    """What a call did."""
+    model, tokenizer = decoders.demo.load()
+    decoders.enable(model, tokenizer)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    return model.generate(
+        **inputs, strategy=strategy, strategy_config=settings, max_new_tokens=NEW_TOKENS, do_sample=False,
+        return_dict_in_generate=True, decoders_config={"compile": False, "trace": True},
+    ).report  # fmt: skip
+
+
 def run() -> tuple[list[tuple[str, str]], str]:
     """Pieces of the text, each with its style, and what a line says of the run."""
-    import decoders
+    report = report_of("prompt_lookup")
+    pieces = [("drafted" if who else "own", text) for text, who in report.written.pieces()]
+    caption = (
+        f"{report.new_tokens[0]} tokens in {report.steps} steps: {report.accepted} of them were drafted and accepted"
+    )
+    return [("prompt", PROMPT), *pieces], caption
 
-    model, tokenizer = decoders.demo.load()
-    with decoders.Scheduler(decoders.enable(model, tokenizer), strategy=STRATEGY) as scheduler:
-        settings = {"compile": False, "prune": False}  # drafts do not depend on what steps cost here
-        generation = scheduler.submit(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, decoders_config=settings)
-        generation.result()
-    tokens = generation.tokens
-    pieces, texts = [("prompt", PROMPT)], ["", *(tokenizer.decode(tokens[: end + 1]) for end in range(len(tokens)))]
-    for before, after, drafted in zip(texts, texts[1:], generation.drafted, strict=False):
-        pieces.append(("drafted" if drafted else "own", after[len(before) :]))
-    report = generation.report
-    return pieces, f"{len(tokens)} tokens in {report.steps} steps: {report.accepted} of them were drafted and accepted"
+
+def tree() -> str:
+    """The tree of a step, as an SVG."""
+    return report_of("ngram", widths=WIDTHS).tree(STEP).svg()
 
 
 def draw(pieces: list[tuple[str, str]], caption: str) -> str:
@@ -54,13 +69,15 @@ def draw(pieces: list[tuple[str, str]], caption: str) -> str:
     written = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" role="img" aria-label="{caption}">',
         '<rect width="100%" height="100%" rx="8" fill="#0d1117"/>',
-        '<g font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" xml:space="preserve">',
+        '<g font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14">',
     ]
     for number, line in enumerate(lines):
         spans = "".join(f'<tspan fill="{STYLES[style]}">{html.escape(text)}</tspan>' for style, text in line if text)
-        written.append(f'<text x="{EDGE}" y="{EDGE + LINE * (number + 1) - 6}">{spans}</text>')
+        # On each text: browsers do not hand it down from a group.
+        written.append(f'<text x="{EDGE}" y="{EDGE + LINE * (number + 1) - 6}" xml:space="preserve">{spans}</text>')
     return "\n".join([*written, "</g>", "</svg>", ""])
 
 
 if __name__ == "__main__":
     PICTURE.write_text(draw(*run()), encoding="utf-8")
+    TREE.write_text(tree(), encoding="utf-8")

@@ -51,9 +51,9 @@ VALUES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 512),
     **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size", "sliding_window_size"), WINDOW),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "hidden_size_per_layer_input", "index_head_dim"), 8),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "hidden_size_per_layer_input", "index_head_dim"), 8),
     **dict.fromkeys(("n_group", "topk_group"), 1),
-    "floor_scale": 64, "rotary_dim": 4, "index_n_heads": 2, "query_pre_attn_scalar": 8, "is_decoder": True,
+    "global_head_dim": 16, "floor_scale": 64, "rotary_dim": 4, "index_n_heads": 2, "query_pre_attn_scalar": 8, "is_decoder": True,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip

@@ -329,8 +329,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kept-texts-outlive-their-weights", "decoders/engine/decode/engine.py",
-        "                self.target.repack(model)\n                self.sessions.forget()\n",
-        "                self.target.repack(model)\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0\n                self.sessions.forget()\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0\n",
         ("generate/test_reuse.py",),
     ),
     Mutation(
@@ -467,8 +467,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the-targets-own-token-counts-as-drafted", "decoders/engine/decode/request.py",
-        "[True] * accepted + [False] * (count - accepted)",
-        "[True] * count",
+        "[*drafters[:accepted], *[\"\"] * (count - accepted)]",
+        "[request.strategy.name] * count",
         ("serving/test_scheduler.py",),
     ),
     Mutation(

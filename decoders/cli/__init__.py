@@ -110,17 +110,33 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import bench, bench_load, demo, doctor, generate, listing, new_plugin, prepare, serve, train, train_drafters
+    from . import (
+        advise,
+        bench,
+        bench_load,
+        config,
+        demo,
+        doctor,
+        generate,
+        listing,
+        new_plugin,
+        prepare,
+        serve,
+        train,
+        train_drafters,
+    )
 
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(prepare.warmup)
     app.command()(prepare.calibrate)
+    app.command()(advise.advise)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(listing.grammars)
+    app.command()(config.config)
     app.command()(serve.serve)
     app.command()(new_plugin.new_plugin)
     app.command()(doctor.doctor)

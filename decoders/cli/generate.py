@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..report import GrammarUse, Report, Stage
+    from ..report import Report
 
 
 def generate(
@@ -152,7 +151,7 @@ def generate(
         return_dict_in_generate=True,
         **arguments,
     )
-    from ..serving.pieces import text_behind
+    from ..common.pieces import text_behind
 
     tokens, length = result.sequences[0].tolist(), inputs["input_ids"].shape[1]
     completion = text_behind(tokenizer, tokens[:length], tokens[length:])
@@ -179,58 +178,18 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
 
 
 def show_report(report: Report, console: Console) -> None:
-    """The figures that matter, one per line."""
+    """The figures that matter, one per line, the text in the colours of who drafted it, and how many tokens steps brought."""
     from rich.table import Table
     from rich.text import Text
 
-    t = report.timings
     table = Table(show_header=False, pad_edge=False, box=None)
-    lines = [
-        ("strategy", report.strategy + ("" if report.exact else " (lossy)")),
-        *([("verifier", report.verifier)] if report.verifier != "coupled" else []),
-        ("tokens", f"{sum(report.new_tokens)} new after {sum(report.prompt_tokens)} of prompt"),
-        ("speed", f"{report.tokens_per_second:.1f} tokens/s, first after {report.time_to_first_token:.2f} s"),
-        ("steps", f"{report.steps}, {report.mean_accepted_length:.2f} tokens each"),
-        ("lengths", histogram(report.accepted_lengths)),
-        ("accepted", f"{report.accepted} of {report.drafted} draft tokens ({report.acceptance_rate:.0%})"),
-        ("seconds", f"prefill {t.prefill:.2f}, draft {t.propose:.2f}, verify {t.core:.2f}, observe {t.observe:.2f}"),
-        *(("grammar", grammar_line(use, t.mask)) for use in report.grammars if use is not None),
-        ("overhead", f"{report.overhead:.1%} of the steps outside the models' forward passes"),
-        *(line for stage in report.stages for line in stage_lines(stage)),
-        ("compiled", f"{report.compilations} graphs in {t.compile:.1f} s" if report.compiled else "no"),
-    ]
-    for name, value in lines:
+    for name, value in report.lines():
         table.add_row(Text(name, style="bold"), Text(value))
     console.print(table)
-
-
-def grammar_line(use: GrammarUse, seconds: float) -> str:
-    """What a row's grammar cost, and whether its text is complete."""
-    outcome = "complete" if use.complete else "not complete"
-    if use.invalid:
-        outcome = f"invalid: {use.invalid}"
-    compilation = f"{use.backend}, {use.source} in {use.seconds * 1e3:.0f} ms, {use.nbytes / 1e6:.1f} MB"
-    return f"{use.name} ({compilation}); masks {seconds:.2f} s; {outcome}"
-
-
-def histogram(lengths: Sequence[int]) -> str:
-    """How often a step brought how many tokens: ``"1: 4×, 3: 7×"``."""
-    return ", ".join(f"{tokens}: {count}×" for tokens, count in enumerate(lengths, 1) if count) or "none"
-
-
-def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """A draft model's figures; those of its drafter's models follow, further in."""
-    quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
-    text = f"{stage.model}{quantized}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
-    if stage.drafter is not None:
-        passes = sum(stage.accepted_lengths)
-        tokens_per_pass = (
-            sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths)) / passes if passes else 0.0
-        )
-        text += (
-            f", {tokens_per_pass:.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} draft tokens, "
-            f"{stage.drafter_seconds:.2f} s)"
-        )
-    yield "  " * depth + "draft", text
-    for inner in stage.stages:
-        yield from stage_lines(inner, depth + 1)
+    if report.written is not None and (colours := report.written.colours()):
+        legend = Text(", ").join(Text(name, style=f"bold {colour}") for name, colour in colours.items())
+        pieces = ((text, f"bold {colours[who]}" if who else "") for text, who in report.written.pieces())
+        console.print(Text.assemble("\ndrafted by ", legend, ":\n", *pieces))
+    most = max(report.accepted_lengths, default=0)
+    for tokens, count in enumerate(report.accepted_lengths, 1):
+        console.print(Text(f"{tokens:>3} {'█' * round(40 * count / most) or '▏' * (count > 0)} {count}"))

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..bench import Method, Workload, decode
-from ..serving.pieces import TextPieces
+from ..common.pieces import TextPieces
 
 ACCEPTED, OWN = "bold green", "white"
 #: Lines of the prompt that stay in view.

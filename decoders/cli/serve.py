@@ -51,6 +51,10 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Jinja file in the place of the tokenizer's own.")
     ] = None,
+    thinking: Annotated[
+        str | None,
+        typer.Option(metavar="BEGIN END", help='What thoughts begin and end with, as in "<think> </think>"; known of many models.'),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; by default as many as torch takes.")] = None,
@@ -107,6 +111,7 @@ def serve(
     ClientSettings(limits.client_settings)  # says what is wrong before a model is loaded
     config = parse_assignments(settings or [])
     template = read_template(chat_template) if chat_template is not None else None
+    markers = _markers(thinking) if thinking is not None else None
     console = plain_console(stderr=True)
     if host not in LOOPBACK and not keys:
         console.print(
@@ -117,7 +122,7 @@ def serve(
 
         torch.set_num_threads(threads)
     with waiting(console, f"loading {model}"):
-        service = _service(model, name, strategy, config, assistant, template, dtype, compile, limits)
+        service = _service(model, name, strategy, config, assistant, template, markers, dtype, compile, limits)
     from ..server.app import make_app
     from ..server.connections import Server
 
@@ -127,9 +132,16 @@ def serve(
     set_aside()
     _announce(server, service.name, console)
     # When all is done, uvicorn raises the signal that ended it once more.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
+
+
+def _leave(*_: Any) -> None:
+    """Ends the process, which has nothing left to do: taking the interpreter apart would take it seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _keys(given: list[str] | None) -> list[str]:
@@ -146,6 +158,18 @@ def _keys(given: list[str] | None) -> list[str]:
     return keys
 
 
+def _markers(given: str) -> tuple[str, str]:
+    """The two markers of ``--thinking``.
+
+    Raises:
+        SettingsError: they are not two.
+    """
+    parts = given.split()
+    if len(parts) != 2:
+        raise SettingsError(f'--thinking {given!r} has {len(parts)} markers: give two, as in "<think> </think>"')
+    return parts[0], parts[1]
+
+
 def check_installed() -> None:
     """Raises ServerExtraError if the server cannot run here."""
     try:
@@ -158,7 +182,7 @@ def check_installed() -> None:
 
 def _service(
     model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
-    dtype: str, compile: bool, limits: Limits,
+    thinking: tuple[str, str] | None, dtype: str, compile: bool, limits: Limits,
 ) -> Any:  # fmt: skip
     """The service around a model that has been loaded and has written a token."""
     from ..server.service import Service
@@ -169,7 +193,7 @@ def _service(
     service = Service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
         assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
-        chat_template=chat_template, config=None if compile else {"compile": False},
+        chat_template=chat_template, thinking=thinking, config=None if compile else {"compile": False},
     )  # fmt: skip
     service.warm_up()
     return service

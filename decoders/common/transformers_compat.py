@@ -37,6 +37,17 @@ def is_of_training(hook: Any) -> bool:
     return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
+def config_value(config: PreTrainedConfig, name: str) -> Any:
+    """A field of a config, None where there is no such field; where layers differ in it, a tuple of their values.
+
+    From 5.24 on transformers raises RuntimeError for the latter: Gemma 4 has two widths of heads.
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return tuple(getattr(layer, name, None) for layer in config.per_layer_config)
+
+
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether the design keeps a state that cannot be rolled back. transformers asks the same where it refuses assisted generation."""
     return bool(getattr(model, "_is_stateful", False))

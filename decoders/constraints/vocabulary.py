@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from ..common.pieces import BYTE_TOKEN
 from ..errors import UnsupportedError, shortened
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 #: "full": every token that leaves the text completable may come next. "canonical": where the grammar forces the next
 #: bytes, only the token that the tokenizer itself would begin them with: other tokens, hence another distribution.
 Policy = Literal["full", "canonical"]
-
-#: How byte fallback names the tokens of single bytes.
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:

@@ -56,11 +56,11 @@ class AcceptanceRates:
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
-        """The probability for the best token at a depth of the drafter with this bit, whoever else proposes the same."""
+        """The probability of the best token at a depth of the drafter with this bit, alone or with others that propose the same."""
         return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
     def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:
-        """A token whose parent was right has been judged."""
+        """Learns whether a token was right whose parent was."""
         depth, rank = min(depth, DEEPEST), min(rank, LOWEST_RANK)
         keep = KEEP if depth < DEEPEST else KEEP_DEEPEST
         kinds = [(sources, depth, rank, WHICHEVER)]
@@ -113,7 +113,7 @@ class AcceptanceRates:
 
 
 class Proposals:
-    """What all drafters propose for one row, as one tree: what several propose stands in it once.
+    """The proposals of all drafters for one row, merged into one tree without repeats.
 
     Attributes:
         tokens: per node; node 0 is the row's last token.
@@ -190,7 +190,7 @@ class Proposals:
 
     def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
         """``(probability, node)`` of the nodes whose whole path is right with at least the probability `least`, likeliest first,
-        so that each comes after its parent. Siblings exclude each other: together they come to 1 at most.
+        so that each comes after its parent. Siblings exclude each other: their sum is at most 1.
         """
         likely = [1.0] + [0.0] * (len(self.tokens) - 1)
         ranked = []
@@ -247,7 +247,7 @@ class Follower:
         self.outlook += max(OUTLOOK_WEIGHT, 1 / self._expected) * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
-        """From here on `proposals` are judged: they continue the row as it is now."""
+        """Judges `proposals` from now on; they continue the row as it is now."""
         if len(proposals) > 1:
             self._open.append((proposals, 0))
 
@@ -257,7 +257,7 @@ LAST_ROW_SPREAD = 1 / 8
 
 
 def row_weights(tokens: Sequence[int], outlooks: Sequence[float]) -> list[float]:
-    """What a token is worth in each row where all begin together and a call lasts as long as its last row: by how likely that is.
+    """The value of a token in each row, where a call lasts as long as its last row: in proportion to how likely it is the last.
 
     Args:
         tokens: that each row may still write.

@@ -22,7 +22,7 @@ class _Stored(BaseModel):
 
 
 class Subject(_Stored):
-    """What a curve depends on: it serves no other combination.
+    """The combination that a curve was measured for; it is used for no other.
 
     Attributes:
         model: class and sizes of the model; weights do not matter.
@@ -87,7 +87,7 @@ class CostCurve(_Stored):
     points: tuple[CostPoint, ...] = ()
 
     def with_points(self, points: Iterable[CostPoint]) -> CostCurve:
-        """This curve with `points` in it; those measured before at the same places go."""
+        """This curve with `points` added, which replace older ones at the same places."""
         merged = {point.place: point for point in (*self.points, *points)}
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 

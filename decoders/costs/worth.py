@@ -1,4 +1,4 @@
-"""What a draft is worth: how many nodes it may have, how many of them to verify, and how often to look at what may not pay."""
+"""The worth of a draft: how many nodes it may have, how many to verify, and how often to try drafters that may not pay."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Looks:
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:
-        """Learns what a draft has brought beyond its price, in tokens. longest: steps to wait at most."""
+        """Learns the gain of a draft beyond its price, in tokens. longest: steps to wait at most."""
         self.count += 1
         self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
@@ -130,7 +130,7 @@ DRAFT_WEIGHT = 1 / 8
 
 
 class DraftWorth:
-    """Says how many nodes of a draft, from the first on, are worth their time in a step of several rows.
+    """Decides how many nodes of a draft, from the first on, are worth their time in a step of several rows.
 
     A block of B rows has as many nodes per row as the longest draft: where one row drafts eight tokens, 8 B nodes are run for them.
 
@@ -216,7 +216,7 @@ class DraftWorth:
         self._proposals.clear()
 
     def _weights(self, lengths: Sequence[int], active: Sequence[int]) -> list[float]:
-        """What a token is worth in each of the rows that go on."""
+        """The value of a token in each row that has not ended."""
         if self._ends is None:
             return [1.0] * len(active)
         return row_weights(

@@ -33,7 +33,7 @@ UNLOADING = ("merge_and_unload", "unload")
 
 
 class Unloading:
-    """Stands on an enabled ``PeftModel`` in the place of a method of :data:`UNLOADING`: what that gives back is enabled, too.
+    """Replaces a method of :data:`UNLOADING` on an enabled ``PeftModel``, and enables the model that the method returns.
 
     It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model.
 
@@ -60,7 +60,7 @@ def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) ->
 
 
 def unwatch_unloading(model: Any) -> None:
-    """Takes away what :func:`watch_unloading` has put there."""
+    """Undoes :func:`watch_unloading`."""
     for name in UNLOADING:
         if isinstance(vars(model).get(name), Unloading):
             del vars(model)[name]

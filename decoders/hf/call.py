@@ -57,7 +57,7 @@ class StreamAligner:
         self.sent = 0
 
     def step(self, new: list[list[int]], written: list[list[int]], ended: list[bool]) -> None:
-        """Sends the positions that are complete in `written`, all tokens of each row; `ended` rows hold the others up no longer."""
+        """Sends the positions that are complete in `written`, all tokens of each row; rows that have `ended` are not waited for."""
         if hasattr(self.streamer, "on_step"):
             self.streamer.on_step(new)
         going = [len(tokens) for tokens, end in zip(written, ended, strict=True) if not end]
@@ -77,7 +77,7 @@ class StreamAligner:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call as the loop takes it, and what makes its result transformers' again.
+    """A call in the loop's form, and the way back to a result in transformers' form.
 
     Attributes:
         engine: decodes it.

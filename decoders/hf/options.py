@@ -1,10 +1,10 @@
-"""What a call of ``generate`` asks for: its arguments, the generation configs and the settings, read once, in that order."""
+"""The options of a call of ``generate``: arguments, then generation configs, then settings, read once."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,44 @@ _CONFIGURABLE: dict[str, tuple[type, ...]] = {
     "grammar": (str, Mapping),
     "thinking": (int, Mapping),
 }
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What :func:`decoders.enable` was given for the calls to come.
+
+    Attributes:
+        strategy: as in ``generate``; None: a call without one is transformers' own.
+        strategy_config: its settings.
+        runtime: settings of the loop.
+    """
+
+    strategy: Any = None
+    strategy_config: Mapping[str, Any] | None = None
+    runtime: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises what is wrong with them, which a call would raise."""
+        _check_mapping("strategy_config", self.strategy_config)
+        load_settings(RuntimeSettings, None, {}, {}, enabled=self.runtime, sections=registry().strategies())
+        if self.strategy is not None:
+            resolve_strategy(self.strategy, self.strategy_config)
+        elif self.strategy_config:
+            raise SettingsError("strategy_config needs a strategy: give enable() strategy=… too")
+
+    def config_for(self, strategy: Any, configured: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """`configured`, settings of `strategy` from a generation config, on top of those for it here."""
+        chosen_here = isinstance(self.strategy, (str, type)) and strategy_name(self.strategy) == strategy_name(strategy)
+        if not chosen_here or not self.strategy_config or isinstance(strategy, Strategy):
+            return configured
+        settings = dict(self.strategy_config)
+        for name, value in (configured or {}).items():
+            both = isinstance(value, Mapping) and isinstance(settings.get(name), Mapping)
+            settings[name] = {**settings[name], **value} if both else value
+        return settings
+
+
+NO_DEFAULTS = Defaults()
 
 
 @dataclass(frozen=True)
@@ -55,8 +93,13 @@ class Options:
     arguments: dict[str, Any]
 
     @staticmethod
-    def read(arguments: Mapping[str, Any], config: GenerationConfig | None) -> Options | None:
+    def read(
+        arguments: Mapping[str, Any], config: GenerationConfig | None, defaults: Defaults = NO_DEFAULTS
+    ) -> Options | None:
         """What `arguments` and the model's own `config` ask for; None without a strategy, where ``generate`` is transformers' own.
+
+        Args:
+            defaults: for what neither says.
 
         Raises:
             SettingsError, UnknownNameError, UnsupportedError, PluginError.
@@ -78,9 +121,11 @@ class Options:
             | dict(own["decoders_config"] or {})
             | ({"strategy": own["strategy"]} if isinstance(own["strategy"], str) else {}),
             loop_options(in_configs) | ({"strategy": configured["strategy"]} if configured["strategy"] else {}),
+            enabled=defaults.runtime,
             sections=registry().strategies(),
         )
-        chosen = own["strategy"] if own["strategy"] is not None else runtime.strategy
+        given_strategies = (own["strategy"], configured["strategy"], defaults.strategy, runtime.strategy)
+        chosen = next((strategy for strategy in given_strategies if strategy is not None), None)
         if chosen is None:
             misplaced = sorted(
                 {name for said in (configured, own) for name, value in said.items() if value is not None}
@@ -90,11 +135,13 @@ class Options:
             return None
         # Settings in a config that names a strategy are that strategy's.
         same = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
+        in_call = with_hints(chosen, own["strategy_config"], hints_of(others))
+        in_config = with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs), of_config)
         return Options(
             strategy=resolve_strategy(
                 chosen,
-                with_hints(chosen, own["strategy_config"], hints_of(others)),
-                with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs), of_config),
+                in_call,
+                defaults.config_for(chosen, in_config),
             ),
             verifier=resolve_verifier(own["verifier"] or runtime.verifier, own["verifier_config"]),
             runtime=runtime,
@@ -150,7 +197,7 @@ def _check_mapping(name: str, given: Any) -> None:
 
 @dataclass(frozen=True)
 class OwnDefaults:
-    """What was made of a checkpoint's own generation config.
+    """The options in a checkpoint's own generation config.
 
     Attributes:
         config: a copy that goes with every strategy.
@@ -164,8 +211,9 @@ class OwnDefaults:
 
     @staticmethod
     def of(config: GenerationConfig, strategy: str, strategy_config: Mapping[str, Any]) -> OwnDefaults:
-        """Leaves out what ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), and several texts per prompt,
-        which requests ask for in another way. Hints how to draft become settings of `strategy` if it has them.
+        """Leaves out what ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), several texts per prompt, which
+        requests ask for in another way, and sampling at temperature 0. Hints how to draft become settings of `strategy` if it has
+        them.
 
         Args:
             strategy, strategy_config: of requests that name none. Settings count before hints.
@@ -174,6 +222,8 @@ class OwnDefaults:
         left_out = {name: value for name, (refused, _) in REFUSED.items() if refused(value := said_in([own], name))}
         if own.num_return_sequences not in (None, 1):
             left_out["num_return_sequences"] = own.num_return_sequences
+        if own.do_sample and own.temperature is not None and own.temperature <= 0:  # meant is the likeliest token
+            left_out |= {"do_sample": True, "temperature": own.temperature}
         for name, value in hints_of({name: said_in([own], name) for name in HINTS}).items():
             try:
                 settings = dict(with_hints(strategy, settings, {name: value}) or {})

@@ -1,4 +1,4 @@
-"""What transformers prepares for a call (processors, criteria, generation config), in the loop's terms, kept for calls like it."""
+"""Processors, criteria and generation config as transformers prepares them, in the loop's terms; kept for calls of the same kind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Kind = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Preparation:
-    """What transformers has prepared for a call.
+    """A call as transformers has prepared it.
 
     Attributes:
         config: the generation config in force.
@@ -85,7 +85,7 @@ class Preparation:
 
     @property
     def reusable(self) -> bool:
-        """Whether no more than lengths depends on its prompt, and nothing remembers its text."""
+        """Whether nothing but lengths depends on the prompt, so that other calls of this kind can use it."""
         on_host = self.processors is not None or self.criteria is not None
         return not on_host and self.config.min_new_tokens is None and "min_new_tokens" not in self.plan.operations
 
@@ -107,7 +107,10 @@ def plan_sampling(
     p = logits_process
     known: dict[type, Callable[[Any], tuple[str, float]]] = {
         p.TemperatureLogitsWarper: lambda x: ("temperature", x.temperature),
-        p.TopKLogitsWarper: lambda x: ("top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k", x.top_k),
+        p.TopKLogitsWarper: lambda x: (
+            "top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k",
+            min(x.top_k, 1 << 31),  # any number keeps all tokens of a vocabulary, and not every number is a float
+        ),
         p.TopPLogitsWarper: lambda x: ("top_p", 1 - x.top_p),
         p.MinPLogitsWarper: lambda x: ("min_p", x.min_p),
         p.TypicalLogitsWarper: lambda x: ("typical_p", x.mass),

@@ -81,7 +81,7 @@ def warm(
     for strategy in resolved:
         if strategy.needs_assistant and assistant_model is None:
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
-    compile = _runtime(options).compile is not False
+    compile = _runtime(generate, options).compile is not False
     options["decoders_config"] = {**(options.get("decoders_config") or {}), "compile": compile}
     plans: list[dict[str, Any]] = [{"do_sample": False}]
     if sampling:
@@ -95,7 +95,7 @@ def warm(
                 started = time.perf_counter()
                 report = _report(generate, name, count, dict(max_new_tokens=16, **(options | plan | extra)))
                 seconds, timings = time.perf_counter() - started, report.timings
-                packing += timings.pack
+                packing += timings.pack + timings.check
                 sampled = bool(plan["do_sample"])
                 parts.append(WarmupPart(strategy.name, count, sampled, seconds, timings.compile, report.compilations))
     return Warmup(
@@ -149,7 +149,7 @@ def calibrate_model(
         )
     if not seconds > 0:
         raise SettingsError(f"seconds must be more than 0, not {seconds}")
-    runtime = _runtime(options)
+    runtime = _runtime(generate, options)
     folder = runtime.cost_cache or default_folder()
     engine = generate.engine(runtime)
     with engine.lock, engine.active():
@@ -188,10 +188,11 @@ def _strategy_costs(
     return tuple(costs)
 
 
-def _runtime(options: dict[str, Any]) -> RuntimeSettings:
+def _runtime(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
     """The settings of the loop that calls with `options` run with."""
     given = dict(options.get("decoders_config") or {})
-    return load_settings(RuntimeSettings, None, given, {}, sections=registry().strategies())
+    enabled, sections = generate.defaults.runtime, registry().strategies()
+    return load_settings(RuntimeSettings, None, given, {}, enabled=enabled, sections=sections)
 
 
 def _report(generate: Generate, strategy: str | Strategy, rows: int, call: dict[str, Any]) -> Report:

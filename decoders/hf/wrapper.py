@@ -1,27 +1,33 @@
-"""What stands in the place of ``model.generate``: transformers' own without a strategy, the loop with one."""
+"""The replacement of ``model.generate``: transformers' own without a strategy, the loop with one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine, MemoryKey
 from ..engine.decode.request import RequestOutput
 from ..engine.model.layout import refuse_capture, refuse_unfit
+from ..engine.model.layout import vocabulary_of as logits_of
 from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
+from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
 from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
-from .options import Options
+from .grammars import vocabulary_of
+from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
@@ -29,16 +35,18 @@ _DEFAULTS = RuntimeSettings.model_validate({})
 
 
 class Generate:
-    """What ``enable`` puts in the place of ``model.generate``; with no strategy named it is transformers' own.
+    """The replacement of ``model.generate``; a call without a strategy goes to transformers' own.
 
     It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model. wrapper: the
-    ``PeftModel`` around it whose ``generate`` this is, if there is one.
+    ``PeftModel`` around it whose ``generate`` this is, if there is one. defaults: of calls.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any, wrapper: Any = None
-    ) -> None:
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, previous: Any, wrapper: Any = None,
+        defaults: Defaults = NO_DEFAULTS,
+    ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.previous, self.wrapper = model, tokenizer, previous, wrapper
+        self.defaults = defaults
         self._remembered: dict[MemoryKey, Any] = {}
         self._assistants = Assistants()
         self.__setstate__({})
@@ -54,7 +62,7 @@ class Generate:
         vars(self).update(state)
 
     def state(self) -> CopiedState:
-        """What copies of the model are made of; ``enable`` puts it in the place of the model's ``__getstate__``."""
+        """The state for copies of the model; ``enable`` puts it in the place of the model's ``__getstate__``."""
         return CopiedState(vars(self.model if self.wrapper is None else self.wrapper), self.previous)
 
     @property
@@ -68,18 +76,21 @@ class Generate:
         positional = dict(zip(_POSITIONAL, args, strict=False))
         if twice := positional.keys() & kwargs.keys():
             raise TypeError(f"generate() got two values for {', '.join(sorted(twice))}")
-        options = Options.read(positional | kwargs, self.model.generation_config)
+        begun = time.perf_counter()
+        options = Options.read(positional | kwargs, self.model.generation_config, self.defaults)
         if options is None:
             return self.plain(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
         with ordinary_device(self.model):
             call = self._prepared(options)
             try:
-                written = decode(call.engine, call.request)
+                written = decode(call.engine, replace(call.request, begun=begun))
             except BaseException as error:
                 if isinstance(getattr(error, "partial", None), RequestOutput):
                     error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
                 raise
-            return call.result(written)
+            result = call.result(written)
+            written.report.finished(begun)
+            return result
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` as it was before ``enable``."""
@@ -95,7 +106,7 @@ class Generate:
         Raises:
             what ``generate`` raises.
         """
-        options = Options.read(kwargs, self.model.generation_config)
+        options = Options.read(kwargs, self.model.generation_config, self.defaults)
         assert options is not None, "only calls with a strategy are decoded in the loop"
         with ordinary_device(self.model):
             return self._prepared(options)
@@ -120,6 +131,23 @@ class Generate:
             self._preparations,
         )  # fmt: skip
 
+    def compiles_with(
+        self, stops: Sequence[int], config: Mapping[str, Any] | None
+    ) -> tuple[Vocabulary, Backend, float]:
+        """What grammars are compiled for, by what, and the seconds that one may take.
+
+        Args:
+            stops: tokens that end a text.
+            config: ``decoders_config`` of the calls.
+
+        Raises:
+            UnsupportedError: there are no grammars for this tokenizer.
+        """
+        options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
+        assert options is not None
+        vocabulary = vocabulary_of(self.tokenizer, logits_of(self.model), stops)
+        return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
+
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
         # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
@@ -135,6 +163,10 @@ class Generate:
                 self._remembered = {}
             self._engine.set_originals(self.model, originals)
             return self._engine
+
+    def prepared_since(self, begun: float) -> float:
+        """Seconds of packing and checking the model since `begun`, by ``time.perf_counter()``."""
+        return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
         """The engine if it is there and the model is as it was, without waiting for the lock. None: :meth:`engine` has work to do.

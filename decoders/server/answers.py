@@ -53,9 +53,10 @@ class Growing:
     """
 
     def __init__(
-        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], spelling: Spelling | None
+        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], spelling: Spelling | None,
+        special: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt), 0
+        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling, self._tokens, self._settled = (
             spelling,
             list[TextToken](),
@@ -116,10 +117,12 @@ class Answer(ABC):
 
     Attributes:
         job: what is decoded.
+        special: special tokens that are written by their names, since what they mark is looked for in the text.
     """
 
     kind: str
     chunk_kind: str
+    special: frozenset[int] = frozenset()
 
     def __init__(self, service: Service, body: Body, job: Job) -> None:
         self.service, self.body, self.job = service, body, job
@@ -128,7 +131,7 @@ class Answer(ABC):
 
     def growing(self, choice: Choice) -> Growing:
         """`choice` from its beginning."""
-        return Growing(choice, self.tokenizer, self.job.stops, self._spelling)
+        return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
 
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every choice has ended."""
@@ -162,12 +165,8 @@ class Answer(ABC):
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
         """Under ``warnings``: what the grammar of an ended text could not honour, and what the text breaks; empty if nothing."""
-        report = choice.generation.report
-        said: list[str] = []
-        for use in report.grammars if report is not None else ():
-            if use is not None:
-                said += [warning for warning in use.warnings if warning.endswith(LEFT_OUT)]
-                said += [use.invalid] if use.invalid is not None else []
+        said = [warning for warning in (choice.use.warnings if choice.use else ()) if warning.endswith(LEFT_OUT)]
+        said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
@@ -199,7 +198,14 @@ async def settled(answer: Answer, receive: Receive) -> None:
     Raises:
         Refusal: the client is gone. What a request raises.
     """
-    results: asyncio.Future[Any] = asyncio.gather(*(choice.generation for choice in answer.job.choices))
+
+    async def ended() -> None:
+        await asyncio.gather(*(choice.generation for choice in answer.job.choices))
+        for choice in answer.job.choices:
+            if choice.judged:
+                await answer.service.judge(answer.job, choice)
+
+    results: asyncio.Future[Any] = asyncio.ensure_future(ended())
     # Looks at the error even if the client is gone: asyncio logs errors that nothing has looked at.
     results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
@@ -245,6 +251,8 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                         running.remove(choice)
                         if (error := choice.generation.exception()) is not None:
                             raise error
+                        if choice.judged:
+                            await answer.service.judge(answer.job, choice)
                     parts = answer.pieces(growing[choice.index], ended)
                     content += b"".join(event(answer.chunk([part])) for part in parts)
                 if content:

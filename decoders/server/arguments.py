@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
 
-from ..serving.pieces import TextPieces
+from ..common.pieces import TextPieces
 from .bodies import Body
 from .refusals import Refusal
 

@@ -15,7 +15,8 @@ INSTEAD = {
     "audio": "text only",
     "modalities": "text only",
     "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
-    "reasoning_effort": "set it in the chat template, by chat_template_kwargs",
+    "reasoning_effort": "thoughts are told from answers in /v1/chat/completions",
+    "thinking_budget": "thoughts are told from answers in /v1/chat/completions",
     "verbosity": "say in the messages how long answers are to be",
     "web_search_options": "there is no search",
     "guided_json": 'use response_format={"type": "json_schema", …}',
@@ -27,6 +28,8 @@ INSTEAD = {
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
 }
+#: Efforts of reasoning, and the share of all new tokens that a thought may have; None for any.
+EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 #: Values of these that ask for nothing; so does ``best_of``, where it is n.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
 #: What fields of several shapes may hold.
@@ -172,11 +175,6 @@ class Body(Part):
         return "max_tokens"
 
     @property
-    def constrained(self) -> bool:
-        """Whether there is a grammar to be compiled, which may take a while."""
-        return self.response_format is not None and not isinstance(self.response_format, TextFormat)
-
-    @property
     def listed(self) -> int | None:
         """How many of the likeliest tokens are listed for each token; None: no log probabilities."""
         raise NotImplementedError
@@ -272,6 +270,8 @@ class ChatBody(Body):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_budget: int | None = Field(None, ge=0)
 
     @property
     def most_tokens(self) -> int | None:
@@ -280,10 +280,6 @@ class ChatBody(Body):
     @property
     def tokens_field(self) -> str:
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
-
-    @property
-    def constrained(self) -> bool:
-        return bool(self.tools) or super().constrained
 
     @property
     def listed(self) -> int | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
 from .bodies import ChatBody
-from .grammars import Calling, spec_of
+from .grammars import Calling, wanted_of
 from .limits import Arrival
+from .reasoning import Reasoning, special_ids
 from .refusals import Refusal
 from .service import Service
 from .texts import Choice, Job, named
@@ -24,12 +25,24 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
         raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     conversations = service.conversations
     calling = Calling.of(body, conversations.style)
-    text = conversations.prompt(body.messages, body.tools or () if calling else (), body.chat_template_kwargs or {})
-    if calling is not None and calling.required and calling.style.special:
-        text += calling.style.prefix
-    grammar = calling.spec if calling is not None else spec_of(body.response_format)
-    job = service.start("chatcmpl", body, [conversations.ids(text)], arrival, grammar)
-    return Chat(service, body, job, calling)
+    variables = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        effort = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+        variables = effort | variables
+    text = conversations.prompt(body.messages, body.tools or () if calling else (), variables)
+    put_in_front = calling is not None and calling.required and calling.style.special
+    if put_in_front:
+        text += conversations.style.prefix
+    service.check_length(text)
+    wanted, prompt = wanted_of(body, conversations.style), conversations.ids(text)
+    reasoning = None
+    if not put_in_front:
+        most = service.new_tokens(body, prompt)
+        reasoning = Reasoning.of(body, conversations, prompt, service.spelling, most)
+    bounded = reasoning is not None and (wanted is not None or reasoning.budget is not None)
+    thinking = reasoning.argument if reasoning is not None and bounded else None
+    job = service.start("chatcmpl", body, [prompt], arrival, wanted, thinking=thinking)
+    return Chat(service, body, job, calling, reasoning)
 
 
 class Chat(Answer):
@@ -37,26 +50,39 @@ class Chat(Answer):
 
     Attributes:
         calling: what may be called, None if nothing.
+        reasoning: how it begins with a thought, None if it does not.
     """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def __init__(self, service: Service, body: ChatBody, job: Job, calling: Calling | None) -> None:
+    def __init__(
+        self, service: Service, body: ChatBody, job: Job, calling: Calling | None, reasoning: Reasoning | None = None
+    ) -> None:
         super().__init__(service, body, job)
-        self.calling = calling
+        self.calling, self.reasoning = calling, reasoning
+        texts = [calling.style.prefix, calling.style.suffix] if calling is not None else []
+        if reasoning is not None:
+            texts += map(str, (reasoning.markers.begin, reasoning.markers.end, reasoning.markers.closing or ""))
+        self.special = special_ids(service.spelling, *texts) if texts else frozenset()
+        self._written: dict[
+            int, tuple[str, int, int]
+        ] = {}  # text so far; characters sent of the thought and the answer
         self._held: dict[int, str] = {}  # text that may be calls, by choice
         self._sent: dict[int, str] = {}
 
     def complete(self, choice: Choice) -> dict[str, Any]:
         growing = self.growing(choice)
         spans, tokens = growing.read(ended=True)
-        content, calls = self._parsed(joined(spans))
+        thought, answer = self._split(joined(spans), ended=True)
+        content, calls = self._parsed(answer or "")
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or None if calls else content,
             "refusal": None,
         }
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = calls
         return (
@@ -76,9 +102,22 @@ class Chat(Answer):
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
         choice = growing.choice
         spans, tokens = growing.read(ended)
+        chunks = []
+        if self.reasoning is not None:
+            written, thought_sent, answer_sent = self._written.get(choice.index, ("", 0, 0))
+            written += joined(spans)
+            thought, answer = self._split(written, ended)
+            new, content = thought[thought_sent:], (answer or "")[answer_sent:]
+            self._written[choice.index] = written, len(thought), len(answer or "")
+            if new:
+                chunks.append(self._delta(choice, {"reasoning_content": new}))
+            if self.calling is not None:
+                return chunks + self._called(growing, content, tokens, ended)
+            if content or tokens:
+                chunks.append(self._delta(choice, {"content": content}, tokens) | self.details(spans))
+            return [*chunks, self._last(choice, growing.finish_reason)] if ended else chunks
         if self.calling is not None:
             return self._called(growing, joined(spans), tokens, ended)
-        chunks = []
         if spans or tokens:
             chunks.append(self._delta(choice, {"content": joined(spans)}, tokens) | self.details(spans))
         return [*chunks, self._last(choice, growing.finish_reason)] if ended else chunks
@@ -104,6 +143,9 @@ class Chat(Answer):
         if ended:
             chunks.append(self._last(choice, self._reason(growing, calls)))
         return chunks
+
+    def _split(self, text: str, ended: bool) -> tuple[str, str | None]:
+        return self.reasoning.split(text, ended) if self.reasoning is not None else ("", text)
 
     def _parsed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         return self.calling.parse(text) if self.calling is not None else (text, [])

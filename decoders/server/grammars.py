@@ -17,6 +17,7 @@ from ..constraints import (
     JsonSchema,
     Lark,
     Spec,
+    Tagged,
     as_spec,
     choice,
     library,
@@ -25,6 +26,7 @@ from ..constraints import (
 )
 from ..errors import GrammarError
 from .bodies import (
+    Body,
     ChatBody,
     ChoiceFormat,
     GrammarFormat,
@@ -32,6 +34,7 @@ from .bodies import (
     JsonSchemaFormat,
     Part,
     RegexFormat,
+    TextFormat,
     Tool,
     ToolChoice,
 )
@@ -73,6 +76,18 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
     return None
 
 
+def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
+    """What the grammar of an answer is made of; None for free text.
+
+    Raises:
+        Refusal: as :meth:`Calling.of`.
+    """
+    calling = Calling.of(body, style) if isinstance(body, ChatBody) else None
+    if calling is not None:
+        return calling
+    return None if isinstance(body.response_format, TextFormat) else body.response_format
+
+
 @dataclass(frozen=True)
 class Calling:
     """What a request says about calls.
@@ -91,7 +106,7 @@ class Calling:
     required: bool
     several: bool
     named: bool = False
-    format: Spec | None = None
+    format: Spec | Part | None = None
 
     @staticmethod
     def of(body: ChatBody, style: CallStyle) -> Calling | None:
@@ -121,26 +136,34 @@ class Calling:
         return Calling(tools, style, mode != "auto", several, mode == "named", format)
 
     @property
-    def spec(self) -> Spec | None:
-        """The grammar of the answer; None where text is allowed and the calls' beginning is no text."""
-        if self.style.special and not self.required:
-            return None
-        prefix = "" if self.style.special else self.style.prefix
-        functions = (tool.function for tool in self.tools)
+    def spec(self) -> Spec:
+        """The grammar of the answer."""
+        special, style, asked = self.style.special, self.style, (tool.function for tool in self.tools)
+        functions = tuple(Called.of(each.name, each.parameters, each.strict) for each in asked)
+        if special and not self.required:  # text with calls in it
+            call = CallSpec(
+                functions=functions, key_of_arguments=style.arguments, prefix="", suffix="", text=False, several=False
+            )
+            return Tagged(((style.prefix, call, style.suffix or None),), several=self.several)
+        prefix = "" if special else style.prefix
+        format = spec_of(self.format) if isinstance(self.format, Part) else self.format
+        assert not isinstance(format, CompiledGrammar)
         return CallSpec(
-            functions=tuple(Called.of(each.name, each.parameters, each.strict) for each in functions),
-            key_of_arguments=self.style.arguments, prefix=prefix, suffix=self.style.suffix, text=not self.required,
-            several=self.several and bool(prefix), format=self.format,
+            functions=functions, key_of_arguments=style.arguments, prefix=prefix, suffix=style.suffix, text=not self.required,
+            several=self.several and bool(prefix), format=format,
         )  # fmt: skip
 
     def free(self, text: str, begun: bool) -> int:
         """How many characters of a growing text are no part of calls, whatever comes. begun: whether some were before it."""
         if self.required:
             return 0
-        prefix = "" if self.style.special else self.style.prefix.strip()
+        prefix = self.style.prefix.strip()
+        head, openings = text.lstrip(), {prefix or "{", self.style.shown or prefix or "{"}
+        begins = not begun and any(head.startswith(each[: len(head)]) for each in openings)
         if not prefix or self.format is not None:  # calls are the whole answer or none of it
-            head, openings = text.lstrip(), {prefix or "{", self.style.shown or prefix or "{"}
-            return len(text) if begun or not any(head.startswith(each[: len(head)]) for each in openings) else 0
+            return 0 if begins else len(text)
+        if self.style.special and begins:
+            return 0
         if (place := text.find(prefix)) >= 0:
             return place
         sizes = range(min(len(prefix) - 1, len(text)), 0, -1)
@@ -149,9 +172,11 @@ class Calling:
     def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """The text in front of the calls, and the calls as OpenAI has them; none where none is complete."""
         names = {tool.function.name for tool in self.tools}
-        prefix = "" if self.style.special else self.style.prefix.strip()
-        opening = prefix or self.style.shown
-        begin = text.find(prefix) if prefix else (0 if text.lstrip().startswith(("{", opening or "{")) else -1)
+        prefix, shown = self.style.prefix.strip(), self.style.shown
+        begin = text.find(prefix) if prefix else -1
+        if begin < 0 and (not prefix or self.style.special) and text.lstrip().startswith(("{", shown or "{")):
+            prefix, begin = "", 0  # it was put in front, or special tokens are left out of texts
+        opening = prefix or shown
         if begin < 0 or (self.format is not None and text[:begin].strip()):
             return text, []
         calls = []
@@ -186,18 +211,18 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
     return mode, chosen
 
 
-def _format_beside_calls(body: ChatBody, style: CallStyle) -> Spec | None:
+def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
     """What text must follow where there may be calls in its place.
 
     Raises:
         Refusal: there is no grammar of both.
     """
-    wanted = spec_of(body.response_format)
-    if wanted is None:
+    wanted = body.response_format
+    if wanted is None or isinstance(wanted, TextFormat):
         return None
     if style.special:
         reason = "the template marks calls with special tokens, which no grammar holds"
-    elif isinstance(wanted, Lark | CompiledGrammar):
+    elif isinstance(wanted, GrammarFormat) and isinstance(spec_of(wanted), Lark | CompiledGrammar):
         reason = "rules in Lark's notation are not joined with those of calls"
     else:
         return wanted

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..constraints import ThinkingMarkers, known_markers
 from ..errors import SettingsError
 from .bodies import Message, Tool
 from .refusals import Refusal, log
@@ -48,17 +49,23 @@ class Conversations:
 
     Args:
         template: in the place of the tokenizer's own.
+        thinking: what thoughts begin and end with; by default what is known of the model.
 
     Attributes:
         style: how it writes calls.
+        thinking: the markers of thoughts; None where none are known.
         messages: which messages it takes.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, thinking: tuple[str, str] | None = None
+    ) -> None:
         self.tokenizer, self.template = tokenizer, template
+        self.thinking = ThinkingMarkers(*thinking) if thinking is not None else known_markers(tokenizer, template)
         self.style, self.messages = CallStyle(), MessageStyle()
         if self.has_template:
-            specials = [token for token in tokenizer.all_special_tokens if token]
+            added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+            specials = [token for token in dict.fromkeys([*tokenizer.all_special_tokens, *added]) if token]
             self.messages = message_style(self._render)
             self.style = call_style(self._render, self.messages, specials)
             if "user" in self.messages.unread:
@@ -66,6 +73,11 @@ class Conversations:
                     "the chat template refuses a conversation of one user's message, or leaves its text out, as a string and in "
                     "parts: requests of /v1/chat/completions may be refused, or answered without it"
                 )
+
+    @property
+    def reads_effort(self) -> bool:
+        """Whether the template itself asks for an effort of reasoning."""
+        return "reasoning_effort" in str(self.template or self.tokenizer.chat_template or "")
 
     @property
     def has_template(self) -> bool:

@@ -3,6 +3,6 @@
 :class:`decoders.Scheduler` and its results are exported by the package itself; here is what a server of one's own needs besides.
 """
 
-from .pieces import TextPieces
+from ..common.pieces import TextPieces
 
 __all__ = ["TextPieces"]

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from ..common.pieces import TextPieces, text_behind
 from ..errors import CancelledError
 from ..report import Report
-from .pieces import TextPieces, text_behind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,7 +123,7 @@ class Generation:
     @property
     def drafted(self) -> list[bool]:
         """Whether a draft had it, for each of :attr:`tokens`; the others are the model's own."""
-        return self._so_far("drafted")
+        return [drafter != "" for drafter in self._so_far("drafters")]
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
@@ -271,6 +271,7 @@ class Generation:
         if self.member is not None:
             self._show()
             self._report = self.member.report
+            self._report.timings.wait += time.monotonic() - self.submitted - self._report.timings.call
             try:
                 value = self.call.result(self.member) if error is None else self.call.partial(self.member)
                 if self.tokenizer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -177,6 +177,8 @@ class Plan:
         width = max(len(nodes) for nodes in chosen.values())
         tokens = [[-1] * width for _ in range(rows)]
         parents = [[-1] * (width + 1) for _ in range(rows)]
+        names = {candidate.bit: candidate.name for candidate in self.state.candidates}
+        drafters = [[""] * width for _ in range(rows)]
         chain, sources = True, -1
         for row, nodes in chosen.items():
             own = self.proposals[row]
@@ -186,14 +188,16 @@ class Plan:
                 parents[row][index + 1] = place[own.parents[node]]
                 chain = chain and parents[row][index + 1] == index
                 place[node] = index + 1
+                drafters[row][index] = names[own.sources[node] & -own.sources[node]]
                 sources &= own.sources[node]
         draft_tokens = torch.tensor(tokens, device=device)
         self.width = width
         if chain:
             self.chain = sources
-            return Draft.chain(draft_tokens)
+            return replace(Draft.chain(draft_tokens), drafters=drafters)
         depth = max(self.proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
-        return Draft(draft_tokens, TreeTensors.from_parents(torch.tensor(parents, device=device), depth), depth=depth)
+        tree = TreeTensors.from_parents(torch.tensor(parents, device=device), depth)
+        return Draft(draft_tokens, tree, depth=depth, drafters=drafters)
 
     def _chosen(self, row: int) -> list[int]:
         """The nodes that are verified for a row, children behind their parents.

@@ -143,7 +143,9 @@ class Merged(Strategy):
         state.owned = owned
         tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
         depth = max(draft.levels for draft in drafts)
-        return Draft(tokens, joined([draft.topology for draft in drafts], tokens), self._scores(drafts), depth)
+        names = [part.name for part, own in zip(self.parts, owned, strict=True) for _ in own]
+        topology = joined([draft.topology for draft in drafts], tokens)
+        return Draft(tokens, topology, self._scores(drafts), depth, drafters=[names] * len(tokens))
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
         """How many nodes of a draft are taken, its root included, where the budget leaves so many.

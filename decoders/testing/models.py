@@ -127,7 +127,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         # The last layers read the keys and values of those before them.
         "gemma4": _decoder(
-            "gemma4_text", 0.03, head_dim=8, global_head_dim=8, num_hidden_layers=4, sliding_window=WINDOW,
+            "gemma4_text", 0.03, head_dim=8, global_head_dim=16, num_hidden_layers=4, sliding_window=WINDOW,
             layer_types=_SLIDING_FULL * 2, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8,
         ),
         "phi": _decoder("phi"),

@@ -37,7 +37,9 @@ class Wrapped(Strategy):
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.settings = inner, inner.settings
         self.declare(replace(inner.traits, rests=False))
-        vars(self).update({name: getattr(inner, name) for name in ("name", "summary", "hints", "settings_class")})
+        vars(self).update(
+            {name: getattr(inner, name) for name in ("name", "summary", "needs", "hints", "settings_class")}
+        )
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         return self.inner.propose(state, sequences)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.layers import decoder_layers
+from ..common.transformers_compat import config_value
 from ..errors import SettingsError, TrainingError
 from ..generate import disable, enable
 from .cards import draft_card
@@ -134,7 +135,11 @@ def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedMode
 
 
 def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """`model` with some of its decoder layers, in that order; everything else is the same."""
+    """`model` with some of its decoder layers, in that order; everything else is the same.
+
+    Raises:
+        TrainingError: other parameters hold something of every layer.
+    """
     own = decoder_layers(model)
     name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
     config = copy.deepcopy(model.config)
@@ -148,18 +153,34 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
         else:
             number, rest = place.split(".", 1)
             state[key] = source[f"{name}.{layers[int(number)]}.{rest}"]
+    whole = [key for key, value in draft.state_dict().items() if value.shape != state[key].shape]
+    if whole:
+        raise TrainingError(
+            f"{', '.join(whole)} of {type(model).__name__} hold something of every layer, so no draft model can be made of some layers"
+        )
     draft.load_state_dict(state)
     return draft.to(model.device)  # type: ignore[arg-type]
+
+
+#: Fields of a config that a smaller model has smaller, or a head of the same size.
+_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
+_SCALED = ("head_dim", "num_key_value_heads", *_WIDTHS)
 
 
 def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -> PreTrainedModel:
     """A model of the same class with `count` layers and random weights; heads keep their size, and their groups if they can.
 
     Raises:
-        SettingsError: `hidden` holds no whole number of heads.
+        SettingsError: `hidden` holds no whole number of heads, or layers differ in what would be smaller.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
+    differ = [name for name in _SCALED if isinstance(config_value(text, name), tuple)]
+    if differ:
+        raise SettingsError(
+            f"the layers of {type(text).__name__} differ in {', '.join(differ)}: there is no smaller model of their shape. "
+            "Make the draft of some of them, with origin='layers'"
+        )
     width, heads = text.hidden_size, text.num_attention_heads
     head = getattr(text, "head_dim", None) or width // heads
     own = max(1, round(heads / 4)) if hidden is None else hidden * heads // width
@@ -174,7 +195,7 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
         text.num_key_value_heads = max(1, own * groups // heads) if own % max(1, own * groups // heads) == 0 else own
     if getattr(text, "head_dim", None) is not None:
         text.head_dim = head
-    for name in ("intermediate_size", "n_inner", "ffn_dim"):
+    for name in _WIDTHS:
         if isinstance(getattr(text, name, None), int) and name not in getattr(type(text), "attribute_map", {}):
             setattr(text, name, max(1, getattr(text, name) * size // width))
     text.hidden_size = size
@@ -189,6 +210,9 @@ def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, name, [value[layer] for layer in layers])
     text.num_hidden_layers = len(layers)
+    own = {int(layer): values for layer, values in text.to_dict().get("per_layer_config", {}).items()}
+    if own:  # where layers differ in more than lists say
+        text.per_layer_config = {place: own[layer] for place, layer in enumerate(layers) if layer in own} or None
 
 
 def _build(model: PreTrainedModel, config: Any, seed: int) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.layers import decoder_layers
+from ..common.transformers_compat import config_value
 from ..errors import SettingsError, TrainingError
 from ..heads.eagle3 import Eagle3Config, Eagle3Head
 from ..heads.eagle3_files import Eagle3Files, Format, load_head, save_head
@@ -115,14 +116,16 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
     rope = getattr(text, "rope_parameters", None)
     named: dict[str, Any] = {"rope_parameters": dict(rope)} if rope and "rope_theta" in rope else {}
     for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"):
-        if getattr(text, name, None) is not None:
-            named[name] = getattr(text, name)
+        value = config_value(text, name)
+        if value is not None and not isinstance(value, tuple):  # else layers differ in it
+            named[name] = value
     # Rotary positions of a part of each head are no matter of Llama's layer.
     if (rope or {}).get("partial_rotary_factor", 1.0) != 1.0:
         named.pop("rope_parameters", None)
+    wide = config_value(text, "intermediate_size")
     layer = LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=run.intermediate or getattr(text, "intermediate_size", None) or 4 * hidden,
+        intermediate_size=run.intermediate or (wide if isinstance(wide, int) else 4 * hidden),
         num_attention_heads=text.num_attention_heads,
         vocab_size=vocab,
         num_hidden_layers=1,

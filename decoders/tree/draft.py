@@ -60,6 +60,7 @@ class Draft:
         depth: most draft tokens on a path, for trees per row whose proposer knows it; see :attr:`levels`.
         grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, by a measure of its own with few
             values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
+        drafters: of every row the names of those whose draft tokens these are, where several have drafted; reports tell of it.
     """
 
     tokens: Tensor
@@ -67,6 +68,7 @@ class Draft:
     scores: Tensor | None = None
     depth: int | None = None
     grades: Tensor | None = None
+    drafters: Sequence[Sequence[str]] | None = None
 
     @property
     def levels(self) -> int:
@@ -94,6 +96,7 @@ class Draft:
             self.tokens[:, :count], self.topology.head(count + 1),
             scores=self.scores[:, :count] if self.scores is not None else None,
             depth=min(self.levels, count), grades=self.grades[:, :count] if self.grades is not None else None,
+            drafters=self.drafters,
         )  # fmt: skip
 
     @staticmethod

@@ -23,6 +23,7 @@ from decoders import demo, plugins
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.constraints import library
+from decoders.engine.model.target import Invariance
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry, reset_registry
 from decoders.settings import parse_assignments
@@ -350,15 +351,16 @@ def test_generate_streams_text_and_reports_on_standard_error(checkpoint: str) ->
     assert streamed.exit_code == 0, streamed.output
     assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
     assert "tokens each" in streamed.stderr
-    assert "draft 0." in streamed.stderr
-    assert "1: " in streamed.stderr, "the histogram of accepted lengths"
+    assert "propose 0." in streamed.stderr
+    assert "1: " in streamed.stderr and "  1 █" in streamed.stderr, "the histogram of accepted lengths"
+    assert "drafted by prompt_lookup" in streamed.stderr
 
 
 def test_a_draft_model_in_the_settings_needs_no_other(checkpoint: str) -> None:
     common = ["generate", checkpoint, "abcabc", "-n", "8", "--no-compile", "-s"]
     lone = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--set", "length=3", "--report")
     assert lone.exit_code == 0, lone.output
-    assert "draft tokens (" in lone.stderr
+    assert "tokens accepted (" in lone.stderr
     assert "6 passes in" in lone.stderr, "two steps of three"
     both = run(*common, "speculative", "--set", f"draft_model={checkpoint}", "--assistant", checkpoint)
     assert both.exit_code == 2
@@ -477,6 +479,30 @@ def test_malformed_assignment_is_refused(items: list[str]) -> None:
         parse_assignments(items)
 
 
+def test_config_says_where_each_setting_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "file: none" in run("config").stdout
+    (tmp_path / "decoders.toml").write_text("reuse = false\n[prompt_lookup]\nmax_ngram = 4\n")
+    monkeypatch.setenv("DECODERS_COMPILE", "0")
+    monkeypatch.setenv("DECODERS_PROMPT_LOOKUP_LENGTH", "9")
+    found = json.loads(run("config", "--json").stdout)
+    file = str(tmp_path / "decoders.toml")
+    assert found["file"] == file and set(found) == {"file", "loop", "prompt_lookup"}
+    loop = {item["setting"]: (item["value"], item["from"]) for item in found["loop"]}
+    assert loop["compile"] == (False, "environment variable DECODERS_COMPILE")
+    assert loop["reuse"] == (False, file) and loop["weights"] == ("keep", "default")
+    own = {item["setting"]: (item["value"], item["from"]) for item in found["prompt_lookup"]}
+    assert own == {
+        "max_ngram": (4, f"{file} [prompt_lookup]"),
+        "length": (9, "environment variable DECODERS_PROMPT_LOOKUP_LENGTH"),
+    }
+    assert all(
+        name in run("config", "prompt-lookup").stdout for name in ("max_ngram", "min_ngram", "DECODERS_PROMPT_LOOKUP")
+    )
+    assert any(file in finding["detail"] for finding in json.loads(run("doctor", "--json").stdout))
+    monkeypatch.setenv("DECODERS_COMPILE", "maybe")
+    assert run("config").exit_code == 2 and run("config", "prompt_lokup").exit_code == 2
+
+
 def test_doctor_lists_findings_as_json() -> None:
     result = run("doctor", "--json")
     found = {item["name"]: item for item in json.loads(result.stdout)}
@@ -507,6 +533,20 @@ def test_doctor_says_that_other_processes_take_the_cores(
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     finding = next(one for one in doctor.device() if one.name == "threads")
     assert finding.status == status and ("waits 50%" in finding.detail) == (status == "warning")
+
+
+@pytest.mark.parametrize(
+    ("differs", "dtype", "said"),
+    [
+        ((), "bfloat16", "yes, in bfloat16"),
+        (("the branch of a tree",), "float32", "yes, in float32"),
+        (("the branch of a tree",), "bfloat16", "near-ties may differ (bfloat16 trees)"),
+        (("the branch of a tree", "the number of rows"), "bfloat16", "near-ties may differ (bfloat16):"),
+    ],
+)
+def test_doctor_says_what_is_promised_of_the_tokens(differs: tuple[str, ...], dtype: str, said: str) -> None:
+    finding = doctor.promise(Invariance(len(differs) < 2, differs), dtype, low_precision=dtype != "float32")
+    assert finding.detail.startswith(said) and (finding.status == "ok") == said.startswith("yes")
 
 
 def test_doctor_survives_a_check_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:

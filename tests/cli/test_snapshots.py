@@ -25,6 +25,7 @@ FOLDER = Path(__file__).with_name("snapshots")
 CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "strategies": ["strategies"],
     "plugins": ["plugins"],
+    "config": ["config", "prompt-lookup"],
     "verifiers": ["verifiers"],
     "grammar-backends": ["grammar-backends"],
     "grammars": ["grammars"],
@@ -33,6 +34,8 @@ CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "bench-details": partial(made_up.print_bench, details=True),
     "bench-load": made_up.print_load,
     "demo": made_up.print_demo,
+    "advise": made_up.print_advice,
+    "calibrate": made_up.print_calibration,
 }
 
 NUMBERS = re.compile(r"\d[\d.,]*\d|\d")

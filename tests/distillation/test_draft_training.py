@@ -56,6 +56,21 @@ def test_all_layers_kept_are_the_target_itself(name) -> None:
     assert sum(p.numel() for p in one.parameters()) < sum(p.numel() for p in model.parameters())
 
 
+def test_layers_may_differ_in_more_than_lists_say() -> None:
+    model, ids = tiny_model("gemma4", num_kv_shared_layers=0, hidden_size_per_layer_input=0), torch.arange(5, 17)[None]
+    for layers, widths in (((1, 2), [16, 8]), ((0,), [8]), ((3,), [16])):
+        kept = cut(model, layers)
+        assert [layer.head_dim for layer in kept.config.per_layer_config] == widths
+        assert kept(ids).logits.shape == model(ids).logits.shape
+    with pytest.raises(SettingsError, match="differ in head_dim.*origin='layers'"):
+        new_draft(model, run(origin="scratch"))
+
+
+def test_a_matrix_that_holds_something_of_every_layer_cannot_be_cut() -> None:
+    with pytest.raises(TrainingError, match="embed_tokens_per_layer.weight, .* hold something of every layer"):
+        cut(tiny_model("gemma4", num_kv_shared_layers=0), (0, 1))
+
+
 def test_kept_layers_are_spread_over_the_target() -> None:
     assert run(count=4).layers_of(30) == (0, 10, 19, 29) and run(count=None).layers_of(12) == (0, 11)
     assert run(count=1).layers_of(30) == (0,) and run(count=None, keep=(0, 1, -1)).layers_of(30) == (0, 1, 29)

@@ -168,6 +168,11 @@ def test_only_the_models_own_part_of_its_texts_counts() -> None:
     assert counted(Texts(ids, torch.tensor([2, 6])), [0]).tolist() == expected
 
 
+def test_what_layers_of_the_target_differ_in_is_left_to_the_head() -> None:
+    layer = head_config(tiny_model("gemma4"), SMALL, (0, 1)).layer
+    assert (layer.hidden_size, layer.head_dim, layer.num_attention_heads) == (32, 8, 4)
+
+
 def test_draft_vocabulary_is_the_most_frequent_tokens_and_the_ends() -> None:
     ids = torch.tensor([[7, 7, 7, 3, 3, 9, 1]])
     assert draft_vocabulary(ids, 3, 12).tolist() == [1, 3, 7]

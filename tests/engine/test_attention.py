@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import MistralConfig, PreTrainedConfig
 
 from decoders.engine.model.attention import (
     KIND_ATTRIBUTE,
@@ -136,6 +136,12 @@ def test_position_bias_is_refused():
 )
 def test_layer_kinds_are_read_from_the_config(name, kinds, of_layer):
     assert layer_kinds(tiny_model(name).config) == (kinds, of_layer)
+
+
+def test_windows_may_differ_by_layer():
+    layers = {0: {"sliding_window": 6}, 2: {"sliding_window": None}}
+    config = MistralConfig(num_hidden_layers=3, sliding_window=12, per_layer_config=layers)
+    assert layer_kinds(config) == ((LayerKind(window=6), LayerKind(window=12), LayerKind()), (0, 1, 2))
 
 
 def test_layers_of_one_pass_may_have_groups_of_different_size():

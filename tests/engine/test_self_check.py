@@ -127,7 +127,7 @@ def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pyt
 
     monkeypatch.setattr(SlotCache, "update", update)
     with pytest.raises(UnsupportedError, match="differ"):
-        target_of(tiny_model("gemma4"))
+        target_of(tiny_model("gemma4", global_head_dim=8))
 
 
 @pytest.mark.parametrize("fault", ["in the first pass", "in the check"])

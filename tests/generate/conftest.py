@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from tokenizers import Tokenizer, models
 from tokenizers import decoders as token_decoders
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.testing import tiny_model
@@ -39,3 +43,17 @@ def letters() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+class Calls(BaseStreamer):
+    """Calls `job` at the first token."""
+
+    def __init__(self, job: Callable[[], object]) -> None:
+        self.job: Callable[[], object] | None = job
+
+    def put(self, value: Tensor) -> None:
+        if value.dim() == 1 and self.job is not None:
+            job, self.job = self.job, None
+            job()
+
+    def end(self) -> None: ...

@@ -115,6 +115,45 @@ def test_the_strategy_itself_follows_the_same_order(
     assert report(fresh, strategy=PromptLookup).strategy == "prompt_lookup"
 
 
+def test_enable_takes_defaults_of_calls(monkeypatch: pytest.MonkeyPatch, elsewhere: Path) -> None:
+    """They count before environment and file, and behind the call and a generation config."""
+    monkeypatch.setenv("DECODERS_STRATEGY", "lookahead")
+    monkeypatch.setenv("DECODERS_PROMPT_LOOKUP_LENGTH", "5")
+    model = decoders.enable(tiny_model("llama"), strategy="prompt-lookup", strategy_config={"length": 3}, trace=True)
+    plain = report(model)
+    assert (plain.strategy, plain.settings["length"]) == ("prompt_lookup", 3)
+    assert plain.tree(0) is not None
+    assert report(model, strategy="prompt_lookup", strategy_config={"length": 2}).settings["length"] == 2
+    own = report(model, strategy="prompt_lookup", strategy_config={"branches": 2}).settings
+    assert (own["length"], own["branches"]) == (3, 2)
+    assert report(model, strategy="autoregressive").strategy == "autoregressive"
+    config = GenerationConfig(**GREEDY, strategy="prompt_lookup", strategy_config={"length": 4})
+    assert report(model, config).settings["length"] == 4
+    untraced = report(model, decoders_config={"trace": False})
+    assert untraced.written is not None and not any(untraced.written.steps)
+    assert report(decoders.enable(model)).settings["length"] == 3, "without defaults enable() leaves them"
+    assert report(copy.deepcopy(model)).settings["length"] == 3
+    decoders.enable(model, strategy=PromptLookup(length=6))
+    assert report(model).settings["length"] == 6
+    assert report(decoders.enable(decoders.disable(model), strategy="prompt_lookup")).settings["length"] == 5
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"strategy": "prompt_lokup"}, "Did you mean 'prompt_lookup'"),
+        ({"strategy": "prompt_lookup", "strategy_config": {"lenght": 3}}, "Did you mean 'length'"),
+        ({"compil": False}, r"unknown setting 'compil' given to enable\(\). Did you mean 'compile'"),
+        ({"strategy_config": {"length": 3}}, "give enable"),
+    ],
+)
+def test_a_default_that_no_call_could_use_is_an_error_at_once(defaults: dict[str, Any], message: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises((SettingsError, UnknownNameError), match=message):
+        decoders.enable(model, **defaults)
+    assert "generate" not in vars(model)
+
+
 def test_settings_of_the_config_belong_to_the_strategy_named_there(fresh: PreTrainedModel) -> None:
     """Another strategy in the call does not get them."""
     fresh.generation_config.strategy = "prompt_lookup"

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.engine.model.weights import packing
 from decoders.engine.model.weights.freed import FreedParameter
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import prompts, tiny_model
+
+from .conftest import Calls
 
 INPUTS = prompts()
 
@@ -73,20 +74,6 @@ def test_release_of_a_model_never_used_or_not_enabled_does_nothing(fresh: PreTra
 def test_release_of_what_is_no_model_is_an_error(thing: object) -> None:
     with pytest.raises(UnsupportedError, match="transformers model"):
         decoders.release(thing)
-
-
-class Calls(BaseStreamer):
-    """Calls `job` at the first token."""
-
-    def __init__(self, job: Callable[[], object]) -> None:
-        self.job: Callable[[], object] | None = job
-
-    def put(self, value: Tensor) -> None:
-        if value.dim() == 1 and self.job is not None:
-            job, self.job = self.job, None
-            job()
-
-    def end(self) -> None: ...
 
 
 @pytest.mark.parametrize("weights", ["keep", "packed"])

@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.engine.decode import call as call_module
 from decoders.engine.decode.session import Session
 from decoders.testing import decode, prompts, reference, tiny_draft, tiny_model
+
+from .conftest import Calls
 
 STRATEGIES = [
     "autoregressive",
@@ -229,18 +230,6 @@ def test_a_grammar_follows_rows_that_were_not_read() -> None:
 # --- calls that fail, calls within calls ------------------------------------------------------------------------------
 
 
-class Does(BaseStreamer):
-    def __init__(self, job: Callable[[], object]) -> None:
-        self.job: Callable[[], object] | None = job
-
-    def put(self, value: Tensor) -> None:
-        if value.dim() == 1 and self.job is not None:
-            job, self.job = self.job, None
-            job()
-
-    def end(self) -> None: ...
-
-
 def fails() -> None:
     raise ZeroDivisionError
 
@@ -250,7 +239,7 @@ def test_a_call_that_fails_in_its_streamer_leaves_nothing(model: PreTrainedModel
     decoders.forget(model)
     call(model, [TEXT])
     with pytest.raises(ZeroDivisionError):
-        call(model, [[*TEXT, 4]], streamer=Does(fails))
+        call(model, [[*TEXT, 4]], streamer=Calls(fails))
     out = call(model, [[*TEXT, 4]])
     assert out.report.reused == [0]
     assert new(out, [[*TEXT, 4]]) == plain(model, [[*TEXT, 4]])
@@ -282,7 +271,7 @@ def test_a_call_within_a_call_leaves_the_outer_one_alone(model: PreTrainedModel)
     inner: list = []
     turn = [[*TEXT, 4]]
     call(model, [TEXT])
-    out = call(model, turn, streamer=Does(lambda: inner.append(call(model, turn))))
+    out = call(model, turn, streamer=Calls(lambda: inner.append(call(model, turn))))
     assert new(out, turn) == new(inner[0], turn) == plain(model, turn)
     again = call(model, turn)
     assert again.report.reused == [len(TEXT)] and new(again, turn) == plain(model, turn)

@@ -19,6 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What each part of the package may import beyond the default dependencies, by the extra that brings it.
 EXTRAS = {
     "bench": {"psutil", "matplotlib"},
+    "report": {"matplotlib"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
     "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2"},

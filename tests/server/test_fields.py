@@ -99,9 +99,22 @@ def failures(client: Any, chosen: list[tuple[tuple[Any, ...], str, bytes]], rout
 @pytest.mark.parametrize("route", [COMPLETE, CHAT])
 def test_extreme_values_of_plain_fields_are_answered_or_refused(client: Any, route: str, caplog: Any) -> None:
     plain = {name: value for name, value in BODIES[route].items() if not isinstance(value, dict | list)}
-    plain |= {"messages": [{"role": "user", "content": "a"}]} if route == CHAT else {}
-    paths = [(name,) for name, value in plain.items() if isinstance(value, int | float)]
-    chosen = [(path, extreme, written(plain, path, extreme)) for path in paths for extreme in EXTREMES[3:14]]
+    if route == CHAT:
+        plain |= {"messages": [{"role": "user", "content": "a"}]}
+        del plain["tool_choice"], plain["parallel_tool_calls"]
+    assert client.post(route, json=plain).status_code == 200, "every other value would be refused because of this one"
+    numbers = {name: value for name, value in plain.items() if isinstance(value, int | float)}
+    # A penalty takes the other values' way: without one, steps apply top_k and the like.
+    alone = {name: value for name, value in plain.items() if name not in numbers} | {
+        "max_tokens": 1,
+        "temperature": 0.5,
+    }
+    chosen = [
+        ((name,), extreme, written(body | {name: value}, (name,), extreme))
+        for body, extremes in ((plain, (DIGITS, "-1")), (alone, EXTREMES[3:14]))
+        for name, value in numbers.items()
+        for extreme in extremes
+    ]
     assert not failures(client, chosen, route)
     assert not [record for record in caplog.records if record.name == "decoders.server"]
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
+from decoders.common.pieces import text_behind
 from decoders.constraints.calls import not_beginning
 from decoders.engine.decode.request import TokenLogprobs
 from decoders.server.answers import Growing
 from decoders.server.arguments import StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
-from decoders.serving.pieces import text_behind
 from decoders.testing.models import ARCHITECTURES, Architecture
 
 from ..tokenizer_kinds import KINDS, tokenizer_of

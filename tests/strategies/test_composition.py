@@ -40,6 +40,7 @@ MERGED = {
 OF_ITS_OWN = {
     "name": "the names of all",
     "summary": "strategies are listed by class",
+    "needs": "likewise",
     "settings": "the node budget; each part has its own",
     "settings_class": "likewise",
     "hints": "they are read for each part before these are merged",
@@ -79,6 +80,7 @@ class Probe(Strategy):
 
     name = "probe"
     summary = "Another summary."
+    needs = "luck"
     settings_class = ProbeSettings
     hints = {"num_assistant_tokens": "length"}
     hidden_layers = (1,)
@@ -169,7 +171,9 @@ def merged(*parts: Strategy) -> Merged:
 
 def test_whatever_a_strategy_declares_is_a_trait_and_has_a_rule() -> None:
     """What is no trait tells classes apart; :meth:`Traits.merged` cannot leave out a trait, for they have no defaults."""
-    declared = {name for name in PLAIN if name not in ("name", "summary", "settings", "settings_class", "hints")}
+    declared = {
+        name for name in PLAIN if name not in ("name", "summary", "needs", "settings", "settings_class", "hints")
+    }
     assert declared == {field.name for field in fields(Traits)}
     with pytest.raises(TypeError, match="missing"):
         Traits(exact=True)  # type: ignore[call-arg]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ConfigDict, Field
+from torch import Tensor
 
 from decoders.plugins import registry
 from decoders.settings import Settings
@@ -27,7 +29,7 @@ from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import CHECKS, Replay, check_strategy, checks_for, parametrize_with_checks, tiny_model
 from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
-from decoders.tree import Topology, TreeTensors
+from decoders.tree import Topology
 
 from .conftest import of_strategies, of_variants
 
@@ -107,65 +109,35 @@ class Good(Strategy):
         return Draft.chain(sequences.last.expand(-1, 3))
 
 
-class FlatTokens(Good):
-    def propose(self, state, sequences):
-        return Draft(sequences.last[:, 0], Topology.chain(0))
+def plant_a_draft_token(self, state, sequences):
+    sequences.tokens.scatter_(1, sequences.length[:, None] - 1, 5)
+    return Good.propose(self, state, sequences)
 
 
-class TooFewNodes(Good):
-    def propose(self, state, sequences):
-        return Draft(sequences.last.expand(-1, 3), Topology.chain(2))
-
-
-class FloatTokens(Good):
-    def propose(self, state, sequences):
-        return Draft.chain(sequences.last.float())
-
-
-class OutOfVocabulary(Good):
-    def propose(self, state, sequences):
-        return Draft.chain(sequences.last + sequences.last.new_tensor(10**6))
-
-
-class WritesTokens(Good):
-    """Plants its own draft token in the committed text."""
-
-    def propose(self, state, sequences):
-        sequences.tokens.scatter_(1, sequences.length[:, None] - 1, 5)
-        return super().propose(state, sequences)
-
-
-class WritesLength(Good):
-    def observe(self, state, step: Step) -> None:
-        step.sequences.length.sub_(1)
-
-
-class SeesItsSibling(Good):
+def see_a_sibling(self, state, sequences):
     """A node whose logits depend on more than its own path: accepted tokens would not be the target's."""
-
-    def propose(self, state, sequences):
-        rows = sequences.tokens.shape[0]
-        tree = Topology.branches(2, 1).tensors(rows, sequences.tokens.device)
-        visible = tree.visible.clone()
-        visible[:, 2, 1] = True
-        return Draft(sequences.last.expand(-1, 2), dataclasses.replace(tree, visible=visible))
+    tree = Topology.branches(2, 1).tensors(len(sequences.tokens), sequences.tokens.device)
+    visible = tree.visible.clone()
+    visible[:, 2, 1] = True
+    return Draft(sequences.last.expand(-1, 2), dataclasses.replace(tree, visible=visible))
 
 
-class WrongParents(Good):
-    def propose(self, state, sequences):
-        tree = Topology.chain(2).tensors(sequences.tokens.shape[0], sequences.tokens.device)
-        return Draft(
-            sequences.last.expand(-1, 2), TreeTensors(tree.parents.flip(1), tree.offsets, tree.visible, tree.ancestors)
-        )
+def turn_parents_round(self, state, sequences):
+    tree = Topology.chain(2).tensors(len(sequences.tokens), sequences.tokens.device)
+    return Draft(sequences.last.expand(-1, 2), dataclasses.replace(tree, parents=tree.parents.flip(1)))
 
 
-class ReadsTheHost(Good):
-    def propose(self, state, sequences):
-        return Draft.chain(torch.full_like(sequences.last, sequences.last[0].item()))
+def fail_to_be_copied(self):
+    raise TypeError("cannot be copied")
 
 
-class HonestHostReader(ReadsTheHost):
+def read_the_host(self, state, sequences):
+    return Draft.chain(torch.full_like(sequences.last, sequences.last[0].item()))
+
+
+class HonestHostReader(Good):
     on_device = False
+    propose = read_the_host
 
 
 class MutableSettings(Settings):
@@ -173,61 +145,46 @@ class MutableSettings(Settings):
     width: int = Field(3, description="How many.")
 
 
-class CanBeChanged(Good):
-    settings_class = MutableSettings
-
-
 class SilentSettings(Settings):
     width: int = 3
-
-
-class Undescribed(Good):
-    settings_class = SilentSettings
 
 
 class LaxSettings(Settings):
     model_config = ConfigDict(extra="ignore")
 
 
-class TakesAnything(Good):
-    settings_class = LaxSettings
-
-
-class BadName(Good):
-    name = "Bad-Name"
-
-
-class NoSummary(Good):
-    summary = ""
-
-
-class CannotBeCopied(Good):
-    def __reduce__(self):
-        raise TypeError("cannot be copied")
+def proposing(draft: Callable[[Tensor], Draft]) -> dict[str, Any]:
+    """What takes the place of a hook: a draft made of the last tokens."""
+    return {"propose": lambda self, state, sequences: draft(sequences.last)}
 
 
 @pytest.mark.parametrize(
-    ("broken", "check", "reason"),
+    ("wrong", "check", "reason"),
     [
-        (FlatTokens, "check_drafts", r"must be int64 \[1, N-1\]"),
-        (TooFewNodes, "check_drafts", "need a topology of 4 nodes"),
-        (FloatTokens, "check_drafts", "not torch.float32"),
-        (OutOfVocabulary, "check_drafts", "must lie in -1"),
-        (WritesTokens, "check_drafts", "propose changed `tokens`"),
-        (WritesLength, "check_drafts", "observe changed `length`"),
-        (SeesItsSibling, "check_drafts", "must see its ancestors, itself, nothing else"),
-        (WrongParents, "check_drafts", "ancestors of node 2 are not those of its parent 0"),
-        (ReadsTheHost, "check_on_device", r"claims on_device = True, but item\(\) waits"),
-        (CanBeChanged, "check_settings", "must be frozen"),
-        (Undescribed, "check_settings", "width has no description"),
-        (TakesAnything, "check_settings", "accepts unknown settings"),
-        (BadName, "check_class", "snake_case"),
-        (NoSummary, "check_class", "summary"),
-        (CannotBeCopied, "check_copies", "cannot be copied"),
+        (proposing(lambda last: Draft(last[:, 0], Topology.chain(0))), "check_drafts", r"must be int64 \[1, N-1\]"),
+        (
+            proposing(lambda last: Draft(last.expand(-1, 3), Topology.chain(2))),
+            "check_drafts",
+            "need a topology of 4 nodes",
+        ),
+        (proposing(lambda last: Draft.chain(last.float())), "check_drafts", "not torch.float32"),
+        (proposing(lambda last: Draft.chain(last + 10**6)), "check_drafts", "must lie in -1"),
+        ({"propose": plant_a_draft_token}, "check_drafts", "propose changed `tokens`"),
+        ({"observe": lambda self, _, step: step.sequences.length.sub_(1)}, "check_drafts", "observe changed `length`"),
+        ({"propose": see_a_sibling}, "check_drafts", "must see its ancestors, itself, nothing else"),
+        ({"propose": turn_parents_round}, "check_drafts", "ancestors of node 2 are not those of its parent 0"),
+        ({"propose": read_the_host}, "check_on_device", r"claims on_device = True, but item\(\) waits"),
+        ({"settings_class": MutableSettings}, "check_settings", "must be frozen"),
+        ({"settings_class": SilentSettings}, "check_settings", "width has no description"),
+        ({"settings_class": LaxSettings}, "check_settings", "accepts unknown settings"),
+        ({"name": "Bad-Name"}, "check_class", "snake_case"),
+        ({"summary": ""}, "check_class", "summary"),
+        ({"__reduce__": fail_to_be_copied}, "check_copies", "cannot be copied"),
     ],
 )
-def test_kit_catches(broken, check, reason):
-    with pytest.raises(AssertionError, match=rf"{broken.__name__}\(.*\) fails {check}\w*: .*({reason})"):
+def test_kit_catches(wrong, check, reason):
+    broken = type("Broken", (Good,), wrong)
+    with pytest.raises(AssertionError, match=rf"Broken\(.*\) fails {check}\w*: .*({reason})"):
         check_strategy(broken)
 
 

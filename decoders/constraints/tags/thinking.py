@@ -50,12 +50,11 @@ KNOWN = (
 LOOKED_AT = 4096
 
 
-def known_markers(tokenizer: PreTrainedTokenizerBase | None) -> ThinkingMarkers | None:
-    """The markers that `tokenizer` has tokens for, or else its chat template writes; None if none are known."""
+def known_markers(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
+    """The markers that `tokenizer` has tokens for, or else its chat template, or `template`, writes; None if none are known."""
     if tokenizer is None:
         return None
-    names, template = tokenizer.get_vocab(), tokenizer.chat_template
-    text = str(template or "")
+    names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
     for each in KNOWN:
         tokens = ("<|channel|>", "<|message|>", "<|end|>") if each.closing else (each.begin, each.end)
         if all(name in names or str(name).split("thought")[0] in names for name in tokens):
@@ -68,11 +67,11 @@ class Thinking:
     """The value of ``thinking=``.
 
     Attributes:
-        tokens: most of a thought.
+        tokens: most of a thought; None for any number.
         begin, end: its markers; None: those of the tokenizer.
     """
 
-    tokens: int
+    tokens: int | None
     begin: Marker | None = None
     end: Marker | None = None
 
@@ -89,6 +88,8 @@ class Thinking:
             if name not in names:
                 raise SettingsError(f"thinking has no {name!r}. {suggest(str(name), names)}")
         tokens = given.get("tokens")
+        if tokens is None and isinstance(value, Mapping):
+            return Thinking(None, given.get("begin"), given.get("end"))
         try:
             count = -1 if isinstance(tokens, bool) else operator.index(tokens)  # type: ignore[arg-type]
         except TypeError:

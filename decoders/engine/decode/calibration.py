@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from ...common.devices import processor_name
+from ...common.transformers_compat import config_value
 from ...common.version import __version__
 from ...costs.curve import CostCurve, CostPoint, Subject, read, write
 from ...costs.steps import SizeRatios, StepLine
@@ -48,7 +49,7 @@ def subject_of(target: Target) -> Subject:
         "num_key_value_heads",
         "head_dim",
     )
-    sizes = [f"{getattr(text, name, None)}" for name in names]
+    sizes = [f"{config_value(text, name)}" for name in names]
     quantization = getattr(config, "quantization_config", None)
     method = (
         getattr(quantization, "quant_method", None) or (quantization or {}).get("quant_method", "")

@@ -34,19 +34,28 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
 
     An exception on the way gets a note, and ``partial``: what was committed before.
     """
+    called = time.perf_counter()
     try:
         with engine.decoding(), ExitStack() as stack:  # the stack gives sessions back, whatever happens
+            waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)
+            timings, stopwatch = batch.report.timings, Stopwatch(batch.report.timings)
+            timings.wait = waited
+            if request.begun is not None:
+                timings.pack, timings.check = engine.prepared_since(request.begun)
+                timings.prepare = called - request.begun - timings.pack - timings.check
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:
-                begin(batch, output, stack)
+                begin(batch, output, stack, stopwatch)
                 recording = StepRecording(batch) if recordable(batch) else None
+                named, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
                     if recording is None:
                         step(batch, StepWatch(batch))
                     else:
                         recording.advance()
+                timings.host += stopwatch.next() - (timings.steps + timings.prefill - named)  # between the steps
                 end(batch)
             except BaseException as error:
                 batch.finish(error)
@@ -62,15 +71,13 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
         release_threads()  # the next call may be another thread's
 
 
-def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
+def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stopwatch) -> None:
     """Gives the request rows, reads its prompts, and starts its strategy."""
     engine, request, target = batch.engine, batch.request, batch.target
     strategy, timings = request.strategy, batch.report.timings
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
-    timings.pack, engine.preparing = engine.preparing, 0.0
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
-    stopwatch = Stopwatch(timings)
     sampling = sampling_inputs(request.values, request.seed, batch.width, request.stop_tokens, target.device)
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
@@ -80,14 +87,17 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack) -> None:
     reuse = request.runtime.reuse and not reads
     opened = stack.enter_context(engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse))
     batch.session = opened.session
+    timings.start = stopwatch.next()
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
         batch.read_prompts(opened.lengths, opened.reusable, leave_last_chunk=leave_last_chunk)
+    timings.prefill = stopwatch.next()
     batch.arrange(request, list(batch.members), [-1] * batch.width)
+    timings.start += stopwatch.next()
     if reads:
         batch.where = "prefill"
         batch.read_prompts(opened.lengths, opened.reusable)
-    timings.prefill = stopwatch.next()
+    timings.prefill += stopwatch.next()
 
 
 def end(batch: Batch) -> None:
@@ -106,6 +116,7 @@ def end(batch: Batch) -> None:
 def close(batch: Batch, output: RequestOutput, error: BaseException | None = None) -> None:
     """Completes the report, and tells observers that the call is over."""
     batch.report.stages = [drafter.report() for drafter in batch.drafters]
+    batch.report.finished(output.request.begun)
     output.close(error)
 
 
@@ -141,7 +152,7 @@ def recordable(batch: Batch) -> bool:
         and all(drafter.on_device for drafter in batch.drafters)
         and all(module.on_device for module in batch.resources.modules)
         and request.processors is None and request.criteria is None and request.top_logprobs is None
-        and not (request.keep_logits or request.keep_scores)
+        and not (request.keep_logits or request.keep_scores or request.runtime.trace)
     )  # fmt: skip
 
 
@@ -236,7 +247,7 @@ class StepRecording:
             book(batch, Outcome.of(summary, new, batch.row_count), None)
             now = time.perf_counter()
             if not first and report.steps == 1:
-                report.time_to_first_token = report.timings.prefill + now - begun
+                report.time_to_first_token = report.timings.call + now - begun
             batch.book_replay(now - last)
             last = now
             if all(batch.finished):

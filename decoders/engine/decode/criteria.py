@@ -7,7 +7,7 @@ order, however large the tree is. So processors with a state of their own work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Outcome:
         drafted: draft tokens that were put to the target.
         ended: whether the row has ended, 0 or 1.
         new: tokens in order of commitment, `emitted` of them valid.
+        drafters: whose the accepted draft tokens are, where several have drafted; else nothing.
     """
 
     emitted: list[int]
@@ -38,6 +39,7 @@ class Outcome:
     drafted: list[int]
     ended: list[int]
     new: list[list[int]]
+    drafters: list[list[str]] = field(default_factory=list)
 
     @staticmethod
     def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:

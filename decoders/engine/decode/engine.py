@@ -72,7 +72,7 @@ class Engine:
         started = time.perf_counter()
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
-        self.preparing = time.perf_counter() - started
+        self._prepared = started, time.perf_counter() - started - self.target.check_seconds, self.target.check_seconds
         # Processes that share a model wait for each other: each would have to record, and leave a recording, at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
@@ -103,9 +103,16 @@ class Engine:
             if ranks.any(weights != self.target.weights or self.target.samples.changed):
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
                     self.sessions.forget_recordings()
+                started = time.perf_counter()
                 self.target.repack(model)
+                self._prepared = started, time.perf_counter() - started, 0.0
                 self.sessions.forget()
             return True
+
+    def prepared_since(self, begun: float) -> tuple[float, float]:
+        """Seconds of packing and of checking since `begun`, by ``time.perf_counter()``."""
+        started, packing, checking = self._prepared
+        return (packing, checking) if started >= begun else (0.0, 0.0)
 
     def serves(
         self, model: PreTrainedModel, attention: str, precision: Precision, weights: Literal["keep", "packed"]

@@ -1,4 +1,4 @@
-"""What a call asks for, in the loop's terms, and what is written for it, however many requests share its steps."""
+"""A request (what a call asks for, in the loop's terms) and its output. Several requests may share steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...constraints import CompiledGrammar
 from ...costs.curve import default_folder
-from ...report import ObservedCall, Observer, Report
+from ...report import ObservedCall, Observer, Report, TracedStep, Written
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
@@ -42,7 +42,7 @@ class DraftModels(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One call, validated. Everything below ``hf`` reads it here; what follows from a field is a property.
+    """One call, validated. Everything below ``hf`` reads a call's arguments here.
 
     Attributes:
         model: the user's, for strategies.
@@ -69,6 +69,7 @@ class Request:
         top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
         observers: are told when it starts, of every step, and when it ends.
+        begun: when the caller called, in seconds of ``time.perf_counter()``; None where nobody waits for the whole of it.
         salts: one per row: rows use one another's keys and values, and what strategies keep between calls, only where these are
             equal. Empty: "" for all.
     """
@@ -98,6 +99,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
+    begun: float | None = None
 
     @property
     def keep_scores(self) -> bool:
@@ -147,7 +149,7 @@ class TokenLogprobs:
 
 
 class RequestOutput:
-    """What has been written for a request. It is the only place on the host that keeps the tokens.
+    """The output of a request so far. No other object on the host keeps the tokens.
 
     Attributes:
         request: what was asked for.
@@ -155,13 +157,13 @@ class RequestOutput:
         generated: token ids per row, stop token included.
         lengths: tokens per row, prompt included.
         finished: per row.
-        drafted: per row and token, whether a draft had it.
+        drafters: per row and token, who drafted it; "" for the target's own.
         logprobs: per row and token, if asked for.
         logits: per row and token, if asked for.
         scores: per row and token, if asked for.
         padded_rows: the rows as transformers would show them.
         criteria: asked on the host, None if there are none.
-        error: what a callback of this request has raised, where that ends this request alone.
+        error: an exception of one of its callbacks that ends this request and no other.
     """
 
     def __init__(self, request: Request, report: Report, ranks: Ranks = ALONE) -> None:
@@ -171,7 +173,9 @@ class RequestOutput:
         self.generated: list[list[int]] = [[] for _ in range(rows)]
         self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.drafted: list[list[bool]] = [[] for _ in range(rows)]
+        self.drafters: list[list[str]] = [[] for _ in range(rows)]
+        traced: list[list[TracedStep]] = [[] for _ in range(rows)]
+        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.tokenizer)
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
         self.finished = [request.new_tokens == 0] * rows
         self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
@@ -228,7 +232,8 @@ class RequestOutput:
                 logits = out.logits[first + row, out.path[first + row, :count]]
                 self.logprobs[row] += logprobs_of(tokens, logits, request.top_logprobs)
             accepted = min(outcome.accepted[row], count)
-            self.drafted[row] += [True] * accepted + [False] * (count - accepted)
+            drafters = outcome.drafters[row] if outcome.drafters else [request.strategy.name] * accepted
+            self.drafters[row] += [*drafters[:accepted], *[""] * (count - accepted)]
             self.generated[row] += tokens
             self.lengths[row] += count
             report.new_tokens[row] += count

@@ -1,4 +1,4 @@
-"""What a strategy may use during a call: draft models, modules of its own, what it keeps between calls, measured costs."""
+"""Resources of a strategy during a call: draft models, its own modules, memory between calls, and measured costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CallResources:
 
     Attributes:
         drafters: draft models.
-        modules: drafters that are no language models.
+        modules: networks that draft and are not language models.
         costs: of a step, once the strategy or :meth:`step_costs` was asked for them.
 
     Args:

@@ -1,4 +1,4 @@
-"""Who is decoded together: requests, and the rows that they have."""
+"""The requests that are decoded together, and their rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .session import Session
 
 
 class Roster:
-    """Requests and their rows. What their steps need besides has :class:`~decoders.engine.decode.batch.Batch`.
+    """Requests and their rows. :class:`~decoders.engine.decode.batch.Batch` adds what their steps need.
 
     Attributes:
         request: what the members have in common; its prompts are the rows' texts.
         members: the requests and the first row of each, in the order of rows; every row is a member's.
         capacity: most rows there can be.
-        shared: whether requests join and leave, so that errors and reports are one request's and not those of all.
-        width: rows of a step; where sizes are static there are more than asked for, which have ended.
+        shared: whether requests join and leave; then errors and reports are per request.
+        width: rows of a step. Where sizes are static, some may be padding, which counts as ended.
         verifier: decides what is accepted; None where the built-in rule does.
         report: of all steps.
         session: where the rows' tokens, keys and values are.
@@ -35,7 +35,7 @@ class Roster:
         noise_keys: ``[B]``, the keys of the rows' noise.
         guide: where the rows stand in their grammars; None where no row has one.
         pending: committed tokens that the next step runs once more in front of the root.
-        prompt_left: how many of these are the end of the prompts, which nothing has read yet.
+        prompt_left: how many of these are the end of the prompts, not prefilled yet.
 
     Args:
         request: the first or only one.
@@ -91,7 +91,7 @@ class Roster:
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
     def read_rest(self) -> None:
-        """Reads what was left to the first step: a draft in the target's own slots begins behind it."""
+        """Prefills the tokens that were left to the first step, which a draft in the target's own slots needs there."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]

@@ -1,4 +1,4 @@
-"""What hangs on the steps of a batch from outside: clocks, accounts of what steps cost, stopping criteria, reports and streams."""
+"""What watches the steps of a batch: clocks, cost accounts, stopping criteria, reports and streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ...report import Stopwatch
+from ...report import Stopwatch, TracedStep
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
 from ..model.buckets import round_up
@@ -53,6 +53,7 @@ class StepWatch(Watch):
         # The one place where the host waits for the device.
         summary, new = batch.session.lists(out.summary, out.new)
         outcome = Outcome.of(summary, new, batch.row_count)
+        self._follow_drafters(draft, block, out, outcome)
         core = self._stopwatch.next()
         if self._threads is not None:
             self._threads.end_step()
@@ -67,7 +68,7 @@ class StepWatch(Watch):
         if batch.worth is not None:
             batch.worth.follow([tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)])
         if not report.steps:
-            report.time_to_first_token = self.timings.prefill + self.timings.steps
+            report.time_to_first_token = self.timings.call
         for member, first in batch.members:
             if member.criteria is not None:
                 batch.where = "stopping criteria"
@@ -103,6 +104,34 @@ class StepWatch(Watch):
             spent = timings.since(self._before)
             for member, _ in batch.members:
                 member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
+
+    def _follow_drafters(self, draft: Draft, block: NodeBlock, out: StepOutput, outcome: Outcome) -> None:
+        """Notes who drafted what was accepted, where several have, and the whole tree for those who trace it."""
+        traced = [(member, first) for member, first in self.batch.members if member.request.runtime.trace]
+        if draft.drafters is None and not traced:
+            return
+        paths = out.path.tolist()
+        if draft.drafters is not None:
+            outcome.drafters = [
+                [draft.drafters[row][node - 1] for node in paths[row][1 : count + 1]]
+                for row, count in enumerate(outcome.accepted)
+            ]
+        if not traced:
+            return
+        parents, count = draft.parents, draft.tokens.shape[1] + 1
+        tokens = block.draft_tokens[:, : count - 1].tolist()  # without what grammars forbid
+        for member, first in traced:
+            for row in range(first, first + member.rows):
+                if member.finished[row - first]:
+                    continue
+                last = member.generated[row - first] or member.request.prompts[row - first].tolist()
+                accepted = min(outcome.accepted[row], outcome.emitted[row])
+                own = outcome.new[row][accepted] if outcome.emitted[row] > accepted else None
+                names = draft.drafters[row] if draft.drafters is not None else [self.report.strategy] * (count - 1)
+                path = [0, *paths[row][1 : accepted + 1]]
+                traced_step = TracedStep([last[-1], *tokens[row]], list(parents[row]), path, own, ["", *names])
+                assert member.report.written is not None
+                member.report.written.steps[row - first].append(traced_step)
 
     def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
         """Books the `core` seconds of the step, and lets what weighs costs learn from them."""
@@ -143,7 +172,7 @@ def book(batch: Batch, outcome: Outcome, out: StepOutput | None) -> None:
 
 @contextmanager
 def callback_of(batch: Batch, member: RequestOutput) -> Iterator[None]:
-    """Where requests share steps, what a callback raises ends the request that it belongs to."""
+    """Where requests share steps, an exception of a callback ends only the request that the callback belongs to."""
     try:
         yield
     except Exception as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
+from ...common.transformers_compat import config_value
 from ...errors import UnsupportedError
 from .blocks import LeadingText
 from .buckets import ROWS, view_bucket
@@ -43,7 +44,7 @@ class LayerKind:
         return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
 
     def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
-        """`allowed`, less the pairs of positions that are too far apart for this kind of layer."""
+        """`allowed` without the pairs of positions that are too far apart for this kind of layer."""
         if self.window is not None:
             allowed = allowed & (position_q - position_k < self.window)
         if self.chunk is not None:
@@ -62,18 +63,22 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
         UnsupportedError: a layer is of another type.
     """
     text = config.get_text_config(decoder=True)
-    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
     types = getattr(text, "layer_types", None)
+    count = text.num_hidden_layers if types is None else len(types)
+    values = [config_value(text, name) for name in ("sliding_window", "attention_chunk_size")]
+    windows, chunks = (value if isinstance(value, tuple) else (value,) * count for value in values)
     if types is None:
-        uniform = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
-        types = [uniform] * text.num_hidden_layers
+        types = [
+            "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+            for window, chunk in zip(windows, chunks, strict=True)
+        ]
     known = {
-        "full_attention": LayerKind(),
-        "sliding_attention": LayerKind(window=window),
-        "chunked_attention": LayerKind(chunk=chunk),
+        "full_attention": lambda window, chunk: LayerKind(),
+        "sliding_attention": lambda window, chunk: LayerKind(window=window),
+        "chunked_attention": lambda window, chunk: LayerKind(chunk=chunk),
         # Beside a recurrent state.
-        "hybrid": LayerKind(),
-        "hybrid_sliding": LayerKind(window=window),
+        "hybrid": lambda window, chunk: LayerKind(),
+        "hybrid_sliding": lambda window, chunk: LayerKind(window=window),
     }
     unknown = sorted(set(types) - set(known) - STATES_ONLY)
     if unknown:
@@ -82,8 +87,12 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
             "once and needs layers that keep keys and values or a recurrent state "
             f"({', '.join([*known, *sorted(STATES_ONLY)])}). Call generate without strategy=."
         )
-    kinds = tuple(dict.fromkeys(known[t] for t in types if t in known)) or (LayerKind(),)
-    return kinds, tuple(kinds.index(known.get(t, kinds[0])) for t in types)
+    of_layers = [
+        known[kind](window, chunk) if kind in known else None
+        for kind, window, chunk in zip(types, windows, chunks, strict=True)
+    ]
+    kinds = tuple(dict.fromkeys(kind for kind in of_layers if kind is not None)) or (LayerKind(),)
+    return kinds, tuple(kinds.index(kind or kinds[0]) for kind in of_layers)
 
 
 def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What one pass of the model runs over: a block of nodes, text in front of it, a piece of another row's prompt."""
+"""The input of one pass of the model: a block of nodes, text in front of it, a piece of another row's prompt."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PromptPiece:
 
     @property
     def alone(self) -> tuple[Tensor, Tensor, CacheBuffers, Tensor, int]:
-        """It as a pass of its own, see :meth:`Target.prefill`."""
+        """The piece as arguments of a pass of its own, see :meth:`Target.prefill`."""
         rows = len(self.buffers.keys[0])
         return self.tokens, self.start, self.buffers.of_rows(rows - 1, rows), self.view, self.latest
 
@@ -134,7 +134,7 @@ class Blocks:
         return draft_tokens, tree.padded(nodes)
 
     def size(self, nodes: int) -> int:
-        """Nodes of the block that holds so many of a draft, the root included."""
+        """Nodes of the block for a draft of so many nodes, the root included."""
         return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:

@@ -163,7 +163,7 @@ class CacheBuffers:
         return CacheBuffers(self.keys[:count], self.values[:count], self.key_scales[:count], self.value_scales[:count])
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
-        """The first `count` slots of a row of `source`, and its states, become those of `row`."""
+        """Copies the first `count` slots of a row of `source`, and its states, to `row`."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
         if self.states is not None and source.states is not None:
@@ -175,7 +175,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Where they are: what was recorded on them works on these and no others."""
+        """Identifies the memory: a recording made on these tensors works on no others."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 
@@ -215,7 +215,7 @@ class RowStates:
         return RowStates([[state[begin:end] for state in states] for states in self.layers], self.reached[begin:end])
 
     def copy_row(self, row: int, source: RowStates, source_row: int) -> None:
-        """Those of a row of `source` become those of `row`."""
+        """Copies the states of a row of `source` to `row`."""
         for own, others in zip(self.layers, source.layers, strict=True):
             for state, other in zip(own, others, strict=True):
                 state[row] = other[source_row]
@@ -284,7 +284,7 @@ class SlotCache(Cache):
         return keys[:, :, : self.view], values[:, :, : self.view]
 
     def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor:
-        """Writes `states` as int8 and gives all that attention sees, as later passes will see it: this pass's own included."""
+        """Writes `states` as int8, and returns all that attention sees, this pass's part included, as later passes will see it."""
         levels, scale = quantize_slots(states)
         write_slots(buffer, self.slots, levels)
         write_slots(scales, self.slots, scale)

@@ -1,4 +1,4 @@
-"""What a strategy may take from inside the target: outputs of its decoder layers, its embedding, its head."""
+"""What strategies may take from the target: outputs of its decoder layers, its embedding, its head."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
 
 
 class HeadInputs:
-    """Notes what the head of a private tree reads in a pass, and lets it read a part of that.
+    """Keeps the input of a private tree's head in a pass, and restricts the head to a part of it.
 
     The hidden states of a strategy are those that the head reads: no model has to be asked how it names or norms them.
     """
@@ -81,7 +81,7 @@ class HeadInputs:
 
 
 class LayerStates:
-    """Notes what some decoder layers of a private tree give in a pass.
+    """Keeps the outputs of some decoder layers of a private tree in a pass.
 
     Args:
         layers: their indices, from 0 on, in any order.
@@ -174,7 +174,7 @@ class _HiddenStates:
 
 
 class _Given(nn.Module):
-    """Stands where a model computes hidden states, and gives those that it has been given.
+    """Takes the place of the module that computes hidden states, and returns given ones.
 
     What is called of the replaced part (OPT calls a module in it) gives the same; its settings (Falcon-H1 reads a multiplier of it)
     are its own.

@@ -1,4 +1,4 @@
-"""What a model is made of, learnt by running one token, and whether its design fits the loop: by what it can do, never by its name."""
+"""The parts of a model, found by running one token, and whether its design fits the loop, judged by behaviour and not by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def _rows_of(layer: nn.Module | None) -> int | None:
-    """How many rows its matrix has, None where it has none."""
+    """Rows of the module's matrix; None if it has none."""
     weight = getattr(layer, "weight", None)
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
@@ -75,7 +75,7 @@ def context_length(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a model is made of, as it shows when tokens are run.
+    """The parts of a model that trial passes have shown.
 
     Attributes:
         layers: what each stores.
@@ -130,7 +130,7 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
-    """Which of its plain linear layers read the same input, learnt by running one token that is not multiplied."""
+    """Groups of plain linear layers that read the same input, found by running one token without multiplying."""
     layers = {path: module for path, module in model.named_modules() if packable(module, smallest=0)}
     if not layers or may_keep_states(model):  # what keeps states may look at values
         return []

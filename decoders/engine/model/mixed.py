@@ -47,7 +47,7 @@ def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
 
 
 def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
-    """What a pass gave for the line of tokens, as the rows' own; the logits are those of some tokens of each."""
+    """The results of a pass over the line of tokens, arranged by row; the logits are of some tokens of each row."""
 
     def split(states: Tensor) -> Tensor:
         return states[0, : rows * n].view(rows, n, *states.shape[2:])
@@ -98,7 +98,7 @@ class MixedShape(MaskShape):
 
 
 class MixedCache(SlotCache):
-    """The slots of several rows for tokens that stand in one line.
+    """The slots of several rows, for tokens in one line.
 
     Args:
         row: ``[T]`` int64, whose each token is.

@@ -1,4 +1,4 @@
-"""Attention that keeps a causal mask of its own: a buffer, of which it cuts the part of a pass by the number of its keys.
+"""Attention with a causal mask of its own: a buffer from which it cuts a part by the number of keys.
 
 Its keys are a view of the cache here, whose length says nothing of positions. The masks of the loop say all that such a buffer does,
 so a private module tree sees everything by its buffers, and windows become kinds of layers.
@@ -93,6 +93,6 @@ def _window(buffer: Tensor) -> int | None:
 
 
 def _pick(module: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Hands a layer the mask of its own kind, of those of all."""
+    """Selects the mask of the layer's kind among those of all kinds."""
     mask, kind = given.get("attention_mask"), getattr(module, OWN_KIND)
     return args, given if mask is None else given | {"attention_mask": mask[:, kind : kind + 1]}

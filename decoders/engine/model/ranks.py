@@ -110,7 +110,7 @@ class Ranks:
         return self.first_number(time.perf_counter())
 
     def first_object(self, make: Callable[[], Value]) -> Value:
-        """What `make` gives in the first process, which alone calls it."""
+        """The result of `make`, which only the first process calls."""
         if not self.several:
             return make()
         held = [make() if dist.get_rank(self.group) == 0 else None]
@@ -131,7 +131,7 @@ class Ranks:
         return bool(held.item())
 
     def check(self, what: str, *parts: object) -> None:
-        """Raises RanksError, in every process, unless `parts` are the same in all of them.
+        """Raises RanksError in every process if `parts` differ between processes.
 
         Args:
             what: differs, as a message says it.

@@ -1,4 +1,4 @@
-"""On CUDA: what runs again and again is recorded once as a CUDA graph, kept by the session, and replayed with one launch.
+"""CUDA graphs: work that is repeated is recorded once, kept by the session, and replayed with one launch.
 
 Whole steps - propose, core, observe - are recorded where nothing in them needs the host (:mod:`.recording`). Elsewhere the parts
 are that run a model: the core of a step, the passes of draft models, the chunks of a prompt (:meth:`Recordings.run`).
@@ -97,13 +97,13 @@ class HostCopies:
         self.pinned, self.arrived = [recorder.pinned(tensor) for tensor in tensors], recorder.event()
 
     def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Has the device bring them as they are then."""
+        """Queues a copy of their values on the device."""
         for own, tensor in zip(self.pinned, tensors, strict=True):
             self.recorder.copy(own, tensor)
         self.arrived.record()
 
     def lists(self) -> tuple[list, ...]:
-        """What was brought last, once it is there: the one place where the host waits for the device."""
+        """The values of the last copy. The host waits for the device here and nowhere else."""
         self.arrived.synchronize()
         return tuple([pinned.tolist() for pinned in self.pinned])
 
@@ -212,7 +212,7 @@ class Recording:
 
 
 class Recordings:
-    """What was recorded with the tensors of one session, by what it depends on; the least recently used go first.
+    """The recordings made with the tensors of one session, by key; the least recently used are dropped first.
 
     A key says everything that is part of the recording and is no tensor: strategy and settings, plan, verifier, buckets, and what
     was compiled. With weights or attention changed there is a new engine, with new sessions.
@@ -241,7 +241,7 @@ class Recordings:
         return sum(recording.nbytes for recording in self._kept.values())
 
     def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
-        """``function(*given)``: as it is the first times, and from then on as a replay of what was recorded of it.
+        """``function(*given)``, run as it is the first few times, then recorded, then replayed.
 
         The next replay overwrites what it gives.
 
@@ -297,7 +297,7 @@ class Recordings:
     def record(
         self, key: Hashable, capacity: RecordedCapacity | None, inputs: Any, body: Callable[[], Any]
     ) -> Recording | None:
-        """Records `body` in the place of what was there for `key`; None if that fails, now or before: go on without.
+        """Records `body` for `key`, replacing an older recording; None if that fails or has failed before.
 
         Args:
             capacity: of the tensors that `body` works on.
@@ -339,11 +339,11 @@ class Recordings:
             return self._copies[looks].lists()
 
     def drop(self, key: Hashable) -> None:
-        """Forgets what was recorded for `key`."""
+        """Drops the recording for `key`."""
         self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all recordings, and what is known to fail."""
+        """Drops all recordings, and the list of keys whose recording failed."""
         self._kept.clear()
         self._runs.clear()
         self._failed.clear()

@@ -29,7 +29,7 @@ CONTINUES_ATTRIBUTE = "decoders_continues_text"
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes that run at once, because all that they continue has been run.
+    """Nodes that can run together, because their parents have been run.
 
     Attributes:
         nodes: places in ``[B·N]``.
@@ -43,7 +43,7 @@ class Level:
 
 
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
-    """In which order the nodes of a block run, read from who sees whom; on the host.
+    """The order in which the nodes of a block run, derived from their visibility on the host.
 
     A node continues the one with the longest path of those that it sees. For nodes that can be accepted that is their parent, and
     for those of a lookahead window the token before. Nodes without a draft token are never accepted: they are left out.
@@ -69,7 +69,7 @@ def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
 
 
 class NodePass:
-    """A block of nodes: each continues what its parent has left.
+    """A block of nodes; each continues its parent's states.
 
     Args:
         base: ``[B]``, tokens in front of the block; where there are none the states are zero.
@@ -176,7 +176,7 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
 
 
 def states_in(layer: LinearAttentionLayer, specs: Sequence[StateSpec]) -> list[Tensor]:
-    """What a call has left in its cache."""
+    """The states that a call has left in its cache."""
     return [cast(Tensor, getattr(layer, spec.part)[spec.index]) for spec in specs]
 
 

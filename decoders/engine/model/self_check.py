@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...common import devices
-from ...common.transformers_compat import cache_keyword, cache_of
+from ...common.transformers_compat import cache_keyword, cache_of, config_value
 from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import Topology
@@ -70,8 +71,10 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
 
 def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
     target = Target(model, attends, precision)
+    started = time.perf_counter()
     target.longest = check_tree_logits(target, model)
     target.invariance = brief_check(target)
+    target.check_seconds = time.perf_counter() - started
     return target
 
 
@@ -213,7 +216,7 @@ REACHES = ("sliding_window", "attention_chunk_size")
 def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
     """Windows and chunks of both are at most `sizes.reach` inside. `reference` is private, and so is its config."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
-    usual = {name: value for name in REACHES if (value := getattr(config, name, None)) and value > reach}
+    usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
     kinds = target.kinds
     try:
         for name in usual:

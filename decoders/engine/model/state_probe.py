@@ -141,12 +141,12 @@ class StateProbe(LayoutProbe):
         return modules
 
     def note(self, layer: int) -> None:
-        """The module that runs has updated a state of this layer."""
+        """Notes that the running module has updated a state of this layer."""
         self._calls[layer] = self._running[-1]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Knows meanwhile which module runs."""
+        """Within it, keeps track of the module that runs."""
 
         def begins(module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
             self._running.append((module, args, keywords))

@@ -20,7 +20,7 @@ _OPAQUE = (
 
 
 class SameObject:
-    """Something that must be the very same object in a later call, and is not looked into."""
+    """A value that must be the same object in a later call; its inside is not searched."""
 
     __slots__ = ("thing",)
 
@@ -85,7 +85,7 @@ class StaticInputs:
 
     @property
     def settled(self) -> bool:
-        """Whether the tensors are still the same ones, and no more. What steps have moved cannot be given another call's values."""
+        """Whether these are still the tensors in use. Where steps have replaced one, another call's values cannot be loaded."""
         tensors, _ = find_tensors(self.root)
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
@@ -107,7 +107,7 @@ class StaticInputs:
         _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """The other way round: `root`, which has fitted, gets the values that are here now."""
+        """The reverse of :meth:`load`: copies the present values into `root`, which has fitted."""
         tensors, _ = find_tensors(root)
         _copy_all(tensors, self.tensors, copy)
 

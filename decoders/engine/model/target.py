@@ -40,7 +40,7 @@ PREFILL_CHUNK, DEQUANTIZED_CHUNK = 512, 2048
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What a pass over a block of nodes gives.
+    """The result of a pass over a block of nodes.
 
     Attributes:
         logits: ``[B, N, V]`` float32.
@@ -101,13 +101,14 @@ class Target:
         quantized: the quantized ones.
         weights: what they were packed from.
         samples: fingerprints of these values, by which a change is noticed.
-        rounds: whether activations, keys or values are rounded on the way, so that a last bit may decide about a step of theirs.
+        rounds: whether activations, keys or values are quantized, so that a difference in a last bit may change a quantized value.
         layers: decoder layers whose outputs its results hold, see :meth:`watching`.
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these read a text in several passes.
         counted: what its layers do with the number of tokens in its cache, None if nothing.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        check_seconds: that comparing it with the model took.
         ranks: the processes that share its weights.
 
     Raises:
@@ -117,6 +118,7 @@ class Target:
     rejected: str | None = None
     longest: int | None = None
     invariance: Invariance | None = None
+    check_seconds: float = 0.0
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
         refuse_unfit(model)
@@ -190,7 +192,7 @@ class Target:
             self.counted.check(name, longest, rows)
 
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
-        """Says how far each kind of layer looks back."""
+        """Sets how far each kind of layer looks back."""
         self.kinds = kinds
         attention.tell_kinds(self.model, kinds, self._kind_of_layer)
 
@@ -260,7 +262,7 @@ class Target:
 
     @torch.no_grad()
     def output_head(self) -> OutputHead:
-        """The head by itself.
+        """The output head, without the rest of the model.
 
         Raises:
             UnsupportedError: what it gives is not what the model gives.

@@ -1,4 +1,4 @@
-"""How many threads steps compute with: all of torch's, or fewer while other processes take the cores. And the lock of a model's calls.
+"""The number of threads of a step: torch's, or fewer while other processes use the cores. Also the lock of a model's calls.
 
 Parallel code waits at its end for its slowest thread, hundreds of times in a step. Where another process holds a core, such a wait
 lasts a slice of the scheduler's time: on two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and
@@ -71,7 +71,7 @@ def set_threads(number: int) -> None:
 
 @dataclass
 class _Steps:
-    """What steps with one number of threads took, in seconds: by the clock, and of the processor in the calling thread."""
+    """Durations of steps with one number of threads, in seconds: wall-clock time, and processor time of the calling thread."""
 
     count: int = 0
     wall: float = 0.0
@@ -111,7 +111,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """Those of a model that has been packed just now: half as many at first where the machine is busy."""
+        """The threads of a newly packed model: half as many at first if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and waiting_share() > WAITING:
             threads.count = threads.most // 2
@@ -127,18 +127,18 @@ class Threads:
         self._began = 0.0, 0.0
 
     def use(self) -> None:
-        """What runs from now on has the threads that were chosen."""
+        """Sets the chosen number of threads from now on."""
         if (most := torchs_own()) != self.most:
             self._start_over(most)
         set_threads(self._trial[0] if self._trial is not None else self.count)
 
     def begin_step(self) -> None:
-        """A step begins now, with the threads that were chosen."""
+        """Begins a step with the chosen number of threads."""
         self.use()
         self._began = time.perf_counter(), time.thread_time()
 
     def end_step(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         began, computing = self._began
         self.judge(time.perf_counter() - began, time.thread_time() - computing)
 

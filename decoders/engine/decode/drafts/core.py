@@ -20,10 +20,10 @@ from ..rows import Rows
 class DraftCore(Core):
     """Steps of a draft model over rows that another model decides about.
 
-    A block starts before its root, with the row's last ``U`` committed tokens besides it. Their keys and values may be
-    missing: the last token of a fully accepted draft was never run, and accepted nodes of a tree lie in other slots.
-    Running a few tokens more costs a forward pass next to nothing, and there is no hole and nothing to move. With the target's own
-    slots (:mod:`.shared_slots`) nothing is missing: then a block that would be too small is filled up behind its root.
+    A block starts with the row's last ``U`` committed tokens before the root, because their keys and values may be missing: the last
+    token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. A few more tokens in a pass cost
+    next to nothing, and no keys and values need to be moved. With the target's own slots (:mod:`.shared_slots`) nothing is missing;
+    then a block that would be too small is padded behind its root.
 
     Args:
         vocab: size of the target's vocabulary. What the draft's head has beyond it is padding and never proposed.

@@ -1,7 +1,7 @@
-"""What a draft model has still to read, and what it did in a call.
+"""Counts of a draft model during a call: tokens that it has not read yet, passes, tokens and seconds.
 
-What steps decide is counted on the device, what Python runs on the host. A recorded step runs Python once, and the device does
-nothing meanwhile; its replays are unseen by Python. So the counts are told when a step is recorded and how often it was replayed.
+What steps decide is counted on the device, what Python runs on the host. Python runs while a step is recorded, when the device does
+nothing, and does not run in its replays. So the counts are told when a step is recorded and how often it was replayed.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class DraftCounts:
         self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
 
     def recording(self) -> None:
-        """What follows is recorded: Python runs, and the device does not."""
+        """A recording begins: Python runs, and the device does not."""
         self._before = self.pending, self.passes
 
     def recorded(self, worked: bool) -> None:
-        """The recording is over, or has failed; what Python counted meanwhile is what every replay does."""
+        """The recording is over, or has failed. What Python counted meanwhile is added by every replay."""
         pending, passes = self._before
         self._per_step, self.passes = self.passes - passes, passes
         if not worked:
             self.pending = pending
 
     def replayed(self, like: DraftCounts, steps: int) -> None:
-        """What `like` has recorded has been run so many times."""
+        """Counts `steps` replays of what `like` has recorded."""
         self.passes += steps * like._per_step
         if steps:
             self.pending = like.pending

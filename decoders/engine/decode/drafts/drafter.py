@@ -1,4 +1,4 @@
-"""A draft model for the length of a call: rows of its own that follow what is committed and write ahead of it."""
+"""A draft model during a call. Its rows hold the committed tokens, and its draft tokens behind them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class ModelDrafter(Drafter):
     Args:
         batch: the target's.
         above: the model that is drafted for: the target with its batch, or a draft model that has a drafter of its own.
-        stack: closes, when the strategy ends, what is opened here.
+        stack: closed when the strategy ends; what is opened here is put on it.
         context: of the strategy that drafts with it.
         model: the draft model, or a path to load it from.
-        ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` stops there by itself.
+        ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
-        seldom: whether it may be asked late or never: then it reads the prompts when it first drafts.
+        seldom: whether it may never draft at all; it then reads the prompts only when it first does.
 
     Attributes:
         proposed: nodes of the block that is verified next, its padding not counted; set by the batch or stage that verifies it.
@@ -120,7 +120,7 @@ class ModelDrafter(Drafter):
         self.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in request.prompts])
 
     def rebatch(self, rows: Sequence[int], context: Context) -> None:
-        """Rows have joined or left; only those that are new are read. The prompts of the batch's request are all that was committed.
+        """Follows the batch after rows have joined or left, and prefills the new ones; a prompt is a row's committed text.
 
         Args:
             rows: which row of the batch before each row is, -1 for one that is new.
@@ -130,14 +130,14 @@ class ModelDrafter(Drafter):
         self._settle()
 
     def _settle(self) -> None:
-        """The rows are those of the batch's request from here on."""
+        """Resets what belongs to the rows: the guide, and how far they are."""
         self.guide: Guide | None = self.above.guide.ahead() if self.above.guide is not None else None
         self._begun = self.rows.length.clone()
         self.reach = max(map(len, self.batch.request.prompts))
         self._drafting = False
 
     def _seat(self, context: Context, rows: Sequence[int]) -> None:
-        """Brings its rows in the order of the target's and reads those that are new.
+        """Puts its rows in the order of the target's and prefills the new ones.
 
         Args:
             rows: which row of the batch before each row is, -1 for one that is new.
@@ -272,14 +272,14 @@ class ModelDrafter(Drafter):
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
-        """The model that this one drafts for has committed so many tokens that were not its own."""
+        """The model that this one drafts for has committed so many tokens that this one did not draft."""
         self.counts.pending += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
     @property
     def room(self) -> int:
-        """How many committed tokens a row may have before a round like those so far writes behind its slots."""
+        """How many committed tokens a row may have for a round as deep as the deepest so far to fit its slots."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
@@ -293,32 +293,32 @@ class ModelDrafter(Drafter):
         )  # fmt: skip
 
     def recording(self) -> None:
-        """What follows is a round that is recorded: Python runs, and the device does not."""
+        """A recording of a round begins: Python runs, and the device does not."""
         self.counts.recording()
         for drafter in self.inner:
             drafter.recording()
 
     def recorded(self, worked: bool) -> None:
-        """The round has been recorded, or not; nothing has been run."""
+        """The recording is over, or has failed; the device has run nothing."""
         self.counts.recorded(worked)
         for drafter in self.inner:
             drafter.recorded(worked)
 
     def replayed(self, like: ModelDrafter, steps: int) -> None:
-        """The round that `like` has recorded has been run so many times in this one's place, unseen by Python."""
+        """Counts `steps` replays of the round that `like` has recorded."""
         self.counts.replayed(like.counts, steps)
         for drafter, recorded in zip(self.inner, like.inner, strict=True):
             drafter.replayed(recorded, steps)
 
     @property
     def tiers(self) -> tuple:
-        """What of a round runs compiled now."""
+        """Which parts of a round run compiled now."""
         with self._running():
             own = self.engine.forward_pass.tier(len(self.rows.length), self.core.plan)
         return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
 
     def book_replay(self, seconds: float) -> None:
-        """Notes the time of a replayed step that may hold its passes."""
+        """Books the time of a replayed step that may hold its passes."""
         with self._running():
             self.engine.forward_pass.book_replay(seconds, len(self.rows.length))
 
@@ -334,7 +334,7 @@ class ModelDrafter(Drafter):
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """A pass of the draft model, which others may have as well: calls and lanes compile as each says, and book what it costs."""
+        """Surrounds a pass of the draft model: other calls and lanes may use the model too, with other settings and reports."""
         return self.engine.forward_pass.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
@@ -364,7 +364,7 @@ class ModelDrafter(Drafter):
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
-        """What covers a block of so many nodes behind the tokens written so far in this round."""
+        """The view and the sequences that cover a block of so many nodes behind the tokens written so far in this round."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.longest + nodes

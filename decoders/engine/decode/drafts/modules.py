@@ -1,4 +1,4 @@
-"""A drafter that is no language model: its module packed, with a slot cache and tree masks, in passes like a draft model's."""
+"""Networks that draft and are not language models: packed, with a slot cache and tree masks, as a draft model has them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class SlotPasses(ModulePasses):
             self._settle()
 
     def rebatch(self, sources: Sequence[int], slots: int) -> None:
-        """Rows have come or gone; those that stay take along what is kept of them.
+        """Moves the rows' keys and values after rows have joined or left.
 
         Args:
             sources: which row of the batch before each row is, -1 for one that is new.

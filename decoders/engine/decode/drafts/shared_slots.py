@@ -14,8 +14,8 @@ from ..session import Session
 class SharedSlots(Session):
     """Rows with tokens and lengths of their own, and with the keys and values of another session's first layers.
 
-    What is committed is there already: the target has computed it, and with the same weights. A draft writes from the root on
-    only. The target's pass over the block overwrites what it has written there, and nothing reads what is behind.
+    Those of committed tokens are there already, as the target has computed them with the same weights. A draft writes only from the
+    root on. The target's pass over the block overwrites that, and nothing reads the slots behind the block.
 
     Args:
         target: the first layers.
@@ -30,7 +30,7 @@ class SharedSlots(Session):
 
     @staticmethod
     def of(target: Target, owner: Session) -> SharedSlots:
-        """Those of `owner`, the same in every call: steps are recorded with the tensors that are theirs."""
+        """The rows that belong to `owner`, the same object in every call, because recorded steps use its tensors."""
         layers = len(target.layout)
         known = owner.shared.get(layers)
         if not isinstance(known, SharedSlots) or known.target is not target:
@@ -39,13 +39,13 @@ class SharedSlots(Session):
         return known
 
     def restart(self) -> None:
-        """The target's rows are others: these have their texts."""
+        """Copies the texts of the target's rows, which have changed."""
         self.follow()
         for own, theirs in ((self.rows.tokens, self.owner.rows.tokens), (self.rows.length, self.owner.rows.length)):
             own.copy_(theirs)
 
     def follow(self) -> None:
-        """Takes over what has become of the target's rows: others, or the same with more room."""
+        """Adapts to the target's rows where these were replaced or have got more room."""
         theirs = self.owner.rows
         if theirs is self._followed:
             return

@@ -91,7 +91,7 @@ class StagedDrafter(ModelDrafter):
             finish_all([(self.strategy, self.stage.state)], cause)
 
     def _context(self, outer: Context) -> Context:
-        """What the strategy is told: this model is its target."""
+        """The strategy's context, in which this model is the target."""
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,

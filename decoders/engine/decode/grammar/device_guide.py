@@ -1,4 +1,4 @@
-"""Where rows stand in tabulated grammars, kept on the device: nothing here waits for it, so a whole step can be recorded."""
+"""The positions of rows in tabulated grammars, kept on the device. Nothing here waits for it, so whole steps can be recorded."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def guide_of(
     compile: Callable[[Callable], Callable] = lambda function: function,
     static: bool | None = None,
 ) -> Guide:
-    """The guide that suits the device: one that stays there, if all grammars can be walked there, where steps can be recorded.
+    """A guide on the device if steps can be recorded there and all grammars have tables, else one on the host.
 
     Args:
         static: whether sizes are static on the device; by default that of the device.

@@ -37,7 +37,7 @@ class Guide(ABC):
 
     @abstractmethod
     def follow(self) -> None:
-        """Goes to where the rows are that this guide runs ahead of."""
+        """Moves to the positions of the guide that this one was made from by :meth:`ahead`."""
 
     @abstractmethod
     def block(
@@ -74,12 +74,15 @@ class Guide(ABC):
 
     @abstractmethod
     def accept(self, out: StepOutput) -> None:
-        """The rows have got what a step made of the last block."""
+        """Moves the rows over the tokens that a step has chosen from the last block."""
 
     @abstractmethod
     def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
-        """As :meth:`accept`, for tokens that stay: what was tried ahead of them is forgotten. ended: ``[B]`` bool, rows that are
-        through. outcome: the same for the host, where it knows.
+        """As :meth:`accept`, for tokens that stay; draft nodes are forgotten.
+
+        Args:
+            ended: ``[B]`` bool, the rows that have ended.
+            outcome: the step as the host knows it, if it does.
 
         Raises:
             GrammarError: a row has left its grammar; on the device :meth:`check` says so.
@@ -94,7 +97,7 @@ class Guide(ABC):
         """
 
     def expect(self, sequences: Sequences) -> None:
-        """:meth:`forced` will be asked; `sequences` are the rows as they begin. What it needs is there before a step is recorded."""
+        """Prepares :meth:`forced` before a step is recorded; `sequences` are the rows as they begin."""
 
     @abstractmethod
     def forced(self, sequences: Sequences, limit: int) -> Tensor:

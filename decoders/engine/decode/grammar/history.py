@@ -1,8 +1,7 @@
-"""How rows spell: what a grammar forces is proposed in the tokens that the same text was written with before.
+"""The spelling of rows: bytes that a grammar forces are proposed in the tokens that the row wrote such text with before.
 
-Forced bytes are not forced tokens, and a target that would rather have written something else need not spell them as the tokenizer
-does. It tends to repeat itself: at each place the token is proposed that followed the same token last, else the one
-that last began with the same byte, else the one that the tokenizer itself would write.
+Forced bytes are not forced tokens, and the target need not split them as the tokenizer does, but it tends to repeat itself. At each
+place the token is proposed that last followed the same token, else the last that began with the same byte, else the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor
 from ....constraints import Policy, Vocabulary
 from ....strategy import Sequences
 
-#: Last tokens of a row that are read before every proposal: more than a step writes, and what a draft model writes may have
-#: been taken back since. What was read first counts least. At first all of the text is read.
+#: Last tokens of a row that are read before every proposal, more than a step writes: a draft model's tokens may have been taken back
+#: since. Later tokens count more. The first time the whole text is read.
 WINDOW = 64
 
 
@@ -85,7 +84,7 @@ class DeviceHistory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What has been learnt; the rest is the vocabulary's."""
+        """What has been learnt, and what is known of the vocabulary."""
         return self.after, self.begun, self.time, self.sizes, self.leads
 
     def read(self, sequences: Sequences) -> None:
@@ -112,7 +111,7 @@ def spell(
     Args:
         position, before: ``[B]`` int64, where rows stand in `entries`, and their last tokens.
         after, begun, sizes: see :class:`DeviceHistory`.
-        columns, grammar, entries: see ``device_guide.Automaton``.
+        columns, grammar, entries: see :class:`~decoders.engine.decode.grammar.device_guide.DeviceAutomaton`.
         room, byte, canonical: ``[S]`` int64 by state: how many bytes are forced, the first of them, and the token that the
             tokenizer writes there; -1 for no byte and no token.
     """

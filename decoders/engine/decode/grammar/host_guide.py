@@ -29,7 +29,7 @@ class HostGuide(Guide):
     Attributes:
         texts: one per row.
         positions: where each row stands; None for rows that have ended.
-        shared: whether rows belong to several requests, so that what a row's grammar raises ends that row alone.
+        shared: whether rows belong to several requests, so that an error of a row's grammar ends only that row.
         faults: what grammars have raised, by row. These rows are free from then on, and end.
     """
 
@@ -42,9 +42,8 @@ class HostGuide(Guide):
         self.faults: dict[int, GrammarError] = {}
         if outer is not None:
             self.texts, self.faults, self.shared = outer.texts, outer.faults, outer.shared
-        self._shifts: dict[
-            int, tuple[Tabulated, int]
-        ] = {}  # grammars whose masks are in the table, and their first rows
+        #: Grammars whose masks are in the table, and their first rows there.
+        self._shifts: dict[int, tuple[Tabulated, int]] = {}
         self.positions: list[Any] = [text.begin for text in texts]
         self._nodes: list[list[Any]] = []
         self._history = [HostHistory() for _ in texts]
@@ -160,7 +159,7 @@ class HostGuide(Guide):
                 self.positions[row] = text.settle(self.positions[row])
 
     def check(self) -> None:
-        """Nothing is left to say: :meth:`commit` has raised."""
+        """Does nothing: :meth:`commit` has raised already."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         runs, lengths = [], sequences.length.tolist()

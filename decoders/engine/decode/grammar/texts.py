@@ -35,6 +35,7 @@ class MaskTable:
         self._open_rows: set[int] = {FREE}  # of those that stay, which are known to allow something
         self._kinds: dict[int, tuple[int, Mapping[int, int]]] = {}
         self._replaced = torch.empty(2, 0, dtype=torch.int64)
+        self._last: tuple[list[list[int]], Replacements | None] = [], None
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 
     def add(self, masks: Tensor) -> int:
@@ -83,14 +84,17 @@ class MaskTable:
             ordered += [self._NEVER] * ((1 << max(len(ordered) - 1, 63).bit_length()) - len(ordered))
             tokens = [keys.get(key, 0) for key in ordered]
             self._replaced = torch.tensor([ordered, tokens], device=self.device)
+            self._last = [], None
         return self._kinds[id(replaced)][0]
 
     def replacements(self, kinds: list[list[int]]) -> Replacements | None:
         """What is written at nodes of `kinds` (``B`` lists of ``N``) instead of what is drawn."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
-        keys, tokens = self._replaced.unbind(0)
-        return Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
+        if kinds != self._last[0] or self._last[1] is None:  # free text is mostly of one kind
+            keys, tokens = self._replaced.unbind(0)
+            self._last = kinds, Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
+        return self._last[1]
 
     def unpacked(self, rows: list[list[int]]) -> Tensor | None:
         """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device; on the CPU None if all are free."""
@@ -143,7 +147,7 @@ class Text(ABC):
         return 0
 
     def settle(self, position: Any) -> Any:
-        """`position` is committed: nothing before it is asked for again. Returns how it is called from now on."""
+        """Forgets what is before `position`, which has been committed, and returns the position's new name."""
         return position
 
     @abstractmethod

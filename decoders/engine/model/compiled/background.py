@@ -114,7 +114,7 @@ def threads_may_compile() -> bool:
 
 @contextmanager
 def compiling() -> Iterator[float]:
-    """Waits for this thread's turn to compile, and lets others have the interpreter often meanwhile; gives the time it began."""
+    """Waits for this thread's turn to compile, during which other threads get the interpreter more often; gives the time it began."""
     with _turn:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(min(usual, SWITCH_INTERVAL))
@@ -135,8 +135,8 @@ def worth_compiling(spent: float, expected: float) -> bool:
 
 @atexit.register
 def _end_threads() -> None:
-    """Stops compiling threads before the interpreter goes: one that met its end in the middle of a torch operator would abort
-    the process. One that waits for g++ is left where it is."""
+    """Stops compiling threads before the interpreter ends: a thread that ends in the middle of a torch operator would abort
+    the process. A thread that waits for g++ is left alone."""
     threads = [compile._thread for compile in list(_running) if compile._thread.is_alive()]
     for thread in threads:
         if thread.ident is not None:

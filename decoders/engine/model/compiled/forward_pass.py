@@ -1,4 +1,4 @@
-"""The forward pass of a model as all that run it call it: compiled or not, replayed or not, mixed with a piece of a prompt or not."""
+"""The forward pass of a model for all its callers: compiled or not, replayed or not, mixed with a piece of a prompt or not."""
 
 from __future__ import annotations
 

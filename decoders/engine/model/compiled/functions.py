@@ -89,7 +89,7 @@ class CompiledFunction:
 
 
 def _kind(argument: Any) -> Any:
-    """What an argument may tell graphs apart by: the shape of a tensor, the value of plain Python, the type of all else."""
+    """What graphs are distinguished by in an argument: a tensor's shape, a plain value, or else the type."""
     if isinstance(argument, Tensor):
         return argument.shape
     return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
@@ -107,7 +107,7 @@ MOST_KINDS = 8
 
 
 class TieredFunction:
-    """Runs `function` as it is, and compiles it in the background once it has taken as long as that would.
+    """Runs `function` uncompiled, and compiles it in the background once it has taken as much time as compiling would.
 
     Each kind of arguments (:func:`kind_of`) is compiled by itself, so that a call does not wait where one row becomes several.
 
@@ -164,7 +164,7 @@ class TieredFunction:
 
 
 def kind_of(value: Any) -> Hashable:
-    """What graphs with dynamic sizes are told apart by: which sizes are one, types of tensors, and plain values but numbers."""
+    """What graphs with dynamic sizes are distinguished by: which sizes are 1, types of tensors, and plain values except numbers."""
     if isinstance(value, Tensor):
         return value.dtype, tuple([size == 1 for size in value.shape])
     if isinstance(value, bool | str | SamplingPlan | None):

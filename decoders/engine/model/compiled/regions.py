@@ -129,7 +129,7 @@ def use_packed_kernels() -> None:
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target`, to be compiled, on a module tree of its own: the target's own goes on running meanwhile."""
+    """The forward pass of `target`, to be compiled, on another module tree, since the target's own is in use meanwhile."""
     twin = target.sibling()
 
     def forward(
@@ -189,13 +189,13 @@ def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTens
 
 
 def laid_out_piece(piece: PromptPiece) -> PromptPiece:
-    """`piece` as compiled passes take it: where it begins is a tensor there, as any number would be a graph of its own, and so would
-    a view be that is the very tensor of the rows'.
+    """`piece` as compiled passes take it: with its beginning as a tensor, because each number would get its own graph, and with a view
+    of its own, because one that is the rows' tensor itself would too.
     """
     return replace(piece, view=copied_whole(piece.view), latest=0)
 
 
 def laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` as compiled passes take it, which read offsets and visibility."""
+    """`tree` as compiled passes take it; they read offsets and visibility only."""
     offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
     return TreeTensors(offsets, offsets, visible, visible)

@@ -1,1 +1,1 @@
-"""The weights of a model: packed, fused, quantised, freed, and how a change of theirs is noticed."""
+"""The weights of a model: packed, fused, quantised and freed; and how changes are noticed."""

@@ -28,7 +28,7 @@ def _content_of(tensor: Tensor) -> Callable[[], bytes]:
 
 
 class DeviceSamples:
-    """Samples of tensors of one device and size of entry: they are compared at once, since to look is to wait."""
+    """Samples of tensors of one device and entry size, compared all at once because reading a result waits for the device."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors, self._pointers = tensors, [t.data_ptr() for t in tensors]
@@ -72,7 +72,7 @@ class Fingerprints:
 
 
 class Snapshot:
-    """What tensors held when it was taken. Whatever is a copy of weights has one of them, and is made anew when that has changed.
+    """The state of tensors at one time. Every copy of weights has one, and is renewed when the tensors have changed since.
 
     Attributes:
         tensors: whose values these are.
@@ -86,11 +86,11 @@ class Snapshot:
 
     @property
     def changed(self) -> bool:
-        """Whether one has been written to since, in a way that PyTorch counts or not, or has other memory."""
+        """Whether a tensor has been written to since, counted by PyTorch or not, or has other memory."""
         return [state_of(part) for part in self._parts] != self._states or self._samples.changed
 
     def shows(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether it is of these very tensors, with the values that they have now."""
+        """Whether it was taken of these tensors, with their present values."""
         return [*map(id, tensors)] == [*map(id, self.tensors)] and not self.changed
 
 

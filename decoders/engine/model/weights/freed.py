@@ -15,7 +15,7 @@ from .packing import PackedWeight, Packing, freed_error
 
 
 class FreedParameter(nn.Parameter):
-    """Stands in a model where a weight was freed: it tells shape, type and device, and every other use is an error.
+    """Takes the place of a freed weight in a model: it has shape, type and device, and every other use is an error.
 
     Attributes:
         freed: true, for those that may not know this class.
@@ -55,7 +55,7 @@ def _parameters(values: Iterable[Any]) -> Iterator[nn.Parameter]:
 
 
 def _name_of(func: Callable) -> str:
-    """The name of a function of tensors, or of the attribute that it gets."""
+    """The name of a tensor function, or of the attribute that it reads."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
@@ -87,7 +87,7 @@ class FreedWeights:
 
 
 class ReadParameters(TorchFunctionMode):
-    """Within it, notes which parameters' values are read, by their ids: packed layers multiply by their copies and read none."""
+    """Collects the ids of parameters whose values are read while it is entered. Packed layers read none: they multiply by copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def _free(
 
 @torch.no_grad()
 def restore_originals(freed: FreedWeights, packing: Packing) -> None:
-    """Gives the model back its parameters, the very objects, with their values bit for bit; others' stay in their places."""
+    """Puts the same parameter objects back, with their values bit for bit; parameters set since by others stay."""
     dense: dict[int, list[Tensor]] = {}
     for module, name, original, stand_in, weight, place in freed.places:
         with torch.inference_mode(original.is_inference()):

@@ -23,7 +23,7 @@ Group = tuple[str, ...]
 
 
 class SharedInputs:
-    """While entered, layers of a module tree compute nothing: zeros go through the model, and who reads what is noted.
+    """While entered, layers of a module tree give zeros without computing, and it is noted which layer reads which tensor.
 
     Args:
         layers: by path; each has one input and gives as many outputs as its weight has rows, or columns (``Conv1D``).
@@ -68,7 +68,7 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
-    """The parts of groups that can be multiplied as one: layers in a row of which `kind` tells the same, and not None."""
+    """The parts of groups that can be multiplied as one: consecutive layers of the same `kind`, which is not None."""
     for what, paths in (part for group in groups for part in itertools.groupby(group, kind)):
         part = tuple(paths)
         if what is not None and len(part) > 1:
@@ -76,13 +76,13 @@ def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterato
 
 
 def columns_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where the outputs of each layer lie among those of all."""
+    """The columns of each layer in the joint output."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 class Latest(threading.local):
-    """What a thread last computed of a tensor: layers that read the same one compute it once."""
+    """The last result of each thread for a tensor: layers that read the same tensor compute it once."""
 
     source: Tensor | None = None
     writes = -1
@@ -90,7 +90,7 @@ class Latest(threading.local):
     result: Any = None
 
     def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
-        """``compute(x)``, unless it is what was computed last. by: told apart by identity."""
+        """``compute(x)``, or the last result if that was for the same `x`, unwritten since, and the same `by`, both by identity."""
         writes = torch_compat.writes_counted(x)
         if self.source is not x or self.by is not by or self.writes != writes:
             self.source, self.writes, self.by, self.result = x, writes, by, compute(x)

@@ -107,7 +107,7 @@ _KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]
 
 
 class WeightCopy:
-    """What is made of parameters, and goes stale when they change.
+    """A copy of parameters in another form, stale once they change.
 
     Attributes:
         sources: the parameters.
@@ -118,7 +118,7 @@ class WeightCopy:
         self.settle()
 
     def settle(self) -> None:
-        """Notes that the copy has the parameters' present values, or all that there is if they were freed."""
+        """Notes that the copy is up to date with the parameters, or is all that is left of them if they were freed."""
         self._made_of = Snapshot((*self.sources, *self._more))
 
     @property
@@ -133,7 +133,7 @@ class WeightCopy:
 
 @torch.no_grad()
 def renew(copies: Iterable[WeightCopy]) -> int:
-    """Makes those that are stale anew, in place; returns how many that were."""
+    """Renews the stale ones in place; returns how many there were."""
     stale = [copy for copy in copies if copy.stale]
     with torch.inference_mode(False):
         for copy in stale:
@@ -222,7 +222,7 @@ class Packing:
         return sum(weight.packed.nbytes for weight in self.weights)
 
     def repack(self) -> int:
-        """Packs again what has been written since, in place; returns how many matrices that were."""
+        """Packs again, in place, the matrices that were written to since; returns how many."""
         return renew(self.weights)
 
 
@@ -286,7 +286,7 @@ def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Modu
 
 
 def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
-    """The class that stands in for a plain layer, and how to get its matrix; None for whatever is no plain layer."""
+    """The class that replaces a plain layer, and how to get its matrix; None if the layer is not plain."""
     weight = _plain_weight(module)
     if weight is None or weight.device.type != "cpu" or weight.numel() < smallest:
         return None
@@ -302,7 +302,7 @@ def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _plain_weight(module: nn.Module) -> Tensor | None:
-    """The dense weight of a plain linear layer; None for whatever is none."""
+    """The dense weight of a plain linear layer; None for other modules."""
     weight = torch_compat.own_parameters(module).get("weight")  # of a parametrized or pruned one none
     if type(module) not in _KINDS or weight is None or "forward" in vars(module):
         return None
@@ -311,7 +311,7 @@ def _plain_weight(module: nn.Module) -> Tensor | None:
 
 
 def _shared(sources: list[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
-    """The packed copy of `sources`, from this process's if there is one."""
+    """The packed copy of `sources`; one that this process has already is shared."""
     key = (matrix, *map(place_of, biases))
     return shared_copy(_in_use, sources, key, lambda: PackedWeight(sources, matrix, biases))
 
@@ -322,7 +322,7 @@ Copy = TypeVar("Copy", bound=WeightCopy)
 def shared_copy(
     in_use: weakref.WeakValueDictionary[tuple, Copy], sources: Sequence[Tensor], key: tuple, make: Callable[[], Copy]
 ) -> Copy:
-    """What `make` makes of `sources`, unless it is in use already. key: what else tells copies of them apart."""
+    """The copy of `sources` that is in use, else a new one by `make`. key: what distinguishes copies of the same sources."""
     key = (*key, len(sources), *map(place_of, sources))
     copy = in_use.get(key)
     # The copy's own parameters keep the memory from being used by another, unless their data have been exchanged.
@@ -334,7 +334,7 @@ def shared_copy(
 
 
 def place_of(tensor: Tensor) -> tuple:
-    """Which memory a tensor shows, and how."""
+    """The memory that a tensor shows, and its layout."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

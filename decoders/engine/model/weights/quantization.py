@@ -1,4 +1,4 @@
-"""Which matrices are multiplied by as quantized ones: those that a library quantized, and all of them where the setting asks for it."""
+"""Which matrices are quantized: those that a library quantized, and all where the setting asks for it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Quantized:
         return list({id(weight): weight for _, weight in self.layers.values()}.values())
 
     def repack(self) -> None:
-        """Makes anew, in place, what has been written to since."""
+        """Quantizes again, in place, what has been written to since."""
         renew(self.weights)
 
     @functools.cached_property
@@ -238,7 +238,7 @@ def _int8(levels: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool, g
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:
-    """The quantized weight that a layer has already, if it is of a kind that a kernel takes as it is.
+    """The quantized weight that a layer has already, if there is a kernel for its format.
 
     Told by what the weight holds: ``qdata``, ``scale`` and ``block_size``, as torchao's do, and no quantized activations.
     """

@@ -175,7 +175,7 @@ _reading = _Reading()
 
 @contextmanager
 def dequantized_products() -> Iterator[None]:
-    """Within it this thread multiplies by 4-bit matrices that it makes wider ones first. Other roundings than the kernel's."""
+    """Within it this thread dequantizes 4-bit matrices before it multiplies by them; this rounds otherwise than the kernel."""
     before, _reading.dequantizes = _reading.dequantizes, True
     try:
         yield
@@ -188,7 +188,7 @@ class _WeightInt4(_Quantized):
 
     @property
     def dequantizable(self) -> bool:
-        """Whether products of a wider type are faster for long texts, and this matrix lies as these need it."""
+        """Whether dequantized products are faster for long texts, and the layout of this matrix allows them."""
         if torch_compat.dequantized_type() is None:
             return False
         block = torch_compat.int4_block()

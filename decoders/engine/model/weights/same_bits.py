@@ -24,7 +24,7 @@ ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
 
 
 class _FewRows:
-    """What the layers below have in common: they read their own parameters where these lie, so that nothing is copied or goes stale."""
+    """Base of the layers below. They read their parameters in place, so that no copy can go stale."""
 
     def matrix(self) -> Tensor:
         """``[out, in]``, of any strides."""

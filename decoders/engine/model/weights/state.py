@@ -1,4 +1,4 @@
-"""What tells that a model has changed: its weights, its modules, the code that they run, the values of its config."""
+"""Notices changes of a model: its weights, its modules, the code that they run, the values of its config."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class WeightState:
         return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(state_of, (*tensors, *loose))))
 
     def replaces(self, other: WeightState) -> bool:
-        """Whether these are `other` with other values and contents: what runs the model sees them by itself."""
+        """Whether only values and contents differ from `other`, which running the model sees without further work."""
         return self.modules == other.modules and self.code == other.code
 
 
@@ -133,7 +133,7 @@ def _other_content(value: Any) -> object:
 
 
 def read_by(hook: Any, depth: int = HELPERS) -> list[object]:
-    """What a hook of a user's reads beside its arguments: tensors, plain values, and those in what it keeps."""
+    """What a user's hook reads besides its arguments: tensors and plain values, also those inside objects that it holds."""
     if isinstance(hook, functools.partial):
         kept: list[Any] = [hook.func, *hook.args, *hook.keywords.values()]
     elif isinstance(hook, types.MethodType):
@@ -223,7 +223,7 @@ Code = tuple[object, ...]
 
 
 class _Watched:
-    """Where the functions lie that the forward pass of one class names, and what lay there last.
+    """The places of the functions that the forward pass of one class names, and what was last found there.
 
     Attributes:
         code: what lies there, functions of the class first.
@@ -302,7 +302,7 @@ def _places(kind: type[nn.Module]) -> tuple[list[str], list[tuple[dict[str, Any]
 
 
 def _plain(value: Any) -> types.FunctionType | None:
-    """The function of Python that is called where `value` is, if there is one."""
+    """The Python function that a call of `value` runs, if there is one."""
     while isinstance(value, (functools.partial, types.MethodType)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     return value if isinstance(value, types.FunctionType) else None
@@ -313,7 +313,7 @@ def _class_names(kind: type) -> set[str]:
 
 
 def is_of_library(function: types.FunctionType) -> bool:
-    """Whether it is one of torch or transformers, or of what hangs hooks on their models."""
+    """Whether it belongs to torch, transformers, or a library that puts hooks on their models."""
     return str(function.__globals__.get("__name__", "")).partition(".")[0] in _LIBRARIES
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import decoders
-from decoders.serving.pieces import UNFINISHED, TextPieces, text_behind
+from decoders.common.pieces import UNFINISHED, TextPieces, text_behind
 from decoders.testing.models import ARCHITECTURES, Architecture
 
 from ..tokenizer_kinds import BYTE_KINDS, KINDS, tokenizer_of

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from ..constraints import BYTE_TOKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: A token that is a byte, where a tokenizer falls back to those.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: What stands for bytes that are no whole character yet.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 #: Tokens that are decoded again before they are left behind: to leave them behind is to decode once more.
@@ -32,13 +33,16 @@ class TextPieces:
     Args:
         tokenizer: decodes them.
         prompt: what stands before the tokens.
+        shown: special tokens that are written by their names.
 
     Attributes:
         held: the text that was held back the last time; it is given, or another text in its place, once more is known.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
-        self.tokenizer, self.held = tokenizer, ""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = (), shown: frozenset[int] = frozenset()
+    ) -> None:
+        self.tokenizer, self.held, self._special = tokenizer, "", shown
         self._shown = 0  # tokens whose text has been given
         self._window = self._end_of(prompt)  # tokens before the next ones, decoded again with them
         self._known = self._decoded(self._window)
@@ -83,6 +87,10 @@ class TextPieces:
         return bool(self._decoded([token]))
 
     def _decoded(self, tokens: list[int]) -> str:
+        place = next((place for place, token in enumerate(tokens) if token in self._special), None)
+        if place is not None:
+            name: str = self.tokenizer.convert_ids_to_tokens([tokens[place]])[0]
+            return self._decoded(tokens[:place]) + name + self._decoded(tokens[place + 1 :])
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[assignment]
         return text
 

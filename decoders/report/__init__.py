@@ -1,0 +1,19 @@
+"""What a call did, measured: :class:`Report`, returned as ``out.report``; and :class:`Observer`, told of calls while they run."""
+
+from .figures import GrammarUse, Stage, Stopwatch, Timings
+from .observers import ObservedCall, Observer
+from .report import Report
+from .written import TracedStep, Tree, Written
+
+__all__ = [
+    "GrammarUse",
+    "ObservedCall",
+    "Observer",
+    "Report",
+    "Stage",
+    "Stopwatch",
+    "Timings",
+    "TracedStep",
+    "Tree",
+    "Written",
+]

@@ -1,0 +1,136 @@
+"""Parts of a report: seconds, what draft models did, what grammars cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Timings:
+    """Seconds spent in each part of a call. All but the last are one after the other, and together they are the call.
+
+    Attributes:
+        prepare: reading the arguments, transformers' own preparation of the inputs, compiling the grammars.
+        wait: until the model is free: for calls of other threads, in a scheduler's queue, and between the steps of its own there.
+        pack: making the model ready in the first call, and after its weights were written to: they are packed.
+        check: comparing it with a plain forward pass before its first call.
+        start: buffers, and the strategy's ``start``, which makes a draft model ready and reads the prompt with it.
+        prefill: reading the prompt, with the core of a first step that reads the prompt's end.
+        propose: in the strategy's ``propose``.
+        mask: walking the grammars of the rows.
+        core: forward, verify and commit.
+        observe: in the strategy's ``observe``.
+        host: what is left of the steps: stopping criteria, streamers, observers, the report.
+        compile: compilations that the call waited for.
+        finish: after the last step: what is kept, and making the result.
+        background: compiling beside the steps.
+    """
+
+    prepare: float = 0.0
+    wait: float = 0.0
+    pack: float = 0.0
+    check: float = 0.0
+    start: float = 0.0
+    prefill: float = 0.0
+    propose: float = 0.0
+    mask: float = 0.0
+    core: float = 0.0
+    observe: float = 0.0
+    host: float = 0.0
+    compile: float = 0.0
+    finish: float = 0.0
+    background: float = 0.0
+
+    def since(self, before: Timings) -> dict[str, float]:
+        """Seconds by part that were booked after `before`, without those that there were none of."""
+        return {part: seconds for part, now in vars(self).items() if (seconds := now - getattr(before, part))}
+
+    @property
+    def steps(self) -> float:
+        """Seconds in decoding steps, prefill and compilation excluded."""
+        return self.propose + self.mask + self.core + self.observe + self.host
+
+    @property
+    def call(self) -> float:
+        """Seconds of the call: all parts but what ran beside it."""
+        return sum(vars(self).values()) - self.background
+
+
+class Stopwatch:
+    """A stopwatch that does not count compilation, which is booked by itself."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+        self._begun, self._compiled = time.perf_counter(), timings.compile
+
+    def next(self) -> float:
+        """Seconds since the last call, or since the start."""
+        begun, compiled = self._begun, self._compiled
+        self._begun, self._compiled = time.perf_counter(), self._timings.compile
+        return self._begun - begun - (self._compiled - compiled)
+
+
+def mean_length(histogram: Sequence[int]) -> float:
+    """Tokens per row and step; entry ``n`` of `histogram` counts steps that committed ``n + 1`` tokens."""
+    steps = sum(histogram)
+    return sum((n + 1) * count for n, count in enumerate(histogram)) / steps if steps else 0.0
+
+
+@dataclass
+class Stage:
+    """What a draft model did in a call, and the drafter that helps it, if it has one.
+
+    Attributes:
+        model: name or path.
+        drafter: strategy that drafts for this model, None if it writes token by token.
+        passes: forward passes of this model, its prefill excluded.
+        tokens: tokens it wrote with its drafter's help, all rows.
+        drafted: draft tokens of the drafter that were put to it.
+        accepted: those that it confirmed.
+        accepted_lengths: histogram of tokens per row and pass, as in the report.
+        forward_seconds: in its passes.
+        drafter_seconds: in its drafter, which holds the passes of `stages`.
+        stages: the draft models of its drafter.
+        weights: "int8" or "int4" where it computed with quantized copies of its weights; "keep": the model's own.
+    """
+
+    model: str
+    drafter: str | None = None
+    passes: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    forward_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    stages: list[Stage] = field(default_factory=list)
+    weights: str = "keep"
+
+
+@dataclass
+class GrammarUse:
+    """The grammar of a row, and what became of the text.
+
+    Attributes:
+        name: of the language.
+        backend: what compiled it.
+        policy: which tokens may spell it.
+        source: where the compiled grammar came from: "compiled", "memory", "disk" or "given".
+        seconds: it took to get it.
+        nbytes: its memory.
+        warnings: what it leaves out, or lets pass, of what was asked for.
+        complete: whether the text is a whole one of the language; otherwise the call ended before it did.
+        invalid: what a complete text breaks of a specification that is narrower than the language; None: nothing.
+    """
+
+    name: str
+    backend: str
+    policy: str
+    source: str
+    seconds: float
+    nbytes: int
+    warnings: tuple[str, ...]
+    complete: bool = False
+    invalid: str | None = None

@@ -1,0 +1,281 @@
+"""What a call did, measured, and shown: as lines, in a notebook, as a plot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..errors import SettingsError
+from .figures import GrammarUse, Stage, Timings, mean_length
+from .written import Tree, Written, bars
+
+
+@dataclass
+class Report:
+    """Figures of one ``generate`` call.
+
+    Attributes:
+        strategy: registry name.
+        settings: the settings in force; of merged strategies those of every part under its name, and of the merging itself.
+        exact: False if the strategy or verifier may change the distribution.
+        verifier: how drafts are accepted ("coupled").
+        verifier_settings: the rule's own settings.
+        compiled_steps: how many of `steps` ran compiled, the others uncompiled.
+        threads: of the processor, that its last step computed with: fewer than torch's own number where other processes take the cores;
+            0 on another device.
+        replayed_steps: how many of `steps` were replays of what had been recorded, in part or as a whole (CUDA).
+        reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
+        same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
+            at near-ties either: a brief check when the model was made ready. None where it is not checked.
+        weights: "int8" or "int4" where the engine was told to compute with quantized copies of the model's weights; "keep": the
+            model's own.
+        kv_cache: "int8" where it was told to keep keys and values in lower precision; "keep": in the model's own.
+        rows: batch size.
+        prompt_tokens: per row.
+        new_tokens: per row.
+        steps: target forwards that commit tokens.
+        prefill_steps: how many of them, 0 or 1, read the end of the prompt as well; their core is timed as
+            ``timings.prefill``.
+        drafted: draft tokens put to the target, all rows.
+        accepted: those that it confirmed.
+        accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
+        nodes: largest block that was verified.
+        timings: see :class:`Timings`.
+        time_to_first_token: seconds from the call to the first committed token.
+        peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
+        compilations: graphs compiled during this call.
+        stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
+        details: what the strategy says of the call, JSON-safe; see :meth:`decoders.Strategy.details`.
+        grammars: per row, None for rows that may write anything; empty without ``grammar=``.
+        written: the tokens, who drafted them, and with the setting ``trace`` the tree of every step. No part of :meth:`as_dict`.
+    """
+
+    strategy: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    verifier: str = "coupled"
+    verifier_settings: dict[str, Any] = field(default_factory=dict)
+    same_bits: bool | None = None
+    weights: str = "keep"
+    kv_cache: str = "keep"
+    rows: int = 1
+    prompt_tokens: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
+    steps: int = 0
+    prefill_steps: int = 0
+    compiled_steps: int = 0
+    replayed_steps: int = 0
+    threads: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    nodes: int = 0
+    timings: Timings = field(default_factory=Timings)
+    time_to_first_token: float = 0.0
+    peak_memory: int = 0
+    compilations: int = 0
+    stages: list[Stage] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    grammars: list[GrammarUse | None] = field(default_factory=list)
+    written: Written | None = field(default=None, repr=False, compare=False)
+
+    def waited(self, seconds: float) -> None:
+        """Books a compilation that the call has waited for."""
+        self.timings.compile += seconds
+        self.compilations += 1
+
+    def finished(self, begun: float | None) -> None:
+        """Books what came after the steps of a call that has `begun` then; said again, what has come since."""
+        if begun is not None:
+            self.timings.finish += time.perf_counter() - begun - self.timings.call
+
+    def share(self, spent: Mapping[str, float], nodes: int, compiled: bool, replayed: bool) -> None:
+        """Books a step that was shared with others: all of its time, the largest block so far, and how it was run."""
+        own = vars(self.timings)
+        for part, seconds in spent.items():
+            own[part] += seconds
+        self.nodes = max(self.nodes, nodes)
+        self.compiled_steps += compiled
+        self.replayed_steps += replayed
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any step ran compiled."""
+        return self.compiled_steps > 0
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole call; each of them has a name in `timings`."""
+        return self.timings.call
+
+    @property
+    def same_tokens(self) -> str:
+        """Whether the tokens are those of plain decoding; bits are not checked in float32, nor where layers are recurrent."""
+        if not self.exact:
+            return f"no: {self.strategy if self.verifier == 'coupled' else f'verifier {self.verifier}'} is lossy"
+        if self.same_bits is None:
+            return "yes, in float32"
+        return "near-ties may differ" + (" on branches of trees" if self.same_bits else "")
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens committed per row and step, the bonus token included; 1.0 is plain decoding."""
+        return mean_length(self.accepted_lengths)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the proposed draft tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """Share of the decoding steps' seconds outside the forward passes of target and draft models.
+
+        A step whose core was timed as prefill counts as much as the others.
+        """
+
+        def inside(stages: list[Stage]) -> float:
+            return sum(stage.forward_seconds + inside(stage.stages) for stage in stages)
+
+        later = self.steps - self.prefill_steps
+        if later == 0 or self.timings.core == 0:
+            return 0.0
+        core = self.timings.core * self.steps / later
+        return 1 - (core + inside(self.stages)) / (core + self.timings.steps - self.timings.core)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of start, prefill and steps: what is done once for a model is excluded."""
+        seconds = self.timings.start + self.timings.prefill + self.timings.steps
+        return sum(self.new_tokens) / seconds if seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, derived figures included, ready for ``json.dumps``."""
+        figures = asdict(replace(self, written=None))
+        del figures["written"]
+        return figures | {
+            "seconds": self.seconds,
+            "same_tokens": self.same_tokens,
+            "compiled": self.compiled,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_rate": self.acceptance_rate,
+            "overhead": self.overhead,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The figures that matter: about ten names, each with its figures."""
+        share = f" ({self.acceptance_rate:.0%})" if self.drafted else ""
+        compiled = f"{self.compiled_steps} of {self.steps} steps"
+        if self.compilations:
+            compiled += f"; {self.compilations} graphs in {self.timings.compile + self.timings.background:.1f} s"
+        return [
+            ("strategy", self.strategy),
+            ("same tokens", self.same_tokens),
+            *([("verifier", self.verifier)] if self.verifier != "coupled" else []),
+            ("tokens", f"{sum(self.new_tokens)} new after {sum(self.prompt_tokens)} of prompt"),
+            ("speed", f"{self.tokens_per_second:.1f} tokens/s, the first after {self.time_to_first_token:.2f} s"),
+            ("steps", f"{self.steps}, {self.mean_accepted_length:.2f} tokens each"),
+            (
+                "lengths",
+                ", ".join(f"{n}: {count}×" for n, count in enumerate(self.accepted_lengths, 1) if count) or "none",
+            ),
+            ("drafts", f"{self.accepted} of {self.drafted} tokens accepted{share}"),
+            ("seconds", seconds_line(self.timings)),
+            ("overhead", f"{self.overhead:.0%} of the steps outside the models' forward passes"),
+            *(("grammar", grammar_line(use, self.timings.mask)) for use in self.grammars if use is not None),
+            *(line for stage in self.stages for line in stage_lines(stage)),
+            ("compiled", compiled),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<11} {value}" for name, value in self.lines())
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the figures, how many tokens steps brought, and the text with drafted tokens in colour."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in self.lines()
+        )
+        text = self.written.html() if self.written is not None else ""
+        return f"<table>{rows}</table>{bars(self.accepted_lengths)}{text}"
+
+    def tree(self, step: int, row: int = 0) -> Tree:
+        """The draft tree of a step, counted from 0: ``print`` draws it as text, ``svg()`` and notebooks as a picture.
+
+        Raises:
+            SettingsError: nothing was kept (``decoders_config={"trace": True}`` keeps it), or there is no such step or row.
+        """
+        traced = self.written.steps if self.written is not None else []
+        if not any(traced):
+            raise SettingsError('no tree was kept: give generate decoders_config={"trace": True}')
+        if not 0 <= row < len(traced) or not 0 <= step < len(traced[row]):
+            counts = ", ".join(map(str, map(len, traced)))
+            raise SettingsError(f"there is no step {step} of row {row}: rows have {counts} steps, counted from 0")
+        assert self.written is not None
+        return self.written.tree(step, row)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draws how many tokens steps brought, and where the seconds went, with matplotlib (``pip install 'hf-decoders[bench]'``).
+
+        Args:
+            path: of a picture to write; None to write none.
+
+        Returns:
+            matplotlib's ``Figure``, which notebooks show.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure  # without pyplot, which would open a display
+        except ImportError as error:
+            raise ImportError("report.plot() needs matplotlib: pip install 'hf-decoders[bench]'") from error
+        figure = Figure(figsize=(8, 3), layout="constrained")
+        lengths, seconds = figure.subplots(1, 2)
+        lengths.bar(range(1, len(self.accepted_lengths) + 1), self.accepted_lengths)
+        lengths.set(title=self.strategy, xlabel="tokens per step", ylabel="steps")
+        parts = {name: value for name, value in vars(self.timings).items() if value}
+        seconds.barh(list(parts), list(parts.values()))
+        seconds.invert_yaxis()
+        seconds.set(title=f"{self.tokens_per_second:.0f} tokens/s", xlabel="seconds")
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def seconds_line(timings: Timings) -> str:
+    """All seconds of a call, the parts that took most of them first; what took less than a hundredth is one part."""
+    whole = timings.call
+    parts = {name: value for name, value in vars(timings).items() if name != "background"}
+    large = sorted((n for n, v in parts.items() if v >= whole / 100 and v), key=lambda n: -parts[n])
+    rest = whole - sum(parts[name] for name in large)
+    named = [f"{name} {parts[name]:.2f}" for name in large] + ([f"others {rest:.2f}"] if rest >= 0.005 else [])
+    return f"{whole:.2f}: " + ", ".join(named)
+
+
+def grammar_line(use: GrammarUse, seconds: float) -> str:
+    """What a row's grammar cost, and whether its text is complete."""
+    outcome = "complete" if use.complete else "not complete"
+    if use.invalid:
+        outcome = f"invalid: {use.invalid}"
+    compilation = f"{use.backend}, {use.source} in {use.seconds * 1e3:.0f} ms, {use.nbytes / 1e6:.1f} MB"
+    return f"{use.name} ({compilation}); masks {seconds:.2f} s; {outcome}"
+
+
+def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """A draft model's figures; those of its drafter's models follow, further in."""
+    quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
+    text = f"{stage.model}{quantized}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
+    if stage.drafter is not None:
+        text += (
+            f", {mean_length(stage.accepted_lengths):.2f} tokens each with {stage.drafter} ({stage.accepted} of {stage.drafted} "
+            f"draft tokens, {stage.drafter_seconds:.2f} s)"
+        )
+    yield "  " * depth + "draft", text
+    for inner in stage.stages:
+        yield from stage_lines(inner, depth + 1)

@@ -1,0 +1,212 @@
+"""What a call wrote, for people: the text in the colours of who drafted it, and the tree of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ..common.pieces import TextPieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+#: Of drafters, in the order in which they come.
+COLOURS = ("#2e7d32", "#1565c0", "#ad1457", "#e65100", "#6a1b9a", "#00838f")
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """The block of a step, of one row.
+
+    Attributes:
+        tokens: of every node; the first is the last token before the step, -1 stands for no token.
+        parents: of every node; -1 for the first, and for nodes that are never accepted.
+        path: the nodes that were accepted, the first node included.
+        own: the target's own token behind them; None where the row has ended before.
+        drafters: who drafted each node, "" for the first.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    own: int | None
+    drafters: list[str]
+
+
+@dataclass
+class Written:
+    """What was written, by row. The lists are those of the call, and grow with it.
+
+    Attributes:
+        prompts: 1-D int64, without padding.
+        tokens: the new ones.
+        drafters: who drafted each of them, "" for those that are the target's own.
+        steps: of rows that are traced, every step.
+        tokenizer: None where the call had none; it is left behind by pickles, which keep the texts.
+    """
+
+    prompts: Sequence[Tensor]
+    tokens: list[list[int]]
+    drafters: list[list[str]]
+    steps: list[list[TracedStep]]
+    tokenizer: PreTrainedTokenizerBase | None = None
+    _texts: dict[int, str] | None = field(default=None, repr=False)
+    _pieces: list[list[tuple[str, str]]] | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        traced = {token for steps in self.steps for step in steps for token in (*step.tokens, step.own)}
+        texts = {token: self.text_of(token) for token in traced if token is not None and token >= 0}
+        pieces = [self.pieces(row) for row in range(len(self.tokens))]
+        return vars(self) | {"tokenizer": None, "_texts": texts, "_pieces": pieces}
+
+    def text_of(self, token: int) -> str:
+        """A token as it is shown by itself."""
+        if self._texts is not None and token in self._texts:
+            return self._texts[token]
+        return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
+
+    def pieces(self, row: int = 0) -> list[tuple[str, str]]:
+        """The new text in pieces, each with who drafted its last token, "" for the target's own. Ids where there is no tokenizer."""
+        if self._pieces is not None:
+            return self._pieces[row]
+        tokens, drafters = self.tokens[row], self.drafters[row]
+        if self.tokenizer is None:
+            return [(f"{token} ", who) for token, who in zip(tokens, drafters, strict=True)]
+        texts = TextPieces(self.tokenizer, self.prompts[row].tolist())
+        cut = (
+            (texts.next(tokens[:end], ended=end == len(tokens)), drafters[end - 1]) for end in range(1, len(tokens) + 1)
+        )
+        return [(text, who) for text, who in cut if text]
+
+    def colours(self) -> dict[str, str]:
+        """A colour for each drafter."""
+        names = dict.fromkeys(who for row in self.drafters for who in row if who)
+        return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
+
+    def html(self) -> str:
+        """The text of every row, what was drafted in colour, below a legend."""
+        colours = self.colours()
+
+        def span(text: str, who: str) -> str:
+            style = f" style='color:{colours[who]};font-weight:600'" if who else ""
+            return f"<span{style}>{escape(text)}</span>"
+
+        legend = ", ".join(span(name, name) for name in colours) or "nothing"
+        rows = ("".join(span(text, who) for text, who in self.pieces(row)) for row in range(len(self.tokens)))
+        return f"<p>drafted by {legend}</p>" + "".join(f"<pre style='white-space:pre-wrap'>{row}</pre>" for row in rows)
+
+    def tree(self, step: int, row: int) -> Tree:
+        """The tree of a step that was traced."""
+        traced = self.steps[row][step]
+        texts = [self.text_of(token) if token >= 0 else "" for token in traced.tokens]
+        return Tree(traced, texts, self.text_of(traced.own) if traced.own is not None else "")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The draft tree of a step: ``print`` draws it as text, :meth:`svg` and notebooks as a picture.
+
+    Attributes:
+        step: what is drawn.
+        texts: of its nodes.
+        own: text of the target's own token behind the path.
+    """
+
+    step: TracedStep
+    texts: list[str]
+    own: str
+
+    def _children(self, node: int) -> list[int]:
+        return [n for n, parent in enumerate(self.step.parents) if parent == node and n and self.step.tokens[n] >= 0]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(0, "", ""))
+
+    def _lines(self, node: int, lead: str, below: str) -> Iterator[str]:
+        """The node and what continues it. A chain whose tokens have one fate is one line."""
+        chain, path = [node], self.step.path
+        while len(children := self._children(chain[-1])) == 1 and node and (children[0] in path) == (node in path):
+            chain.append(children[0])
+        mark = "" if not node else "+ " if node in path else "- "
+        who = f"  ({self.step.drafters[node]})" if node and self.step.parents[node] == 0 else ""
+        yield lead + mark + " ".join(f"[{self.texts[n]}]" for n in chain) + who
+        ends = chain[-1] == path[-1] and self.own != ""
+        for place, child in enumerate(children):
+            last = place == len(children) - 1 and not ends
+            yield from self._lines(child, below + ("└─" if last else "├─"), below + ("  " if last else "│ "))
+        if ends:
+            yield f"{below}└─= [{self.own}]  (the model's own)"
+
+    def svg(self) -> str:
+        """A picture: what was accepted is filled, what was not is pale, and the target's own token has an edge of its own."""
+        width, height, gap = 8.0, 34, 26
+        boxes: list[tuple[float, float, str, str]] = []
+        lines: list[str] = []
+        lowest = 0
+
+        def place(node: int, x: float) -> float:
+            """Draws a node and all that continues it, and gives its height."""
+            nonlocal lowest
+            text, path = self.texts[node], self.step.path
+            wide = width * max(len(text), 1) + 14
+            ends = [place(child, x + wide + gap) for child in self._children(node)]
+            if node == path[-1] and self.own:
+                ends.append(lowest * height + height / 2)
+                boxes.append((x + wide + gap, ends[-1], self.own, "own"))
+                lowest += 1
+            if not ends:
+                ends = [lowest * height + height / 2]
+                own_height = ends[0]
+                lowest += 1
+            else:
+                own_height = sum(ends) / len(ends)
+                lines.extend(
+                    f'<path d="M{x + wide:.0f} {own_height:.0f}L{x + wide + gap:.0f} {end:.0f}" stroke="#8b949e" fill="none"/>'
+                    for end in ends
+                )
+            boxes.append((x, own_height, text, "root" if not node else "accepted" if node in path else "rejected"))
+            return own_height
+
+        place(0, 10)
+        right = max(x + width * max(len(text), 1) + 24 for x, _, text, _ in boxes)
+        styles = {
+            "root": ("#30363d", "#8b949e", "#e6edf3"), "own": ("#0d1117", "#58a6ff", "#e6edf3"),
+            "accepted": ("#196c2e", "#3fb950", "#ffffff"), "rejected": ("#0d1117", "#484f58", "#8b949e"),
+        }  # fmt: skip
+        drawn = []
+        for x, y, text, kind in boxes:
+            fill, edge, ink = styles[kind]
+            wide = width * max(len(text), 1) + 14
+            drawn.append(
+                f'<rect x="{x:.0f}" y="{y - 12:.0f}" width="{wide:.0f}" height="24" rx="5" fill="{fill}" stroke="{edge}"/>'
+                f'<text x="{x + 7:.0f}" y="{y + 5:.0f}" fill="{ink}">{escape(text)}</text>'
+            )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{right:.0f}" height="{lowest * height + 12}" role="img" '
+            'aria-label="the draft tree of a step"><rect width="100%" height="100%" rx="8" fill="#0d1117"/>'
+            '<g transform="translate(0 6)" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13" xml:space="preserve">'
+            + "".join(lines) + "".join(drawn) + "</g></svg>\n"
+        )  # fmt: skip
+
+    _repr_svg_ = svg
+
+
+def bars(histogram: Sequence[int]) -> str:
+    """How many steps brought how many tokens, as a small SVG."""
+    if not histogram:
+        return ""
+    most, wide, drawn = max(histogram), 26, ""
+    for place, count in enumerate(histogram):
+        left, tall = place * wide, 48 * count / most
+        drawn += (
+            f'<rect x="{left + 4}" y="{64 - tall:.0f}" width="{wide - 8}" height="{tall:.0f}" fill="#2e7d32"/>'
+            f'<text x="{left + wide // 2}" y="{60 - tall:.0f}">{count}</text><text x="{left + wide // 2}" y="78">{place + 1}</text>'
+        )
+    size = f'width="{len(histogram) * wide + 8}" height="84" viewBox="0 -4 {len(histogram) * wide + 8} 88"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="steps by the tokens that they brought" '
+        f'font-size="10" text-anchor="middle" fill="currentColor">{drawn}</svg>'
+    )

@@ -1,0 +1,124 @@
+"""What a model thinks before it answers: ``reasoning_content``, apart from the answer, and its budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from decoders.constraints import Tagged, ThinkingMarkers
+from decoders.constraints.tags.thinking import KNOWN
+from decoders.server.prompts import CallStyle
+from decoders.server.reasoning import Reasoning
+
+from .conftest import TEMPLATE
+from .test_chat import ASKED, ROUTE, post
+from .test_tools import calling
+
+THINKS = TEMPLATE.replace(
+    "<assistant>{% endif %}",
+    "<assistant>{% if enable_thinking is not defined or enable_thinking %}<think>{% else %}<think></think>{% endif %}{% endif %}",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def thinker(served: Any, service_of: Any) -> Iterator[Any]:
+    with served(service_of("prompt_lookup", chat_template=THINKS)) as client:
+        yield client
+
+
+HARMONY, THINK = KNOWN[:2]
+
+
+@pytest.mark.parametrize(
+    ("markers", "open", "text", "thought", "answer"),
+    [
+        (THINK, True, "\nso <b> </thin\n</think>\n\nyes </think>", "so <b> </thin\n", "yes </think>"),
+        (THINK, None, "<think>a</think>b", "a", "b"),
+        (THINK, None, "<thing>a</think>b", "", "<thing>a</think>b"),
+        (THINK, True, "never ends </thi", "never ends </thi", ""),
+        (THINK, None, "<thi", "", "<thi"),
+        (HARMONY, None, f"{HARMONY.begin}so{HARMONY.closing}yes", "so", "yes"),
+        (HARMONY, None, f"{HARMONY.end}yes", "", "yes"),
+        (ThinkingMarkers("(", ")"), True, ")x", "", "x"),
+    ],
+)
+def test_thoughts_and_answers_grow_apart(
+    markers: ThinkingMarkers, open: bool | None, text: str, thought: str, answer: str
+) -> None:
+    reasoning, seen = Reasoning(markers, open), ("", "")
+    for end in range(len(text) + 1):
+        new = reasoning.split(text[:end], ended=False)
+        now = new[0], new[1] or ""
+        assert all(after.startswith(before) for before, after in zip(seen, now, strict=True))
+        seen = now
+    last, rest = reasoning.split(text, ended=True)
+    assert (last, rest or "") == (thought, answer)
+    assert last.startswith(seen[0]) and (rest or "").startswith(seen[1])
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_an_answer_follows_its_format_behind_a_thought_with_a_budget(
+    thinker: Any, stream: Any, stream_it: bool
+) -> None:
+    body = ASKED | {"thinking_budget": 9, "response_format": FORMAT, "max_tokens": 60}
+    if stream_it:
+        deltas = [part["choices"][0]["delta"] for part in stream(thinker, ROUTE, **body) if part["choices"]]
+        thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
+        thought, content = "".join(thoughts), "".join(delta.get("content") or "" for delta in deltas)
+        first = next(place for place, delta in enumerate(deltas) if delta.get("content"))
+        assert len(thoughts) > 1 and not any("reasoning_content" in delta for delta in deltas[first:])
+        assert not any(delta.get("content") and "reasoning_content" in delta for delta in deltas)
+    else:
+        message = post(thinker, **body)["choices"][0]["message"]
+        thought, content = message["reasoning_content"], message["content"]
+    assert len(thought.encode()) > 0 and "think" not in thought
+    assert 0 <= json.loads(content)["n"] <= 9
+
+
+def test_no_effort_is_no_thought(thinker: Any) -> None:
+    message = post(thinker, reasoning_effort="none", response_format=FORMAT)["choices"][0]["message"]
+    assert "reasoning_content" not in message and json.loads(message["content"])["n"] <= 9
+
+
+def test_an_effort_is_a_share_of_the_tokens(thinker: Any) -> None:
+    body = ASKED | {"reasoning_effort": "minimal", "max_tokens": 60, "response_format": FORMAT}
+    answer = post(thinker, **body)
+    assert json.loads(answer["choices"][0]["message"]["content"])["n"] <= 9
+    assert answer["usage"]["completion_tokens"] <= 6 + len("</think>") + len('{"n": 1}') + 1
+
+
+def test_functions_are_called_behind_a_thought(thinker: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    body = ASKED | {"tools": [tool], "tool_choice": "required", "thinking_budget": 5, "max_tokens": 120}
+    (choice,) = post(thinker, **body)["choices"]
+    (call, *_) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["n"] <= 9
+    assert choice["message"]["reasoning_content"] and choice["finish_reason"] == "tool_calls"
+
+
+def test_a_budget_needs_markers(client: Any) -> None:
+    answer = client.post(ROUTE, json=ASKED | {"thinking_budget": 5})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_budget"
+    assert "reasoning_content" not in post(client, reasoning_effort="low")["choices"][0]["message"]
+
+
+def test_calls_that_special_tokens_begin_are_tags_in_text() -> None:
+    one = calling({"name": "f", "parameters": SCHEMA}, required=False)
+    style = CallStyle("[TOOL_CALLS][", "]", special=True, shown="[")
+    marked = type(one)(one.tools, style, False, True)
+    assert isinstance(marked.spec, Tagged) and marked.spec.tags[0][::2] == ("[TOOL_CALLS][", "]")
+    text, (call,) = marked.parse('One moment. [TOOL_CALLS][{"name": "f", "arguments": {"n": 3}}]')
+    assert text == "One moment." and json.loads(call["function"]["arguments"]) == {"n": 3}
+    assert marked.free("One moment. [TOOL", False) == len("One moment. ")
