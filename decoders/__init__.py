@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import demo, strategies, testing, verifiers
+    from .bench.advice import Advice, advise
     from .common.version import __version__ as __version__
     from .constraints import after, choice, grammar, json_schema, regex, tagged
     from .errors import DecodersError
@@ -49,6 +50,8 @@ _HOME = {
     "remember": "generate",
     "warmup": "generate",
     "calibrate": "generate",
+    "advise": "bench.advice",
+    "Advice": "bench.advice",
     "Calibration": "generate",
     "Warmup": "generate",
     "DecodersOutput": "generate",
@@ -83,10 +86,10 @@ _HOME = {
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [
-    "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "ObservedCall",
+    "Advice", "Block", "Calibration", "Completion", "Context", "DecodersError", "DecodersOutput", "Draft", "Generation", "ObservedCall",
     "Observer", "Outcomes", "PromptChunk", "Report", "Scheduler", "Sequences", "Settings", "Step", "Strategy", "Topology",
-    "TreeTensors", "Verifier", "Warmup", "after", "calibrate", "choice", "demo", "disable", "enable", "forget", "generate_many",
-    "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies",
+    "TreeTensors", "Verifier", "Warmup", "advise", "after", "calibrate", "choice", "demo", "disable", "enable", "forget",
+    "generate_many", "grammar", "hookimpl", "json_schema", "memories", "regex", "release", "remember", "strategies",
     "tagged", "testing", "verifiers", "warmup",
 ]  # fmt: skip
 

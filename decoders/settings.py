@@ -105,8 +105,8 @@ class RuntimeSettings(Settings):
     strategy: str | None = Field(None, description="Strategy of an enabled model when the call names none.")
     compile: Literal["auto"] | bool = Field(
         "auto",
-        description="torch.compile: auto decodes uncompiled at once and compiles in the background when a model has been used "
-        "so long that it pays; true compiles before the first step; false never compiles.",
+        description="torch.compile: auto decodes uncompiled at once and compiles in the background for later calls, when a model "
+        "has been used so long that it pays; true compiles before the first step; false never compiles.",
     )
     reuse: bool = Field(
         True,

@@ -69,11 +69,12 @@ def draw(pieces: list[tuple[str, str]], caption: str) -> str:
     written = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" role="img" aria-label="{caption}">',
         '<rect width="100%" height="100%" rx="8" fill="#0d1117"/>',
-        '<g font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" xml:space="preserve">',
+        '<g font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14">',
     ]
     for number, line in enumerate(lines):
         spans = "".join(f'<tspan fill="{STYLES[style]}">{html.escape(text)}</tspan>' for style, text in line if text)
-        written.append(f'<text x="{EDGE}" y="{EDGE + LINE * (number + 1) - 6}">{spans}</text>')
+        # On each text: browsers do not hand it down from a group.
+        written.append(f'<text x="{EDGE}" y="{EDGE + LINE * (number + 1) - 6}" xml:space="preserve">{spans}</text>')
     return "\n".join([*written, "</g>", "</svg>", ""])
 
 

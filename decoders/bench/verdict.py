@@ -15,8 +15,8 @@ from .variants import parse
 AUTO = "auto"
 #: Share of the fastest method's speed that counts as about as fast.
 NEAR = 0.97
-#: Times transformers' speed below which nothing is gained.
-GAIN = 1.03
+#: Times another's speed below which nothing is gained.
+GAIN = 1.05
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,21 @@ def _together(records: list[Record], baseline: dict[int, float]) -> Record:
     )  # fmt: skip
 
 
-def verdicts(records: Sequence[Record]) -> list[Verdict]:
-    """One for every model, dtype and number of rows in which a method of ours was measured."""
+def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
+    """One for every model, dtype and number of rows in which a method of ours was measured. near: see :data:`NEAR`."""
     result = []
     for (model, dtype, batch), methods in pooled(records).items():
         usable = [r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r)]
         if not usable:
             continue
-        best = chosen(usable)
+        best = chosen(usable, near)
         of_method = [r for r in records if (r.model, r.dtype, r.batch, r.method) == (model, dtype, batch, best.method)]
         by_kind = {r.kind: r.ratio.median for r in of_method if r.ratio is not None}
         others = max((r for r in methods if not r.ours and r.ratio is not None), key=_median, default=best)
         method, call = "", dict[str, Any]()
         if best.random_weights:
             text = f"{best.method}: {_times(best)}. With random weights nobody knows whether drafts pay."
-        elif others.method != BASELINE and NEAR * _median(others) > _median(best):
+        elif others.method != BASELINE and near * _median(others) > _median(best):
             text = f"Fastest is transformers' own {others.method}: {_times(others)}. Of ours {best.method}: {_times(best)}."
         elif _median(best) < GAIN:
             text = f"Nothing is gained: the fastest is {best.method}, with {_times(best)}. Leave strategy= out."
@@ -115,13 +115,13 @@ def verdicts(records: Sequence[Record]) -> list[Verdict]:
     return result
 
 
-def chosen(records: Sequence[Record]) -> Record:
+def chosen(records: Sequence[Record], near: float = NEAR) -> Record:
     """The fastest; ``auto`` where it is about as fast, since it is for other prompts, too; and plain decoding rather than drafts
     that bring nothing.
     """
     best = max(records, key=_median)
-    near = [r for r in records if _median(r) >= NEAR * _median(best)]
-    return next((r for name in (AUTO, PLAIN) for r in near if r.method == name), best)
+    fast = [r for r in records if _median(r) >= near * _median(best)]
+    return next((r for name in (AUTO, PLAIN) for r in fast if r.method == name), best)
 
 
 def arguments(record: Record) -> dict[str, Any]:
@@ -150,7 +150,12 @@ def _median(record: Record) -> float:
 
 
 def _times(record: Record) -> str:
-    return f"{_median(record):.2g} times transformers' tokens/s"
+    return f"{times(_median(record))} times transformers' tokens/s"
+
+
+def times(ratio: float) -> str:
+    """``1.3``, ``17``."""
+    return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 def _range(by_kind: dict[str, float]) -> str:
@@ -158,7 +163,7 @@ def _range(by_kind: dict[str, float]) -> str:
     if len(by_kind) < 2:
         return ""
     low, high = min(by_kind, key=by_kind.__getitem__), max(by_kind, key=by_kind.__getitem__)
-    return f", from {by_kind[low]:.2g} ({low}) to {by_kind[high]:.2g} ({high})"
+    return f", from {times(by_kind[low])} ({low}) to {times(by_kind[high])} ({high})"
 
 
 def _drafts(best: Record, records: Sequence[Record]) -> str:
@@ -166,7 +171,7 @@ def _drafts(best: Record, records: Sequence[Record]) -> str:
     if plain is None or best is plain:
         return "; no draft pays here" if best is plain and len(records) > 1 else ""
     share = _median(best) / _median(plain)
-    return f", {share:.2g} times plain decoding's" if share >= GAIN else "; plain decoding is as fast here"
+    return f", {times(share)} times plain decoding's" if share >= GAIN else "; plain decoding is as fast here"
 
 
 def _tokens(record: Record) -> str:

@@ -111,6 +111,7 @@ def main() -> None:
 
 def _register() -> None:
     from . import (
+        advise,
         bench,
         bench_load,
         config,
@@ -129,6 +130,7 @@ def _register() -> None:
     app.command()(generate.generate)
     app.command()(prepare.warmup)
     app.command()(prepare.calibrate)
+    app.command()(advise.advise)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.grammar_backends)

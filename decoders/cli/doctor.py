@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from .console import plain_console
+
+if TYPE_CHECKING:
+    from ..engine.model.target import Invariance
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -164,7 +167,13 @@ def settings() -> Iterator[Finding]:
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
     if not problems:
         path, _ = settings_file()
-        yield Finding("settings", "ok", f"environment and {path or 'no file'} are valid (`decoders config` shows them)")
+        yield Finding("settings", "ok", f"valid: environment, {path or 'no file'} (`decoders config` shows them)")
+
+
+def enabling() -> Iterator[Finding]:
+    """What is said of a model that was never enabled, in words that are not ours."""
+    unused = "The following `model_kwargs` are not used by the model: ['strategy']"
+    yield Finding("enable", "ok", f'where generate says "{unused}", decoders.enable(model) is missing')
 
 
 def demo_models() -> Iterator[Finding]:
@@ -195,27 +204,26 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
             "problem",
             f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}",
         )
-    invariance = check(target)
-    if not invariance.differs:
-        yield Finding("same tokens", "ok", f"{invariance}: every strategy writes the tokens of autoregressive")
-    elif target.dtype.itemsize > 2:
-        yield Finding(
-            "same tokens", "ok", f"{invariance}, by roundings of {dtype_name}: tokens differ in near-ties only"
+    yield promise(check(target), dtype_name, low_precision=target.dtype.itemsize <= 2)
+
+
+def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
+    """What is promised of the tokens, as docs/explanation/exactness.md has it."""
+    if not invariance.differs or not low_precision:
+        rounding = (
+            f" (last bits depend on {', '.join(invariance.differs)}, which decides between tokens as good as equal)"
         )
-    elif invariance.holds:
-        yield Finding(
-            "same tokens", "warning",
-            f"{invariance}: a near-tie on a branch other than the first may be decided otherwise; strategies that draft one chain "
-            "write the tokens of autoregressive",
-        )  # fmt: skip
-    else:
-        yield Finding(
-            "same tokens",
-            "warning",
-            f"{invariance}: in near-ties strategies may write different tokens; in float32 that is rare",
-        )
+        said = f"yes, in {dtype}: every strategy writes those of plain decoding"
+        return Finding("same tokens", "ok", said + (rounding if invariance.differs else ""))
+    where = f"{dtype} trees" if invariance.holds else dtype
+    advice = (
+        "strategies that draft one chain write the tokens of plain decoding"
+        if invariance.holds
+        else "in float32 that is rare"
+    )
+    return Finding("same tokens", "warning", f"near-ties may differ ({where}): {invariance}; {advice}")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    versions, clash, device, compiler, plugins, settings, demo_models,
+    versions, clash, device, compiler, plugins, settings, demo_models, enabling,
 )  # fmt: skip

@@ -106,8 +106,10 @@ def complete_file(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from ..generate import enabled
     from ..serving.many import generate_many
 
+    ready = enabled(model)
     pending: dict[int, tuple[InputLine, Any]] = {}
     earlier = task.total - task.left
     written, failed, first_error, tokens, row_steps, begun = 0, 0, "", 0, 0, time.perf_counter()
@@ -136,7 +138,7 @@ def complete_file(
             tokens += len(done.tokens)
             if done.report is not None:
                 row_steps += sum(done.report.accepted_lengths)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - begun - ready.prepared_since(begun)
             speed = f"{tokens / seconds:.1f} tokens/s, {tokens / max(row_steps, 1):.2f} per step"
             progress.update(bar, advance=1, description=speed + (f", {failed} failed" if failed else ""))
     if written != task.left:
@@ -144,10 +146,12 @@ def complete_file(
             f"{task.input} was changed while it was completed: {task.left} prompts were left in it, and {written} have been read and "
             "written. Run the same command again"
         )
-    seconds = time.perf_counter() - begun
+    startup = ready.prepared_since(begun)
+    seconds = time.perf_counter() - begun - startup
     figures = {
         "prompts": task.total, "completed": task.left - failed, "failed": failed, "earlier": earlier, "retried": task.failed,
-        "tokens": tokens, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 2),
+        "tokens": tokens, "startup_seconds": round(startup, 3), "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 2),
         "mean_accepted_length": round(tokens / max(row_steps, 1), 3),
     }  # fmt: skip
     if as_json:
@@ -158,7 +162,7 @@ def complete_file(
             + (f", {earlier} were before" if earlier else "")
             + (f", {task.failed} had failed and were tried again" if task.failed else "")
             + (f", {failed} failed (see their lines; the first: {shortened(first_error, 200)})" if failed else "")
-            + f": {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s",
+            + f": {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s; {startup:.1f} s to prepare the model",
             highlight=False,
         )
     return failed

@@ -14,7 +14,7 @@ from .llguidance import LLGuidance
 from .lookups import LazyMasks, TokenTable
 from .specs import LEFT_OUT, JsonSchema, Lark, Regex, Spec
 from .table import Table, TableGrammar
-from .tags import After, Tagged, Thinking, ThinkingMarkers, after, begun, known_markers, tagged
+from .tags import After, Tagged, TaggedGrammar, Thinking, ThinkingMarkers, after, begun, known_markers, tagged
 from .vocabulary import Policy, Vocabulary
 
 #: In the order they are listed.
@@ -23,7 +23,8 @@ BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 __all__ = [
     "BUILT_IN", "LEFT_OUT", "After", "Auto", "Backend", "CallSpec", "Called", "Compilation",
     "CompiledGrammar", "JsonSchema", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec",
-    "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "Thinking", "ThinkingMarkers", "TokenTable", "Vocabulary",
+    "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "TokenTable",
+    "Vocabulary",
     "after", "as_spec", "as_specs", "begun", "choice", "compiled", "grammar", "json_schema", "known_markers", "library",
     "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged", "unknown_grammar", "unpack",
     "written_calls",

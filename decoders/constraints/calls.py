@@ -149,22 +149,8 @@ class CallSpec(Spec):
         judge_text = None if text is None else text.whole
         if not judges and judge_text is None:
             return None
-        names = {function.name for function in self.functions}
-        begins = re.compile(quoted(self.prefix) + (r'\{"name": ?"' if not self.prefix else ""))
-
-        def judge(answer: str) -> None:
-            if self.text and not begins.match(answer):
-                if judge_text is not None:
-                    judge_text(answer)
-                return
-            for name, arguments in written_calls(answer, 0, names, self.key_of_arguments, self.several, self.prefix):
-                if name in judges:
-                    try:
-                        judges[name](json.dumps(arguments))
-                    except GrammarError as error:
-                        raise GrammarError(f"the arguments of {name}: {error}", error.keyword, error.path) from error
-
-        return judge
+        names = frozenset(function.name for function in self.functions)
+        return _Answers(names, judges, judge_text, self.text, self.key_of_arguments, self.several, self.prefix)
 
     def _lark(self, inner: list[Language], text: Language | None) -> str:
         around = [slashed(quoted(part)) if part else "" for part in (self.prefix, self.suffix)]
@@ -182,6 +168,33 @@ class CallSpec(Spec):
         elif text is not None and text.regex is not None:
             rules.append(f"text: {slashed(text.regex)}")
         return "\n".join(rules)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Judges answers, see :meth:`CallSpec._whole`."""
+
+    names: frozenset[str]
+    judges: dict[str, Callable[[str], None]]
+    judge_text: Callable[[str], None] | None
+    text: bool
+    key_of_arguments: str
+    several: bool
+    prefix: str
+
+    def __call__(self, answer: str) -> None:
+        begins = quoted(self.prefix) + (r'\{"name": ?"' if not self.prefix else "")
+        if self.text and not re.match(begins, answer):
+            if self.judge_text is not None:
+                self.judge_text(answer)
+            return
+        calls = written_calls(answer, 0, self.names, self.key_of_arguments, self.several, self.prefix)
+        for name, arguments in calls:
+            if name in self.judges:
+                try:
+                    self.judges[name](json.dumps(arguments))
+                except GrammarError as error:
+                    raise GrammarError(f"the arguments of {name}: {error}", error.keyword, error.path) from error
 
 
 #: What stands between slashes or quotes in a grammar of a schema, and the names of its rules.

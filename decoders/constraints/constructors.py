@@ -102,6 +102,7 @@ def json_schema(
     schema: Any,
     *,
     whitespace: str = "space",
+    indent: int | None = None,
     strict: bool = True,
     closed: bool | None = None,
     backend: str | None = None,
@@ -114,6 +115,8 @@ def json_schema(
             type that Pydantic knows.
         whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
             break with its indent, wherever JSON lets white space stand inside brackets.
+        indent: every member in a line of its own, with so many blanks for each level: exactly what ``json.dumps(…, indent=…)`` writes;
+            `whitespace` says nothing then. For values of bounded depth.
         strict: refuse every keyword that cannot be honoured; else the finished text is validated instead.
         closed: objects that declare properties take no others where the schema says nothing of others. By default those of
             Python's types do, and those of schemas do not, as the standard has it.
@@ -137,7 +140,7 @@ def json_schema(
             "schema",
         )
     options: dict[str, Any] = dict(
-        whitespace=whitespace, strict=strict, closed=not is_schema if closed is None else closed, backend=backend,
+        whitespace=whitespace, indent=indent, strict=strict, closed=not is_schema if closed is None else closed, backend=backend,
         policy=policy, label=file.name if file else None,
     )  # fmt: skip
     if is_schema:

@@ -25,7 +25,7 @@ from .schemas.keywords import ignored
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
 from .schemas.notation import Expr
-from .schemas.rules import WHITESPACE
+from .schemas.rules import MOST_INDENT, WHITESPACE
 from .schemas.writing import Writer
 from .vocabulary import Vocabulary
 
@@ -113,7 +113,7 @@ class Lark(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.search(r"^\s*[?!]?start\b[^:\n]*:(?!:)", self.text, re.MULTILINE):
+        if not re.search(r"^[^\S\n]*[?!]?start\b[^:\n]*:(?!:)", self.text, re.MULTILINE):
             hint = " This looks like GBNF or BNF: write `name: …` for `name ::= …`." if "::=" in self.text else ""
             raise GrammarError(f"{self.name} has no rule `start: …`, where texts begin.{hint}", "start")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
@@ -206,6 +206,8 @@ class JsonSchema(Spec):
         schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
             break with its indent wherever JSON lets white space stand inside brackets.
+        indent: every member stands in a line of its own, with so many blanks for each level, exactly as ``json.dumps(…, indent=…)`` has
+            it; `whitespace` says nothing then.
         strict: refuse what the language cannot honour. Otherwise such keywords are left out, and the finished text is
             validated.
         closed: objects that declare properties take no others where the schema says nothing of others.
@@ -213,6 +215,7 @@ class JsonSchema(Spec):
 
     schema: Any
     whitespace: str = "space"
+    indent: int | None = None
     strict: bool = True
     closed: bool = False
 
@@ -247,7 +250,7 @@ class JsonSchema(Spec):
             content = json.loads(self.text)
         except (ValueError, RecursionError):
             content = self.text
-        options = [content, self.whitespace, self.strict, self.closed, self.backend, self.policy]
+        options = [content, self.whitespace, self.indent, self.strict, self.closed, self.backend, self.policy]
         return "JsonSchema " + json.dumps(options, separators=(",", ":"))
 
     def language(self) -> Language:
@@ -271,6 +274,11 @@ class JsonSchema(Spec):
         """The rules, what they leave out: (path, keyword), and warnings."""
         if self.whitespace not in WHITESPACE:
             raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
+        if self.indent is not None and (type(self.indent) is not int or not 0 <= self.indent <= MOST_INDENT):
+            raise GrammarError(
+                f"indent={self.indent!r}: give a number of blanks from 0 to {MOST_INDENT}, or leave it out", "indent"
+            )
+        white_space = WHITESPACE[self.whitespace] if self.indent is None else self.indent
         dropped: list[tuple[str, str]] = []
         steps = 0
         while True:
@@ -279,7 +287,7 @@ class JsonSchema(Spec):
             seconds = left() if self.strict else left() / 2
             try:
                 with deadline(seconds):
-                    writer = Writer(normaliser, WHITESPACE[self.whitespace], self.closed)
+                    writer = Writer(normaliser, white_space, self.closed)
                     rules = writer.write(root)
                 break
             except RecursionError as problem:

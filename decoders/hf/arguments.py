@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "penalty_alpha": (lambda v: (v or 0) > 0, "contrastive search re-ranks; drop strategy="),
     "dola_layers": (lambda v: v is not None, "DoLa changes the logits by layer; drop strategy="),
     "use_cache": (lambda v: v is False, "strategies need the key-value cache; leave use_cache out"),
+    "is_assistant": (lambda v: bool(v), "transformers sets it while a model drafts in its own assisted generation; leave it out"),
     "use_mtp": (lambda v: bool(v), "transformers' own multi-token prediction; choose either"),
     "speculation_type": (lambda v: v is not None, "transformers' own speculation; strategy= says how to draft"),
     "assistant_lookbehind": (lambda v: v is not None, "target and draft must share a vocabulary; drop strategy="),
@@ -96,7 +97,7 @@ HONOURED = frozenset({
     "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "watermarking_config",
     "num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id",
-    "eos_token_id", "early_stopping", "length_penalty", "diversity_penalty", "decoder_start_token_id", "is_assistant",
+    "eos_token_id", "early_stopping", "length_penalty", "diversity_penalty", "decoder_start_token_id",
     "transformers_version",
 })  # fmt: skip
 
@@ -316,6 +317,10 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
     longest, context = max(len(p) for p in prompts), context_length(model)
     if min(len(p) for p in prompts) == 0:
         raise ContextLengthError("a prompt is empty: give every row at least one token (the BOS token, say)")
+    if longest > context:
+        raise ContextLengthError(
+            f"a prompt has {longest} tokens, and the model's context is {context}: shorten the prompt, or take a model that reads more"
+        )
     if longest + max(new_tokens - 1, 0) > context:
         raise ContextLengthError(
             f"{longest} prompt tokens plus {new_tokens} new ones exceed the model's context of {context}: "

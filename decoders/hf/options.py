@@ -211,8 +211,9 @@ class OwnDefaults:
 
     @staticmethod
     def of(config: GenerationConfig, strategy: str, strategy_config: Mapping[str, Any]) -> OwnDefaults:
-        """Leaves out what ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), and several texts per prompt,
-        which requests ask for in another way. Hints how to draft become settings of `strategy` if it has them.
+        """Leaves out what ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), several texts per prompt, which
+        requests ask for in another way, and sampling at temperature 0. Hints how to draft become settings of `strategy` if it has
+        them.
 
         Args:
             strategy, strategy_config: of requests that name none. Settings count before hints.
@@ -221,6 +222,8 @@ class OwnDefaults:
         left_out = {name: value for name, (refused, _) in REFUSED.items() if refused(value := said_in([own], name))}
         if own.num_return_sequences not in (None, 1):
             left_out["num_return_sequences"] = own.num_return_sequences
+        if own.do_sample and own.temperature is not None and own.temperature <= 0:  # meant is the likeliest token
+            left_out |= {"do_sample": True, "temperature": own.temperature}
         for name, value in hints_of({name: said_in([own], name) for name in HINTS}).items():
             try:
                 settings = dict(with_hints(strategy, settings, {name: value}) or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,17 +12,21 @@ from typing import Any, Literal
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
 from ..engine.decode.engine import Engine, MemoryKey
 from ..engine.decode.request import RequestOutput
 from ..engine.model.layout import refuse_capture, refuse_unfit
+from ..engine.model.layout import vocabulary_of as logits_of
 from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
+from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
 from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
+from .grammars import vocabulary_of
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
@@ -127,6 +131,23 @@ class Generate:
             self._preparations,
         )  # fmt: skip
 
+    def compiles_with(
+        self, stops: Sequence[int], config: Mapping[str, Any] | None
+    ) -> tuple[Vocabulary, Backend, float]:
+        """What grammars are compiled for, by what, and the seconds that one may take.
+
+        Args:
+            stops: tokens that end a text.
+            config: ``decoders_config`` of the calls.
+
+        Raises:
+            UnsupportedError: there are no grammars for this tokenizer.
+        """
+        options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
+        assert options is not None
+        vocabulary = vocabulary_of(self.tokenizer, logits_of(self.model), stops)
+        return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
+
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
         # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
@@ -142,6 +163,10 @@ class Generate:
                 self._remembered = {}
             self._engine.set_originals(self.model, originals)
             return self._engine
+
+    def prepared_since(self, begun: float) -> float:
+        """Seconds of packing and checking the model since `begun`, by ``time.perf_counter()``."""
+        return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
         """The engine if it is there and the model is as it was, without waiting for the lock. None: :meth:`engine` has work to do.

@@ -15,7 +15,8 @@ from ..verifiers.verifier import Verifier
 
 #: Commands of this package; the command line has them itself, without loading plugins.
 COMMANDS = (
-    "demo", "generate", "warmup", "calibrate", "strategies", "verifiers", "grammar-backends", "plugins", "grammars", "config", "serve",
+    "demo", "generate", "warmup", "calibrate", "advise", "strategies", "verifiers", "grammar-backends", "plugins", "grammars",
+    "config", "serve",
     "new-plugin", "doctor", "bench", "bench load", "train", "train demo", "train ngram", "train medusa", "train eagle3", "train draft",
 )  # fmt: skip
 

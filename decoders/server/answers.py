@@ -165,12 +165,8 @@ class Answer(ABC):
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
         """Under ``warnings``: what the grammar of an ended text could not honour, and what the text breaks; empty if nothing."""
-        report = choice.generation.report
-        said: list[str] = []
-        for use in report.grammars if report is not None else ():
-            if use is not None:
-                said += [warning for warning in use.warnings if warning.endswith(LEFT_OUT)]
-                said += [use.invalid] if use.invalid is not None else []
+        said = [warning for warning in (choice.use.warnings if choice.use else ()) if warning.endswith(LEFT_OUT)]
+        said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
@@ -202,7 +198,14 @@ async def settled(answer: Answer, receive: Receive) -> None:
     Raises:
         Refusal: the client is gone. What a request raises.
     """
-    results: asyncio.Future[Any] = asyncio.gather(*(choice.generation for choice in answer.job.choices))
+
+    async def ended() -> None:
+        await asyncio.gather(*(choice.generation for choice in answer.job.choices))
+        for choice in answer.job.choices:
+            if choice.judged:
+                await answer.service.judge(answer.job, choice)
+
+    results: asyncio.Future[Any] = asyncio.ensure_future(ended())
     # Looks at the error even if the client is gone: asyncio logs errors that nothing has looked at.
     results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
@@ -248,6 +251,8 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                         running.remove(choice)
                         if (error := choice.generation.exception()) is not None:
                             raise error
+                        if choice.judged:
+                            await answer.service.judge(answer.job, choice)
                     parts = answer.pieces(growing[choice.index], ended)
                     content += b"".join(event(answer.chunk([part])) for part in parts)
                 if content:

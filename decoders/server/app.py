@@ -22,7 +22,7 @@ from ..errors import suggest
 from . import chat, completions
 from .answers import Answer, EventStream, gone, settled
 from .bodies import Body, ChatBody, CompletionBody
-from .limits import CLIENT, App, Arrival, Gate, Receive, Scope
+from .limits import CLIENT, TOKENS, App, Arrival, Gate, Receive, Scope
 from .refusals import Refusal, client_gone, parsed
 from .service import Service
 
@@ -115,7 +115,7 @@ async def _answered(
     def begin(content: bytes) -> B | Answer:
         body = parsed(kind, content)
         service.check(body)
-        return body if body.constrained else submit(body)
+        return body if service.takes_long(body, len(content)) else submit(body)
 
     def counted(error: BaseException | None) -> Refusal | None:
         if error is not None:
@@ -130,14 +130,15 @@ async def _answered(
         content = await request.body()
         begun: Any = await prepared(service.threads, service.seconds(), lambda: begin(content))
         if isinstance(begun, Body):
-            with service.compiles():
+            with service.waits():
                 work = functools.partial(submit, cast(B, begun))
-                begun = await prepared(service.compiling, service.seconds(begun), work)
+                begun = await prepared(service.patient, service.seconds(begun), work)
         answer: Answer = begun
+        request.scope[TOKENS] = answer.job.tokens
         if answer.body.stream:
             return EventStream(answer, counted)
         await settled(answer, request.receive)
-        response = JSONResponse(await _in_thread(service, service.threads, answer.whole))
+        response = JSONResponse(await service.run(service.threads, answer.whole))
     except ClientDisconnect:  # before the body was there
         return _refused(service.refused(endpoint, client_gone()))
     except Exception as error:
@@ -166,7 +167,7 @@ async def _prepared(
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
-    working = asyncio.ensure_future(_in_thread(service, pool, unless_given_up))
+    working = asyncio.ensure_future(service.run(pool, unless_given_up))
     watch, ending = asyncio.ensure_future(gone(receive)), asyncio.ensure_future(service.ending.wait())
     left = max(arrival.left(seconds), 0)
     try:
@@ -183,16 +184,6 @@ async def _prepared(
             arrival.gone = True
             todo.clear()  # frees the body, if the work has not begun
             working.add_done_callback(dropped)
-
-
-async def _in_thread(service: Service, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `function`, called in a thread of `pool`."""
-    try:
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
-    except RuntimeError as error:
-        if not service.draining:
-            raise
-        raise service.shutting_down() from error
 
 
 def _refused(error: Refusal) -> JSONResponse:

@@ -15,6 +15,8 @@ INSTEAD = {
     "audio": "text only",
     "modalities": "text only",
     "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
+    "reasoning_effort": "thoughts are told from answers in /v1/chat/completions",
+    "thinking_budget": "thoughts are told from answers in /v1/chat/completions",
     "verbosity": "say in the messages how long answers are to be",
     "web_search_options": "there is no search",
     "guided_json": 'use response_format={"type": "json_schema", …}',
@@ -173,11 +175,6 @@ class Body(Part):
         return "max_tokens"
 
     @property
-    def constrained(self) -> bool:
-        """Whether there is a grammar to be compiled, which may take a while."""
-        return self.response_format is not None and not isinstance(self.response_format, TextFormat)
-
-    @property
     def listed(self) -> int | None:
         """How many of the likeliest tokens are listed for each token; None: no log probabilities."""
         raise NotImplementedError
@@ -283,10 +280,6 @@ class ChatBody(Body):
     @property
     def tokens_field(self) -> str:
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
-
-    @property
-    def constrained(self) -> bool:
-        return bool(self.tools) or super().constrained
 
     @property
     def listed(self) -> int | None:

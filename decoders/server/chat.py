@@ -7,7 +7,7 @@ from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
 from .bodies import ChatBody
-from .grammars import Calling, spec_of
+from .grammars import Calling, wanted_of
 from .limits import Arrival
 from .reasoning import Reasoning, special_ids
 from .refusals import Refusal
@@ -33,14 +33,15 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     put_in_front = calling is not None and calling.required and calling.style.special
     if put_in_front:
         text += conversations.style.prefix
-    grammar, prompt = calling.spec if calling is not None else spec_of(body.response_format), conversations.ids(text)
+    service.check_length(text)
+    wanted, prompt = wanted_of(body, conversations.style), conversations.ids(text)
     reasoning = None
     if not put_in_front:
         most = service.new_tokens(body, prompt)
         reasoning = Reasoning.of(body, conversations, prompt, service.spelling, most)
-    bounded = reasoning is not None and (grammar is not None or reasoning.budget is not None)
+    bounded = reasoning is not None and (wanted is not None or reasoning.budget is not None)
     thinking = reasoning.argument if reasoning is not None and bounded else None
-    job = service.start("chatcmpl", body, [prompt], arrival, grammar, thinking=thinking)
+    job = service.start("chatcmpl", body, [prompt], arrival, wanted, thinking=thinking)
     return Chat(service, body, job, calling, reasoning)
 
 
@@ -63,7 +64,7 @@ class Chat(Answer):
         texts = [calling.style.prefix, calling.style.suffix] if calling is not None else []
         if reasoning is not None:
             texts += map(str, (reasoning.markers.begin, reasoning.markers.end, reasoning.markers.closing or ""))
-        self.special = special_ids(service.tokenizer, *texts) if texts else frozenset()
+        self.special = special_ids(service.spelling, *texts) if texts else frozenset()
         self._written: dict[
             int, tuple[str, int, int]
         ] = {}  # text so far; characters sent of the thought and the answer

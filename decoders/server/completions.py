@@ -7,7 +7,7 @@ from typing import Any
 
 from .answers import Answer, Growing, TextToken, joined
 from .bodies import CompletionBody
-from .grammars import spec_of
+from .grammars import wanted_of
 from .limits import Arrival
 from .refusals import Refusal
 from .service import Service
@@ -29,12 +29,13 @@ def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completio
         )
     service.check_count(body, len(body.prompts))  # before any of them costs anything
     prompts = [_ids(service, prompt) for prompt in body.prompts]
-    job = service.start("cmpl", body, prompts, arrival, spec_of(body.response_format), DEFAULT_TOKENS)
+    job = service.start("cmpl", body, prompts, arrival, wanted_of(body, service.conversations.style), DEFAULT_TOKENS)
     return Completion(service, body, job)
 
 
 def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
+        service.check_length(prompt)
         tokens: list[int] = service.tokenizer(prompt).input_ids
         return tokens
     size = len(service.tokenizer)

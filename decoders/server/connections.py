@@ -7,6 +7,7 @@ A server that is told to end takes nothing new; what runs has a time to finish, 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from .limits import App
 from .service import Service
@@ -248,6 +250,13 @@ def quiet() -> Iterator[None]:
 LAST_WORDS = 5
 
 
+def logging_of(level: str) -> dict[str, Any]:
+    """uvicorn's logging, with ours in the same form. At the level "info" we have a line per request."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    config["loggers"][log.name] = {"handlers": ["default"], "level": level.upper()}
+    return config
+
+
 class Server(uvicorn.Server):
     """uvicorn's server around a service.
 
@@ -264,7 +273,7 @@ class Server(uvicorn.Server):
         self.service, self.grace = service, grace
         super().__init__(
             uvicorn.Config(
-                app, host=host, port=port, log_level=log_level, access_log=log_level in ("info", "debug"), lifespan="on",
+                app, host=host, port=port, log_level=log_level, access_log=False, lifespan="on", log_config=logging_of(log_level),
                 timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS, server_header=False, ws="none",
                 http=protocol(service.limits), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
             )  # type: ignore[arg-type,unused-ignore]

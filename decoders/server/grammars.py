@@ -26,6 +26,7 @@ from ..constraints import (
 )
 from ..errors import GrammarError
 from .bodies import (
+    Body,
     ChatBody,
     ChoiceFormat,
     GrammarFormat,
@@ -33,6 +34,7 @@ from .bodies import (
     JsonSchemaFormat,
     Part,
     RegexFormat,
+    TextFormat,
     Tool,
     ToolChoice,
 )
@@ -74,6 +76,18 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
     return None
 
 
+def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
+    """What the grammar of an answer is made of; None for free text.
+
+    Raises:
+        Refusal: as :meth:`Calling.of`.
+    """
+    calling = Calling.of(body, style) if isinstance(body, ChatBody) else None
+    if calling is not None:
+        return calling
+    return None if isinstance(body.response_format, TextFormat) else body.response_format
+
+
 @dataclass(frozen=True)
 class Calling:
     """What a request says about calls.
@@ -92,7 +106,7 @@ class Calling:
     required: bool
     several: bool
     named: bool = False
-    format: Spec | None = None
+    format: Spec | Part | None = None
 
     @staticmethod
     def of(body: ChatBody, style: CallStyle) -> Calling | None:
@@ -132,9 +146,11 @@ class Calling:
             )
             return Tagged(((style.prefix, call, style.suffix or None),), several=self.several)
         prefix = "" if special else style.prefix
+        format = spec_of(self.format) if isinstance(self.format, Part) else self.format
+        assert not isinstance(format, CompiledGrammar)
         return CallSpec(
             functions=functions, key_of_arguments=style.arguments, prefix=prefix, suffix=style.suffix, text=not self.required,
-            several=self.several and bool(prefix), format=self.format,
+            several=self.several and bool(prefix), format=format,
         )  # fmt: skip
 
     def free(self, text: str, begun: bool) -> int:
@@ -195,18 +211,18 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
     return mode, chosen
 
 
-def _format_beside_calls(body: ChatBody, style: CallStyle) -> Spec | None:
+def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
     """What text must follow where there may be calls in its place.
 
     Raises:
         Refusal: there is no grammar of both.
     """
-    wanted = spec_of(body.response_format)
-    if wanted is None:
+    wanted = body.response_format
+    if wanted is None or isinstance(wanted, TextFormat):
         return None
     if style.special:
         reason = "the template marks calls with special tokens, which no grammar holds"
-    elif isinstance(wanted, Lark | CompiledGrammar):
+    elif isinstance(wanted, GrammarFormat) and isinstance(spec_of(wanted), Lark | CompiledGrammar):
         reason = "rules in Lark's notation are not joined with those of calls"
     else:
         return wanted

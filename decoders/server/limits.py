@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CancelledError, DeadlineError
-from .refusals import Refusal
+from .refusals import Refusal, log
 
-#: The entry of a scope that holds the digest of the request's key.
-CLIENT = "decoders.client"
+#: Entries of a scope: the digest of the request's key, and what tells how many tokens were read and written.
+CLIENT, TOKENS = "decoders.client", "decoders.tokens"
 
 
 @dataclass
@@ -131,6 +132,25 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        begun, status = time.monotonic(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, noted)
+        finally:
+            if log.isEnabledFor(logging.INFO):
+                read, written = scope[TOKENS]() if TOKENS in scope else (0, 0)
+                path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:200]
+                seconds = time.monotonic() - begun
+                log.info(
+                    "%s %s %s, %d + %d tokens, %.3f s", scope["method"], path, status or "gone", read, written, seconds
+                )
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         problem = self._problem(scope, headers)
         if problem is not None:

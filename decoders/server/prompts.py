@@ -64,7 +64,8 @@ class Conversations:
         self.thinking = ThinkingMarkers(*thinking) if thinking is not None else known_markers(tokenizer, template)
         self.style, self.messages = CallStyle(), MessageStyle()
         if self.has_template:
-            specials = [token for token in tokenizer.all_special_tokens if token]
+            added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+            specials = [token for token in dict.fromkeys([*tokenizer.all_special_tokens, *added]) if token]
             self.messages = message_style(self._render)
             self.style = call_style(self._render, self.messages, specials)
             if "user" in self.messages.unread:

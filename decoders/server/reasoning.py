@@ -10,8 +10,6 @@ from .bodies import EFFORTS, ChatBody
 from .refusals import Refusal
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from .prompts import Conversations
     from .texts import Spelling
 
@@ -90,7 +88,7 @@ def _open(text: str, markers: list[str]) -> int:
     return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase, *texts: str) -> frozenset[int]:
-    """The special tokens that are named in `texts`, which are left in the texts that are sent."""
-    special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    return frozenset(token for name, token in special if name and any(name in text for text in texts))
+def special_ids(spelling: Spelling, *texts: str) -> frozenset[int]:
+    """The special tokens that are named in `texts`: they are looked for in what is written, where others are left out."""
+    special = spelling.vocabulary.special if spelling.vocabulary is not None else {}
+    return frozenset(token for name, token in special.items() if any(name in text for text in texts))

@@ -4,41 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..constraints import Regex
+from ..constraints import Backend, Regex, Vocabulary
 from ..engine.model.layout import context_length
 from ..engine.model.threads import release_threads
-from ..errors import QueueFull
-from ..generate import OwnDefaults, enable
+from ..errors import QueueFull, UnsupportedError
+from ..generate import OwnDefaults, enable, enabled
 from ..plugins import registry, resolve_strategy
 from ..serving.generation import Generation
 from ..strategy import Strategy
 from .arguments import callbacks, sampling, wrapped
 from .bodies import Body
 from .client_settings import ClientSettings
+from .grammars import wanted_of
 from .limits import Arrival, Limits, digest
 from .metrics import Metrics
 from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
+from .workshop import Wanted, Workshop, judged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Threads that read bodies, render prompts and submit. The event loop does none of it.
 THREADS = 4
-#: Threads that do so for requests with a grammar, which has to be compiled first: the others do not wait behind those.
-COMPILING_THREADS = 2
+#: Threads that do so for requests that take long: those with a grammar to be compiled, and large ones. The others do not wait for them.
+PATIENT_THREADS = 2
+#: Bytes of a body from which on it is a large one: its prompt takes 10 ms or more to be tokenized.
+LARGE = 32 << 10
 
 
 class Service:
@@ -75,6 +80,9 @@ class Service:
             options["eos_token_id"] = tokenizer.eos_token_id
         if own.pad_token_id is None:
             options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        eos = options.get("eos_token_id", own.eos_token_id)
+        self._stops = tuple(eos) if isinstance(eos, list | tuple) else (eos,) if eos is not None else ()
+        self._config = config
         self.pool = SchedulerPool(
             model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
             ClientSettings(limits.client_settings),
@@ -83,9 +91,9 @@ class Service:
         self.conversations = Conversations(tokenizer, chat_template, thinking)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
-        self.compiling = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="decoders-compile")
+        self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
         self.ending = asyncio.Event()
-        self._compiles = 0
+        self._long = 0
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -133,9 +141,11 @@ class Service:
         return True
 
     def warm_up(self) -> None:
-        """Decodes a token, so that the first request finds weights packed; finds out which strategies run."""
+        """Decodes a token, so that the first request finds weights packed; begins what compiles; finds out which strategies run."""
         grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
+        with suppress(UnsupportedError):  # tokens that are no bytes: grammars are refused when they are asked for
+            self.workshop.begin()
         _ = self.strategies
         release_threads()
 
@@ -160,23 +170,62 @@ class Service:
             message = f"there is no model {model!r} here, only {self.name!r}.{near}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
+    @cached_property
+    def workshop(self) -> Workshop:
+        """Compiles grammars. Takes a moment for a large vocabulary, the first time."""
+        vocabulary, backend, seconds = enabled(self.model).compiles_with(self._stops, self._config)
+        return _workshop(vocabulary, type(backend), seconds)
+
+    async def judge(self, job: Job, choice: Choice) -> None:
+        """Judges a text that has ended, where its grammar does not say all of what was asked for."""
+        grammar = choice.generation.call.request.grammars[0]
+        if grammar is not None and choice.use is not None and choice.use.complete:
+            check = functools.partial(job.arrival.check, job.seconds)
+            choice.invalid = await self.run(self.patient, judged, grammar, choice.generation.tokens, check)
+
+    async def run(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `function`, called in a thread of `pool`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+        except RuntimeError as error:
+            if not self.draining:
+                raise
+            raise self.shutting_down() from error
+
+    def takes_long(self, body: Body, size: int) -> bool:
+        """Whether a body of so many bytes is to be prepared by patient threads."""
+        wanted = wanted_of(body, self.conversations.style)
+        return size > LARGE or (wanted is not None and not self.workshop.known(wanted))
+
     @contextmanager
-    def compiles(self) -> Iterator[None]:
-        """Counts a request with a grammar that is prepared or waits for it. Called in the event loop.
+    def waits(self) -> Iterator[None]:
+        """Counts a request that takes long and is prepared or waits for it. Called in the event loop.
 
         Raises:
             QueueFull: as many as may wait already.
         """
-        most = self.limits.constrained + COMPILING_THREADS
-        if self._compiles >= most:
+        most = self.limits.constrained + PATIENT_THREADS
+        if self._long >= most:
             raise QueueFull(
-                f"{self._compiles} grammars are being compiled or wait for it, which is all: try again later"
+                f"{self._long} requests that are large or have new grammars wait to be prepared, which is all: try again later"
             )
-        self._compiles += 1
+        self._long += 1
         try:
             yield
         finally:
-            self._compiles -= 1
+            self._long -= 1
+
+    def check_length(self, text: str) -> None:
+        """Raises Refusal for a text that has more tokens than a prompt may have, if that can be said without looking for them."""
+        with suppress(UnsupportedError):  # of tokens that are no bytes
+            least = len(text) // max(self.workshop.vocabulary.longest, 1)
+            if least > self.limits.prompt_tokens:
+                raise self._too_long(f"more than {least}")
+
+    def _too_long(self, tokens: str) -> Refusal:
+        most = min(self.limits.prompt_tokens, self.slots - 1)
+        message = f"the prompt has {tokens} tokens; the limit is {most}"
+        return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
     def check_count(self, body: Body, prompts: int) -> int:
         """How many texts are asked for, with so many prompts.
@@ -196,7 +245,7 @@ class Service:
         return min((body.deadline if body is not None else None) or self.limits.deadline, self.limits.deadline)
 
     def start(
-        self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, grammar: Any = None,
+        self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None,
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
@@ -204,7 +253,7 @@ class Service:
         Args:
             kind: what the answer's id begins with.
             arrival: of the request; once it is `gone`, the request is given up.
-            grammar: of all texts.
+            wanted: what the grammar of all texts is made of.
             thinking: ``thinking=`` of all of them.
             default_tokens: new tokens where the body does not say; None: as many as fit.
 
@@ -216,8 +265,12 @@ class Service:
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         seconds = self.seconds(body)
+        prepared = None
+        if wanted is not None:
+            prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
+        grammar, to_judge = (prepared.grammar, prepared.judges) if prepared is not None else (None, False)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
-        job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops)
+        job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops, arrival, seconds)
         try:
             for index in range(count):
                 arrival.check(seconds)
@@ -228,7 +281,7 @@ class Service:
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
-                job.choices.append(Choice(index, own, generation, prompt))
+                job.choices.append(Choice(index, own, generation, prompt, to_judge))
             arrival.check(seconds)
             if self.draining:
                 raise self.shutting_down()
@@ -253,9 +306,7 @@ class Service:
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
         if len(prompt) > limits.prompt_tokens or left < 1:
-            most = min(limits.prompt_tokens, self.slots - 1)
-            message = f"the prompt has {len(prompt)} tokens; the limit is {most}"
-            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
+            raise self._too_long(str(len(prompt)))
         wanted, field = body.most_tokens, body.tokens_field
         if wanted is None:
             return min(default or limits.new_tokens, limits.new_tokens, left)
@@ -287,5 +338,11 @@ class Service:
         """Cancels what is left and frees everything."""
         self.draining = True
         self.pool.close()
-        self.compiling.shutdown(wait=False, cancel_futures=True)
+        self.patient.shutdown(wait=False, cancel_futures=True)
         self.threads.shutdown(wait=True, cancel_futures=True)
+
+
+@functools.lru_cache(2)
+def _workshop(vocabulary: Vocabulary, backend: type[Backend], seconds: float) -> Workshop:
+    """The one workshop of these; beginning one takes seconds."""
+    return Workshop(vocabulary, backend(), seconds)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ..common.pieces import TextPieces, common
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
+from ..report import GrammarUse
 from ..serving.generation import Generation
+from .limits import Arrival
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,12 +31,22 @@ class Choice:
         seed: of its noise.
         generation: the request.
         prompt: token ids.
+        judged: whether the finished text has to be judged, since its grammar is wider than what was asked for.
+        invalid: what it breaks.
     """
 
     index: int
     seed: int
     generation: Generation
     prompt: list[int]
+    judged: bool = False
+    invalid: str | None = None
+
+    @property
+    def use(self) -> GrammarUse | None:
+        """What became of its grammar, once it has ended; None without one."""
+        report = self.generation.report
+        return report.grammars[0] if report is not None and report.grammars else None
 
     @property
     def stopped_by_length(self) -> bool:
@@ -52,23 +64,32 @@ class Job:
         created: seconds since 1970.
         choices: its texts.
         stops: stop strings.
+        arrival: when it came.
+        seconds: that it may take.
     """
 
     id: str
     choices: list[Choice]
     stops: tuple[str, ...]
+    arrival: Arrival
+    seconds: float
     created: int = field(default_factory=lambda: int(time.time()))
 
     def cancel(self) -> None:
         """Ends what has not ended."""
+        self.arrival.gone = True
         for choice in self.choices:
             choice.generation.cancel()
+
+    def tokens(self) -> tuple[int, int]:
+        """How many tokens prompts and new texts have."""
+        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one
+        return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
     def usage(self) -> dict[str, Any]:
         """What it took: OpenAI's figures, and ours under ``decoders``."""
         reports = [each.generation.report for each in self.choices if each.generation.report is not None]
-        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one
-        prompt, new = sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
+        prompt, new = self.tokens()
         lengths = [0] * max((len(report.accepted_lengths) for report in reports), default=0)
         for report in reports:
             for place, count in enumerate(report.accepted_lengths):

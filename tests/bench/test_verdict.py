@@ -23,12 +23,12 @@ def record(method: str, speed: float, kind: str = "code", **values: Any) -> Reco
 @pytest.mark.parametrize(
     ("speeds", "method", "said"),
     [
-        ({"autoregressive": 12, "auto": 30, "prompt_lookup": 20}, "auto", "Use auto: 3 times transformers'"),
+        ({"autoregressive": 12, "auto": 30, "prompt_lookup": 20}, "auto", "Use auto: 3.0 times transformers'"),
         ({"autoregressive": 12, "auto": 30, "prompt_lookup": 30.5}, "auto", "2.5 times plain decoding's"),
         ({"autoregressive": 12, "auto": 30, "prompt_lookup": 33}, "prompt_lookup", "3.3 times transformers'"),
         ({"autoregressive": 20, "prompt_lookup": 20.2}, "autoregressive", "no draft pays here"),
         ({"autoregressive": 20, "auto": 19.9}, "auto", "plain decoding is as fast here"),
-        ({"autoregressive": 10.1, "prompt_lookup": 7}, "", "Leave strategy= out"),
+        ({"autoregressive": 10.4, "prompt_lookup": 7}, "", "Leave strategy= out"),
         ({"transformers-prompt-lookup": 40, "auto": 30}, "", "Fastest is transformers' own transformers-prompt-lookup"),
         ({"transformers-prompt-lookup": 30.5, "auto": 30}, "auto", "Use auto"),
     ],
@@ -48,7 +48,7 @@ def test_prompts_of_all_kinds_count_by_their_time() -> None:
     ]  # fmt: skip
     (verdict,) = verdicts(records)
     assert verdict.ratio is not None and verdict.ratio.median == pytest.approx(1.6)
-    assert "from 1 (story) to 4 (code)" in verdict.text and verdict.by_kind == {"code": 4.0, "story": 1.0}
+    assert "from 1.0 (story) to 4.0 (code)" in verdict.text and verdict.by_kind == {"code": 4.0, "story": 1.0}
 
 
 def test_every_dtype_and_number_of_rows_has_one() -> None:

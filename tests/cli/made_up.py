@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 from rich.console import Console
 
+from decoders.bench.advice import Advice, Outlook
 from decoders.bench.figures import Spread, StageFigures, StepTimes
 from decoders.bench.load import LoadResult
 from decoders.bench.measurement import Measurement
 from decoders.bench.records import Record
 from decoders.bench.tables import fitting, load_table
+from decoders.bench.verdict import verdicts
 from decoders.cli import bench_run, demo
+from decoders.cli.advise import print_advice as print_of
 
 #: Tokens per second of a round, and tokens per step.
 SPEEDS = {
@@ -70,6 +74,15 @@ def print_bench(console: Console, details: bool = False, batches: tuple[int, ...
     run = bench_run.Run(cast(Any, None), console, records=records(batches=batches))
     for part in run.tables(details, console.width):
         console.print(part)
+
+
+def print_advice(console: Console) -> None:
+    measured = [r for r in records(("prompts",)) if r.status == "ok"]
+    compiled = [replace(r, compiled_share=1.0) for r in measured if r.method in ("transformers", "auto")]
+    outlooks = (Outlook("A draft model", 2.6, "one of a 10th of the time that is right 70% of the time"),)
+    (verdict,) = verdicts(compiled)
+    uncompiled = [replace(r, compiled_share=0.0) for r in measured]
+    print_of(Advice(verdict, 1.24, outlooks, 87.3, 64, 2, (*uncompiled, *compiled)), console)
 
 
 def print_load(console: Console) -> None:

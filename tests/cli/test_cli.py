@@ -23,6 +23,7 @@ from decoders import demo, plugins
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.constraints import library
+from decoders.engine.model.target import Invariance
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry, reset_registry
 from decoders.settings import parse_assignments
@@ -532,6 +533,20 @@ def test_doctor_says_that_other_processes_take_the_cores(
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     finding = next(one for one in doctor.device() if one.name == "threads")
     assert finding.status == status and ("waits 50%" in finding.detail) == (status == "warning")
+
+
+@pytest.mark.parametrize(
+    ("differs", "dtype", "said"),
+    [
+        ((), "bfloat16", "yes, in bfloat16"),
+        (("the branch of a tree",), "float32", "yes, in float32"),
+        (("the branch of a tree",), "bfloat16", "near-ties may differ (bfloat16 trees)"),
+        (("the branch of a tree", "the number of rows"), "bfloat16", "near-ties may differ (bfloat16):"),
+    ],
+)
+def test_doctor_says_what_is_promised_of_the_tokens(differs: tuple[str, ...], dtype: str, said: str) -> None:
+    finding = doctor.promise(Invariance(len(differs) < 2, differs), dtype, low_precision=dtype != "float32")
+    assert finding.detail.startswith(said) and (finding.status == "ok") == said.startswith("yes")
 
 
 def test_doctor_survives_a_check_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_a_file_of_prompts_is_completed_and_a_killed_run_goes_on(tmp_path: Path)
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, printed = run("--input", str(prompts), "--output", str(out), "--rows", "2", "--json")
     assert code == 0
-    assert json.loads(printed)["completed"] == 5
+    assert json.loads(printed)["completed"] == 5 and json.loads(printed)["startup_seconds"] > 0
     whole = out.read_bytes()
     assert [json.loads(line)["id"] for line in whole.splitlines()] == ["p0", "p1", "p2", "p3", "p4"]
     out.write_bytes(whole[: len(whole) // 2])  # killed in the middle of a line

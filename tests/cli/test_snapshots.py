@@ -34,6 +34,7 @@ CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "bench-details": partial(made_up.print_bench, details=True),
     "bench-load": made_up.print_load,
     "demo": made_up.print_demo,
+    "advise": made_up.print_advice,
 }
 
 NUMBERS = re.compile(r"\d[\d.,]*\d|\d")

@@ -36,6 +36,13 @@ def test_links_resolve(name: str) -> None:
             assert anchor in anchors(file), f"{name} links to {target}; there are {sorted(anchors(file))}"
 
 
+def test_what_is_promised_of_the_text_is_one_sentence_everywhere() -> None:
+    pages = ("README.md", *(f"docs/explanation/{name}.md" for name in ("exactness", "limits", "reliability")))
+    texts = (" ".join(prose(ROOT / name).split()) for name in pages)
+    said = {re.findall(r"\*\*The text stays the same\*\*: .*? branches of draft trees", text)[0] for text in texts}
+    assert len(said) == 1, said
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_no_paths_of_a_machine(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -433,7 +433,10 @@ def private_parts(nodes: list[ast.AST], ours: set[str]) -> Iterator[tuple[int, s
     parts_of_texts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            if is_own(node.value) and node.attr in here:
+            if (is_own(node.value) and node.attr in here) or (root_of(node), node.attr) == (
+                "os",
+                "_exit",
+            ):  # it is documented
                 continue
             if root_of(node) in ("torch", "transformers") or node.attr in foreign or node.attr not in ours:
                 yield node.lineno, node.attr

@@ -197,6 +197,9 @@ def test_seed_and_generator_exclude_each_other(llama: PreTrainedModel) -> None:
 def test_what_exceeds_the_context_is_refused_with_what_would_fit(llama: PreTrainedModel) -> None:
     message = assert_refused(llama, ContextLengthError, "context of 512", max_new_tokens=500)
     assert "489" in message
+    long = torch.ones(1, 600, dtype=torch.int64)
+    with pytest.raises(ContextLengthError, match="a prompt has 600 tokens, and the model's context is 512: shorten"):
+        llama.generate(long, attention_mask=long, max_new_tokens=1, strategy="autoregressive")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])

@@ -168,13 +168,30 @@ def test_a_report_reads_as_a_table_and_shows_itself_in_a_notebook(traced: Any) -
     report = traced[1]["prompt_lookup+ngram"][0]
     lines = str(report).splitlines()
     assert 9 <= len(lines) <= 11 and max(map(len, lines)) < 120
-    assert lines[1] == "same tokens yes" and f"{report.accepted} of {report.drafted} tokens accepted" in str(report)
+    assert lines[
+        1
+    ] == "same tokens yes, in float32" and f"{report.accepted} of {report.drafted} tokens accepted" in str(report)
     html = report._repr_html_()
     assert all(f"color:{colour}" in html for colour in report.written.colours().values()) and "<svg" in html
     kept = pickle.loads(pickle.dumps(report))
     assert kept.written.tokenizer is None and kept._repr_html_() == html and str(kept.tree(0)) == str(report.tree(0))
     figures = json.loads(json.dumps(report.as_dict()))
     assert figures["seconds"] == pytest.approx(report.seconds) and "written" not in figures
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ({}, "yes, in float32"),
+        ({"same_bits": True}, "near-ties may differ on branches of trees"),
+        ({"same_bits": False}, "near-ties may differ"),
+        ({"exact": False, "verifier": "typical"}, "no: verifier typical is lossy"),
+        ({"exact": False}, "no: auto is lossy"),
+    ],
+)
+def test_a_report_says_what_is_promised_of_its_tokens(known: dict[str, Any], said: str) -> None:
+    report = Report("auto", **known)
+    assert report.same_tokens == report.as_dict()["same_tokens"] == said and said in str(report)
 
 
 def test_plot_draws_lengths_and_seconds(traced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,35 @@ def test_texts_are_json(text: str, good: bool, judged: Callable[..., bool]) -> N
     assert judged(True, text) is good
 
 
+@pytest.mark.parametrize("indent", [0, 2, 3])
+@pytest.mark.parametrize("value", [{"a": [], "b": {}}, {"a": [1, 2], "b": {"c": [[3]]}}, {"a": [7], "b": {"c": []}}])
+def test_an_indent_is_that_of_python(indent: int, value: Any, judged: Callable[..., bool]) -> None:
+    ones = {"type": "array", "items": {"type": "integer"}}
+    inner = {"type": "object", "properties": {"c": {"type": "array", "items": ones}}, "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": ones, "b": inner},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    text = json.dumps(value, indent=indent)
+    assert judged(schema, text, indent=indent)
+    others = [
+        json.dumps(value),
+        json.dumps(value, indent=indent + 1),
+        text.replace("\n", " ", 1),
+        text.replace(": ", ":", 1),
+    ]
+    assert not any(judged(schema, other, indent=indent) for other in others)
+
+
+def test_an_indent_is_for_values_of_bounded_depth() -> None:
+    with pytest.raises(GrammarError, match=r"nest more than 32 deep"):
+        JsonSchema({"type": "array", "items": {"$ref": "#"}}, indent=2).language()
+    with pytest.raises(GrammarError, match="from 0 to 16"):
+        JsonSchema(True, indent=-1).language()
+
+
 @pytest.mark.parametrize(
     ("whitespace", "good", "bad"),
     [

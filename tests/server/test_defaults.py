@@ -19,7 +19,7 @@ from .conftest import EAGER
 UNFIT: dict[str, Any] = {
     "use_cache": False, "num_beams": 4, "penalty_alpha": 0.6, "dola_layers": "low", "guidance_scale": 2.0, "output_attentions": True,
     "output_hidden_states": True, "cache_implementation": "quantized", "cache_config": {"nbits": 4}, "max_cache_len": 64,
-    "token_healing": True, "low_memory": True, "num_return_sequences": 3,
+    "token_healing": True, "low_memory": True, "num_return_sequences": 3, "is_assistant": True, "do_sample": True, "temperature": 0.0,
 }  # fmt: skip
 DRAFTING: dict[str, Any] = {
     "num_assistant_tokens": 7, "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.3,
@@ -56,7 +56,7 @@ def test_requests_of_any_strategy_are_answered(
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 8, "temperature": 0}
     expected = tokenizer.decode(write_alone("hi", max_new_tokens=8, do_sample=False), skip_special_tokens=True)
     with served(service) as client:
-        for more in ({}, {"strategy": "autoregressive"}, {"strategy": "ngram"}):
+        for more in ({}, {"strategy": "autoregressive"}, {"strategy": "ngram"}, {"temperature": None}):
             answer = client.post("/v1/completions", json=body | more)
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["text"] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-ROUTE = "/v1/completions"
+ROUTE, CHAT = "/v1/completions", "/v1/chat/completions"
 PLAIN = {"prompt": "a", "max_tokens": 2}
 
 
@@ -24,59 +25,95 @@ class Held:
     """Compiling that waits to be let go.
 
     Attributes:
-        begun: how many have begun.
+        running: how many have begun and not ended.
+        ended: how many were ended before they were done.
     """
 
     def __init__(self) -> None:
-        self.begun, self.free = 0, threading.Event()
+        self.running = self.ended = 0
+        self.free = threading.Event()
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    from decoders.constraints import compiling
+    from decoders.server import workshop
 
-    made, state = compiling._made, Held()
+    state, done, name = Held(), workshop.Workshop._done, workshop._name
 
-    def wait(*arguments: Any) -> Any:
-        state.begun += 1
-        assert state.free.wait(60)
-        return made(*arguments)
+    def wait(self: Any, task: Any, check: Any) -> Any:
+        state.running += 1
+        try:
+            while not state.free.wait(0.02):
+                check()
+        except Exception:
+            state.ended += 1
+            raise
+        finally:
+            state.running -= 1
+        return done(self, task, check)
 
-    monkeypatch.setattr(compiling, "_made", wait)
-    compiling.forget()
+    monkeypatch.setattr(workshop.Workshop, "_done", wait)
+    monkeypatch.setattr(workshop, "_name", lambda wanted: f"{id(state)} {name(wanted)}")  # nothing is known
     yield state
     state.free.set()
-    compiling.forget()
 
 
 def test_plain_requests_do_not_wait_for_grammars(served: Any, service_of: Any, held: Held, wait_until: Any) -> None:
     service = service_of(constrained=1)
     with served(service) as client, ThreadPoolExecutor(8) as threads:
         waiting = [threads.submit(client.post, ROUTE, json=slow(number)) for number in range(3)]
-        wait_until(lambda: held.begun == 2 and service._compiles == 3)
+        wait_until(lambda: held.running == 2 and service._long == 3)
         assert client.get("/health").status_code == client.get("/metrics").status_code == 200
         assert all(client.post(ROUTE, json=PLAIN).status_code == 200 for _ in range(3))
         response = client.post(ROUTE, json=slow(5))
         assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
         held.free.set()
         assert [each.result(60).status_code for each in waiting] == [200] * 3
-        wait_until(lambda: service._compiles == 0)
+        wait_until(lambda: service._long == 0)
+        service.limits = dataclasses.replace(service.limits, constrained=-2)  # what is known waits for nobody
+        assert client.post(ROUTE, json=slow(2)).status_code == 200
+        assert client.post(ROUTE, json=slow(3)).status_code == 429
+
+
+def test_a_large_prompt_does_not_hold_up_small_ones(served: Any, service_of: Any, monkeypatch: Any) -> None:
+    service, free, asked = service_of(prompt_tokens=100_000), threading.Event(), []
+    read = type(service.tokenizer).__call__
+
+    def slowly(self: Any, text: Any, *arguments: Any, **more: Any) -> Any:
+        if isinstance(text, str) and len(text) > 30_000:
+            asked.append(text)
+            assert free.wait(60)
+        return read(self, text, *arguments, **more)
+
+    monkeypatch.setattr(type(service.tokenizer), "__call__", slowly)
+    with served(service) as client, ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(client.post, ROUTE, json=PLAIN | {"prompt": "a" * 40_000}) for _ in range(6)]
+        assert all(client.post(ROUTE, json=PLAIN).status_code == 200 for _ in range(3))
+        assert len(asked) == 2
+        free.set()
+        assert [each.result(60).status_code for each in waiting] == [400] * 6
+
+
+def test_prompts_that_are_too_long_are_not_tokenized(served: Any, service_of: Any, monkeypatch: Any) -> None:
+    service, read = service_of(), []
+    monkeypatch.setattr(type(service.tokenizer), "__call__", lambda self, text, **more: read.append(text))
+    long = "a" * 4000
+    with served(service) as client:
+        for route, body in ((ROUTE, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
+            response = client.post(route, json=body)
+            assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    assert not read
 
 
 def test_a_deadline_counts_from_arrival(served: Any, service_of: Any, held: Held, wait_until: Any) -> None:
-    def late(number: int) -> None:
-        response = client.post(ROUTE, json=slow(number, deadline=0.2))
-        assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
-
-    with served(service_of()) as client, ThreadPoolExecutor(2) as threads:
-        late(0)  # however far it has come
-        waiting = [threads.submit(client.post, ROUTE, json=slow(number)) for number in (1, 2)]
-        wait_until(lambda: held.begun == 2)  # that is all that are compiled at a time: the later ones do not even begin
-        late(3), late(4)
-        assert held.begun == 2
+    with served(service_of()) as client:
+        for number in range(4):
+            response = client.post(ROUTE, json=slow(number, deadline=0.2))
+            assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
+        wait_until(lambda: not held.running)
+        assert held.ended  # the others may not even have begun
         assert client.post(ROUTE, json=PLAIN).status_code == 200
         held.free.set()
-        assert [each.result(60).status_code for each in waiting] == [200] * 2
         assert client.post(ROUTE, json=slow(7)).status_code == 200
 
 
@@ -86,12 +123,12 @@ def test_whoever_is_gone_is_not_compiled_for(
     service = service_of()
     with served(service) as client:
         for number in range(5):
-            leave(client, ROUTE, slow(number), lambda n=number: service._compiles and held.begun == min(n + 1, 2))
-            wait_until(lambda: service._compiles == 0)
-        assert held.begun == 2
+            leave(client, ROUTE, slow(number), lambda: held.running == 1)
+            wait_until(lambda: service._long == held.running == 0)
+        assert held.ended == 5
         held.free.set()
         assert client.post(ROUTE, json=slow(6)).status_code == 200
-        assert held.begun == 3 and service.pool.outstanding == 0
+        assert held.ended == 5 and service.pool.outstanding == 0
         assert 'outcome="cancelled"} 5.0' in client.get("/metrics").text
 
 
@@ -117,6 +154,6 @@ def test_metrics_do_not_grow_with_the_ways_to_merge(service_of: Any) -> None:
 def test_a_server_that_ends_waits_for_no_grammar(served: Any, service_of: Any, held: Held, wait_until: Any) -> None:
     with served(service_of(), grace=0.2) as client, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(client.post, ROUTE, json=slow())
-        wait_until(lambda: held.begun == 1)
+        wait_until(lambda: held.running == 1)
         client.server.should_exit = True
         assert waiting.result(60).status_code == 503

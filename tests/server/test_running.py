@@ -229,3 +229,19 @@ def test_sigterm_ends_the_command_in_peace() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_a_line_in_the_log_says_what_became_of_a_request(served: Any, service_of: Any, capfd: Any, level: str) -> None:
+    with served(service_of(), log_level=level) as client:
+        client.post(ROUTE, json={"prompt": "abc", "max_tokens": 4})
+        client.post(ROUTE, json={"prompt": "a", "n": 2, "max_tokens": 3, "stream": True})
+        client.post(ROUTE, json={"prompt": ""})
+        client.get("/he%0Aalth")
+    lines = [line for line in capfd.readouterr().err.splitlines() if " tokens, " in line]
+    told = [re.sub(r"\x1b\[\d+m|^INFO:\s+|, [\d.]+ s$", "", line) for line in lines]
+    wanted = [
+        "POST /v1/completions 200, 3 + 4 tokens", "POST /v1/completions 200, 1 + 6 tokens",
+        "POST /v1/completions 400, 0 + 0 tokens", "GET /he%0Aalth 404, 0 + 0 tokens",
+    ]  # fmt: skip
+    assert told == (wanted if level == "info" else [])

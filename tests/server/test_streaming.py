@@ -37,7 +37,7 @@ class Slow:
 def test_a_stream_with_nothing_to_send_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
     generation = Slow()
-    choice = SimpleNamespace(index=0, generation=generation)
+    choice = SimpleNamespace(index=0, generation=generation, judged=False)
     answer: Any = SimpleNamespace(
         job=SimpleNamespace(choices=[choice], cancel=lambda: None),
         body=SimpleNamespace(includes_usage=False),

@@ -21,7 +21,7 @@ def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
     """The texts of `array`; `name` begins the names of its rules."""
     whitespace = rules.whitespace
     opened, closed = text(rf"\[{whitespace.opened}"), text(rf"{whitespace.closing}\]")
-    empty = [text(rf"\[{whitespace.opened}\]")] if array.low == 0 else []
+    empty = [text(rf"\[{whitespace.empty}\]")] if array.low == 0 else []
     if array.unique:
         inside = _unique(rules, name, array)
     elif array.counts:

@@ -19,6 +19,8 @@ ALTERNATIVES = 256
 STEPS = 150_000
 #: Places of the text with a schema of their own.
 PLACES = 4_000
+#: Depth of brackets in texts with an indent.
+INDENTED = 32
 #: Rules of the grammar: llguidance numbers them with 16 bits.
 RULES = 20_000
 #: Symbols of all rules.

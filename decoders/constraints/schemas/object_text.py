@@ -63,7 +63,7 @@ class _ObjectWriter:
         whitespace = self.rules.whitespace
         empty = []
         if self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members):
-            empty = [text(rf"\{{{whitespace.opened}\}}")]
+            empty = [text(rf"\{{{whitespace.empty}\}}")]
         inside = self.declared(0, 0)
         while self.todo:  # not by recursion: there may be thousands of properties
             rule, expression = self.todo.pop()

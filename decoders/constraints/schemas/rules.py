@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...errors import GrammarError
 from ..patterns.limits import check
 from . import limits
 from .nodes import FALSE, Node
@@ -20,19 +21,29 @@ class Whitespace:
         closing: before a closing one, if anything is inside.
         comma: the sign and what may follow it.
         colon: likewise.
+        empty: between brackets that nothing is in.
     """
 
     opened: str
     closing: str
     comma: str
     colon: str
+    empty: str = ""
+
+    @staticmethod
+    def indented(depth: int, indent: int) -> Whitespace:
+        """That of a text in which every member has a line of its own, as of ``json.dumps(…, indent=…)``, at a depth of brackets."""
+        inside, outside = ("\\n" + " " * (indent * each) for each in (depth + 1, depth))
+        return Whitespace(inside, outside, "," + inside, ": ")
 
 
+#: Most blanks of a level.
+MOST_INDENT = 16
 _BREAK = r"(?: |\r?\n[ \t]{0,40})?"
 WHITESPACE = {
     "space": Whitespace("", "", ", ?", ": ?"),
     "compact": Whitespace("", "", ",", ":"),
-    "flexible": Whitespace(_BREAK, _BREAK, _BREAK + "," + _BREAK, " ?: ?"),
+    "flexible": Whitespace(_BREAK, _BREAK, _BREAK + "," + _BREAK, " ?: ?", _BREAK),
 }
 
 
@@ -40,31 +51,51 @@ class Rules:
     """The rules written so far.
 
     Args:
+        whitespace: of the texts; or the blanks of each level, which make lines.
         closed: objects that declare properties take no others, where the schema says nothing of others.
 
     Attributes:
         rules: by their names.
-        todo: places of the text that a rule refers to and that have none yet.
+        todo: places of the text that a rule refers to and that have none yet, each with its depth.
+        depth: how many brackets are around what is being written, where that makes a difference.
         warnings: what has been left out on the way, one sentence each.
     """
 
-    def __init__(self, normaliser: Normaliser, whitespace: Whitespace, closed: bool = False) -> None:
-        self.normaliser, self.whitespace, self.closed = normaliser, whitespace, closed
+    def __init__(self, normaliser: Normaliser, whitespace: Whitespace | int, closed: bool = False) -> None:
+        self.normaliser, self.closed, self._whitespace = normaliser, closed, whitespace
         self.rules: dict[str, Expr] = {}
-        self.todo: list[Node] = []
-        self.places: set[Node] = set()
+        self.todo: list[tuple[Node, int]] = []
+        self.places: set[tuple[Node, int]] = set()
+        self.depth = -1 if isinstance(whitespace, int) else 0
         self.warnings: list[str] = []
+
+    @property
+    def whitespace(self) -> Whitespace:
+        """That of what is being written."""
+        given = self._whitespace
+        return Whitespace.indented(self.depth, given) if isinstance(given, int) else given
 
     def place(self, node: Node) -> Expr:
         """The texts of `node`."""
         if node == FALSE:
             return NOTHING
-        if node not in self.places:
-            self.places.add(node)
-            self.todo.append(node)
+        depth = self.depth + 1 if isinstance(self._whitespace, int) else 0
+        if depth > limits.INDENTED:
+            raise GrammarError(
+                f"indent: values may nest more than {limits.INDENTED} deep here, and every depth needs rules of its own: bound what "
+                'nests (a closed schema without references to itself), or leave indent out and take whitespace="flexible"'
+            )
+        if (node, depth) not in self.places:
+            self.places.add((node, depth))
+            self.todo.append((node, depth))
             if len(self.places) > limits.PLACES:
                 limits.exceeded("PLACES", limits.PLACES, "places of the text with a schema of their own", path="$")
-        return RuleReference(f"n{node}")
+        return RuleReference(self.name_of(node, depth))
+
+    @staticmethod
+    def name_of(node: Node, depth: int) -> str:
+        """The name of a place's rule, which those of its parts begin with."""
+        return f"n{node}" + (f"d{depth}" if depth else "")
 
     def rule(self, name: str, expr: Expr) -> Expr:
         """Adds a rule, and returns a reference to it."""

@@ -24,18 +24,19 @@ class Writer(Rules):
         """The rules, ``start`` first; none if `root` has no values."""
         self.rules["start"] = self.place(root)
         while self.todo:
-            node = self.todo.pop()
+            node, self.depth = self.todo.pop()
             try:
                 check("writing the grammar")
-                self.rule(f"n{node}", self.alternatives_of(node, self.normaliser.shapes(node)))
+                name = self.name_of(node, self.depth)
+                self.rule(name, self.alternatives_of(name, self.normaliser.shapes(node)))
             except GrammarError as problem:
                 raise (
                     problem if problem.path is not None else self.normaliser.with_location(node, problem)
                 ) from problem
         return prune(self.rules)
 
-    def alternatives_of(self, node: Node, shapes: Shapes) -> Expr:
-        """The texts of `shapes`, which are those of `node`."""
+    def alternatives_of(self, name: str, shapes: Shapes) -> Expr:
+        """The texts of `shapes`, which are those of the rule `name`."""
         alternatives: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)
@@ -48,6 +49,6 @@ class Writer(Rules):
                     self.warning(_ALL_PLACES)
         alternatives += [notation.inline(number_text.schema(one)) for one in inlined]
         alternatives += [write_string(one) for one in shapes.strings]
-        alternatives += [write_array(self, f"n{node}a{i}", one) for i, one in enumerate(shapes.arrays)]
-        alternatives += [write_object(self, f"n{node}o{i}", one) for i, one in enumerate(shapes.objects)]
+        alternatives += [write_array(self, f"{name}a{i}", one) for i, one in enumerate(shapes.arrays)]
+        alternatives += [write_object(self, f"{name}o{i}", one) for i, one in enumerate(shapes.objects)]
         return alt(*alternatives)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -188,6 +189,9 @@ class TableGrammar(Tabulated):
         self._stops = frozenset(vocabulary.stops)
         self._steps: list[dict[int, int]] = [{} for _ in self.mask_rows]
         self._remembered = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TableGrammar, (self.language, self.vocabulary, self.policy, self.automaton)
 
     def start(self) -> TableMatcher:
         return TableMatcher(self, self.first)

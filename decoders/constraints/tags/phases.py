@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ class Inside:
     end: int | None = None
     opens: tuple[int, int] | None = None
 
+    def closed(self, inner: Matcher) -> bool:
+        """Whether the text of its end marker is complete."""
+        return self.then is not None and self.end is None and inner.accepting
+
     def opened(self, place: Place, token: int) -> bool:
         """Whether `token` stands instead of the grammar of which nothing is written at `place`."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
@@ -73,7 +78,7 @@ class Inside:
 Phase = Free | Inside
 
 
-@lru_cache(64)
+@lru_cache(16)
 def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Vocabulary) -> TaggedGrammar:
     """The grammar of `phases`, made once: what it learns of its markers stays."""
     return TaggedGrammar(phases, first, name, vocabulary)
@@ -100,6 +105,9 @@ class TaggedGrammar(CompiledGrammar):
             self._everything[-1] = (1 << over) - 1
         self._next_tokens: dict[tuple[int, int], int] = {}
         self._replacements: dict[tuple[int, int], dict[int, int]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaggedGrammar, (self.phases, self.first, self.language.name, self.vocabulary)
 
     def start(self) -> TaggedMatcher:
         return TaggedMatcher(self)
@@ -146,6 +154,8 @@ class TaggedGrammar(CompiledGrammar):
             spelled = self.vocabulary.longest_tokens(rest)
             if not spelled or inner.advance(spelled) < len(spelled):
                 return None
+        if rest and phase.closed(inner):  # all of it, with the end marker, in one token
+            return self.enter(phase.then) if phase.then is not None else None
         return Place(number, inner=inner, lead=rest)
 
     def forced(self, place: Place) -> int | None:
@@ -296,7 +306,7 @@ class TaggedMatcher(Matcher):
         after: Place | None = replace(place, count=place.count + 1)
         if phase.then is None and token in self.grammar.stops:
             after = Place(ENDED)
-        elif phase.then is not None and phase.end is None and inner.accepting:
+        elif phase.then is not None and phase.closed(inner):
             after = self.grammar.enter(phase.then)
         return replace(after, inner=inner, taken=1) if after is not None else None
 

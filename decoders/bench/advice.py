@@ -1,0 +1,252 @@
+"""``decoders.advise``: which strategy suits a model, its prompts and this machine, in a minute or two, and what else would help."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..costs import CostCurve
+from ..costs.curve import default_folder
+from ..errors import SettingsError
+from ..generate import enabled
+from ..plugins import registry
+from ..settings import RuntimeSettings, load_settings
+from .call import decode, vocabulary_size
+from .measurement import Competitor, take_turns
+from .methods import PLAIN, Method, strategy_methods, transformers_methods
+from .prompts import Content, Workload, read_prompts, workloads
+from .records import Record, summarise
+from .shapes import SHAPES, random_workloads
+from .verdict import AUTO, Verdict, pooled, times, verdicts
+
+#: What is tried without a draft model, and with one.
+STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")
+DRAFTED = ("speculative", "threshold")
+#: New tokens of a text: most, as many as are taken for the sake of another prompt, and fewest on a slow machine; of a call that packs.
+MOST, SOME, FEWEST, FEW = 96, 48, 16, 2
+#: Share of the fastest method's speed that is about as fast, after so few texts.
+ABOUT = 0.9
+#: Share of the time for the comparison; the rest is for compiling, and for what steps of several nodes cost.
+COMPARISON = 0.6
+#: A draft model that is supposed: its size and time beside the target's, and how often it is right.
+DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
+#: Heads that are supposed: nodes of their tree, tokens that a step brings, time beside a step of the target.
+HEADS_NODES, HEADS_TOKENS, HEADS_TIME = 24, 2.5, 0.1
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What something else would bring.
+
+    Attributes:
+        what: a draft model, or heads.
+        ratio: tokens/s over transformers', by what steps cost here and what is supposed.
+        supposed: of it.
+    """
+
+    what: str
+    ratio: float
+    supposed: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to use.
+
+    Attributes:
+        verdict: the method, its speed, and a sentence.
+        compiling: tokens/s compiled over uncompiled; None where only uncompiled steps were measured, which the verdict is about then.
+        outlooks: what else would help, or would not.
+        seconds: that finding out took.
+        new_tokens, prompts: of the texts that were written for it.
+        records: what was measured, uncompiled and compiled.
+    """
+
+    verdict: Verdict
+    compiling: float | None
+    outlooks: tuple[Outlook, ...]
+    seconds: float
+    new_tokens: int
+    prompts: int
+    records: tuple[Record, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join([self.verdict.text, *([f"    {self.code}"] if self.code else []), *self.lines])
+
+    @property
+    def code(self) -> str:
+        """The call to paste; "" where transformers' own is as good."""
+        return self.verdict.code if self.verdict.arguments else ""
+
+    @property
+    def lines(self) -> list[str]:
+        """What else would help, a sentence each."""
+        now = self.verdict.ratio.median if self.verdict.ratio is not None else 1.0
+        result = []
+        if self.compiling is not None:
+            result.append(
+                f"Compiled, as it will be after some use; that has {times(self.compiling)} times the uncompiled speed."
+            )
+        for outlook in self.outlooks:
+            worth = "worth a try" if outlook.ratio > 1.1 * now else "no more than this has"
+            speed = f"{times(outlook.ratio)} times transformers' tokens/s"
+            result.append(f"{outlook.what} would have {speed}, {worth} (reckoned for {outlook.supposed}).")
+        return result
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {
+            "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling,
+            "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds,
+            "new_tokens": self.new_tokens, "prompts": self.prompts, "records": [record.as_dict() for record in self.records],
+        }  # fmt: skip
+
+
+def advise(
+    model: PreTrainedModel,
+    prompts: Sequence[Content] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    seconds: float = 90.0,
+    compile: bool = True,
+    progress: Callable[[str, float], None] = lambda what, left: None,
+) -> Advice:
+    """Tries the strategies that need nothing but the model (and a draft model, where one is given) on `prompts`, and says what to use.
+
+    Args:
+        model: enabled, or it will be.
+        prompts: texts or messages like those to come: speed depends on them. None: instructions where there is a chat template, else
+            code and texts to copy.
+        tokenizer: as in :func:`decoders.enable`.
+        assistant_model: a draft model to try as well.
+        seconds: that it may take. On a slow machine fewer prompts and shorter texts are tried; it takes longer only where a single
+            round does, or compiling.
+        compile: whether to measure compiled steps too; the default setting compiles in the background in long use.
+        progress: told what begins, and how many seconds it may still take.
+
+    Raises:
+        SettingsError: there is no prompt, or no tokenizer to read them with.
+        UnsupportedError: a model that cannot be decoded.
+    """
+    begin = time.monotonic()
+    generate = enabled(model, tokenizer)
+    random = str(getattr(model.config, "name_or_path", "")) in SHAPES
+    every = _workloads(model, generate.tokenizer, prompts, random)
+    names = [*STRATEGIES, *(DRAFTED if assistant_model is not None else ())]
+    methods = transformers_methods(model, assistant_model, [])
+    methods += strategy_methods(model, names, assistant_model, None, {"compile": False}, generate.tokenizer)
+    progress("one short text", seconds)
+    new_tokens, chosen = _affordable(methods, every, COMPARISON * seconds)
+
+    def compared(methods: Sequence[Method], deadline: float) -> list[Record]:
+        def told(what: str, _: float) -> None:
+            progress(what, max(begin + seconds - time.monotonic(), 0.0))
+
+        entries = [Competitor(method, 1, kind_of={work.name: work.kind for work in chosen}) for method in methods]
+        for entry in entries:
+            entry.reason = entry.method.skip_reason(1)
+            entry.status = "skipped" if entry.reason else "ok"
+        take_turns(
+            entries, chosen, new_tokens=new_tokens, repeats=3, progress=told, first_tokens=False, deadline=deadline
+        )
+        return summarise(entries, random_weights=random)
+
+    uncompiled = compared(methods, begin + COMPARISON * seconds)
+    (verdict,) = verdicts(uncompiled, ABOUT) or [_failed(uncompiled)]
+    records, outlooks, gain = list(uncompiled), list[Outlook](), None
+    context = int(median(workload.input_ids.shape[1] for workload in chosen)) + new_tokens
+    compiled = list[Record]()
+    compiling = compile and time.monotonic() - begin < 0.75 * seconds
+    if compiling:
+        best = {verdict.method or AUTO, AUTO, PLAIN}
+        again = [method for method in methods if not method.ours or method.name in best]
+        again = [replace(m, arguments=_compiled(m.arguments)) if m.ours else m for m in again]
+        compiled = [replace(r, compiled_share=1.0) for r in compared(again, begin + 0.9 * seconds)]
+        records += compiled
+        if of_compiled := verdicts(compiled, ABOUT):
+            (verdict,) = of_compiled
+            speeds = [_speed(of_tier, verdict.method or PLAIN) for of_tier in (uncompiled, compiled)]
+            gain = speeds[1] / speeds[0] if all(speeds) else None
+    if assistant_model is None:
+        progress("what steps of several nodes cost", max(begin + seconds - time.monotonic(), 0.0))
+        runtime = load_settings(RuntimeSettings, None, {"compile": compiling}, {}, sections=registry().strategies())
+        engine = generate.engine(runtime)
+        with engine.lock, engine.active():
+            folder = runtime.cost_cache or default_folder()
+            curve = engine.calibration.measured(folder, [1], [context], compiling, 0.05 * seconds)
+        if plain := _speed(compiled if compiling else uncompiled, PLAIN):
+            outlooks += _outlooks(curve, context, compiling, plain)
+    return Advice(verdict, gain, tuple(outlooks), time.monotonic() - begin, new_tokens, len(chosen), tuple(records))
+
+
+def _workloads(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompts: Sequence[Content] | None, random: bool
+) -> list[Workload]:
+    if tokenizer is None and random and prompts is None:
+        return random_workloads(vocabulary_size(model), [64], count=2)
+    if tokenizer is None:
+        raise SettingsError("advise reads prompts with the model's tokenizer: tokenizer=")
+    if prompts is None:
+        kinds = "instruct" if tokenizer.chat_template else "all"
+        return workloads(tokenizer, read_prompts(kinds, 1))
+    texts = [(f"prompt-{number:02}", "prompts", content) for number, content in enumerate(prompts, 1)]
+    if not all(content for _, _, content in texts) or not texts:
+        raise SettingsError(
+            "prompts: there is no text in them" if texts else "prompts is empty: leave it out for ready ones"
+        )
+    return workloads(tokenizer, texts)
+
+
+def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float) -> tuple[int, list[Workload]]:
+    """How many new tokens, and which prompts, so that all methods can write every text twice: rather many prompts than long texts."""
+    rates = []
+    for method in (methods[0], next(method for method in methods if method.name == PLAIN)):
+        decode(method, every[0], FEW)  # packs weights
+        rates.append(decode(method, every[0], FEWEST).seconds / FEWEST)
+    tokens = seconds / 2 / (rates[0] + (len(methods) - 1) * rates[1])
+    count = max(min(len(every), int(tokens / SOME)), 1)
+    new_tokens = min(MOST, max(FEWEST, int(tokens / count)))
+    return new_tokens, [every[len(every) * number // count] for number in range(count)]
+
+
+def _compiled(arguments: Any) -> dict[str, Any]:
+    return {**arguments, "decoders_config": {**arguments["decoders_config"], "compile": True}}
+
+
+def _speed(records: Sequence[Record], method: str) -> float:
+    """Its ratio to transformers, all prompts together; 0 where there is none."""
+    (together,) = pooled(records).values()
+    return next((r.ratio.median for r in together if r.method == method and r.ratio is not None), 0.0)
+
+
+def _failed(records: Sequence[Record]) -> Verdict:
+    reasons = "; ".join(dict.fromkeys(r.reason for r in records if r.reason))
+    return Verdict("", records[0].dtype, records[0].batch, "", f"No strategy decodes this model: {reasons}")
+
+
+def _outlooks(curve: CostCurve, context: int, compiled: bool, plain: float) -> list[Outlook]:
+    """What drafts would bring by what steps cost. plain: plain decoding's ratio to transformers."""
+
+    def step(nodes: int) -> float:
+        return curve.seconds(nodes, 1, context, compiled) / curve.seconds(1, 1, context, compiled)
+
+    def drafted(length: int) -> float:
+        tokens = (1 - DRAFT_RIGHT ** (length + 1)) / (1 - DRAFT_RIGHT)
+        return tokens / (step(length + 1) + length * DRAFT_SIZE)
+
+    return [
+        Outlook(
+            "A draft model", plain * max(map(drafted, range(1, 9))),
+            f"one of a {round(1 / DRAFT_SIZE)}th of the time that is right {DRAFT_RIGHT:.0%} of the time",
+        ),
+        Outlook(
+            "Heads (medusa, eagle3)", plain * HEADS_TOKENS / (step(HEADS_NODES + 1) + HEADS_TIME),
+            f"{HEADS_TOKENS} tokens a step of {HEADS_NODES} draft tokens",
+        ),
+    ]  # fmt: skip

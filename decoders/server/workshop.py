@@ -1,0 +1,434 @@
+"""Grammars compiled, and finished texts validated, in processes that can be killed.
+
+What a client sends may take exponential time and memory in code that cannot be interrupted, and Python code that can still holds
+the GIL while others decode. So a process of its own, the workshop, has the compilers and the vocabulary in memory and forks for
+every piece of work. Whoever waits for it hangs up, and what was forked is killed. Where there is no fork (Windows), work is done
+in the thread that asks for it, within the bounds that :mod:`decoders.constraints` has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import logging
+import math
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..constraints import (
+    Auto,
+    Backend,
+    CompiledGrammar,
+    Lark,
+    Regex,
+    Spec,
+    TaggedGrammar,
+    Vocabulary,
+    compiled,
+    mask_words,
+    unpack,
+)
+from ..errors import GrammarError
+from .bodies import Part
+from .grammars import Calling, spec_of
+
+log = logging.getLogger("decoders.server")
+
+#: What a piece of work may use besides the seconds it is given: of a processor, and MiB beyond what the workshop itself has.
+SPARE_SECONDS, MEGABYTES = 1, 1024
+#: Most grammars that are remembered, and most bytes of them.
+KEPT, KEPT_BYTES = 64, 128 << 20
+#: Lowers the priority of work: steps of those who decode come first.
+NICE = 5
+#: Seconds after which whoever waits looks whether it still has to.
+PATIENCE = 0.05
+_SIZE = 8  # bytes in front of a message, which say how long it is
+
+Check = Callable[[], None]
+Wanted = Calling | Part
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """Compiles what a request wants.
+
+    Attributes:
+        seconds: on the processor.
+    """
+
+    wanted: Wanted
+    backend: Backend
+    seconds: float
+
+    def __call__(self, vocabulary: Vocabulary) -> CompiledGrammar:
+        spec = self.wanted.spec if isinstance(self.wanted, Calling) else spec_of(self.wanted)
+        assert isinstance(spec, Spec), "what is wanted has a grammar that is written"
+        grammar = spec.compiled(
+            vocabulary, lambda part: compiled(part, vocabulary, self.backend, seconds=self.seconds).grammar
+        )
+        if isinstance(spec, Lark):
+            _try(grammar)
+        return grammar
+
+
+#: Tokens of the texts that are written to try a grammar.
+TRIED = 48
+
+
+def _try(grammar: CompiledGrammar) -> None:
+    """Writes two texts at random. A client's own rules may be so ambiguous that masks take a second, for which all rows would wait.
+
+    Raises:
+        GrammarError: as a matcher of the grammar does.
+    """
+    mask = torch.empty(mask_words(len(grammar.vocabulary)), dtype=torch.int32)
+    for seed in (0, 1):
+        matcher, chance = grammar.start(), random.Random(seed)
+        for _ in range(TRIED):
+            matcher.fill_mask(mask)
+            allowed = unpack(mask, len(grammar.vocabulary)).nonzero()[:, 0].tolist()
+            going_on = [token for token in allowed if token not in grammar.vocabulary.stops]
+            if not going_on:
+                break
+            matcher.advance([chance.choice(going_on)])
+
+
+@dataclass(frozen=True)
+class Judging:
+    """Says why a finished text is not valid; None if it is."""
+
+    whole: Callable[[str], None]
+    text: str
+
+    def __call__(self, vocabulary: Vocabulary) -> str | None:
+        try:
+            self.whole(self.text)
+        except GrammarError as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A grammar as requests are given it.
+
+    Attributes:
+        grammar: its finished texts are judged by :func:`judged` alone.
+        judges: whether there is anything to be judged.
+    """
+
+    grammar: CompiledGrammar
+    judges: bool
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """Judges texts in a workshop, for threads that have time; the one that decodes has none."""
+
+    whole: Callable[[str], None]
+    workshop: Workshop
+
+    def __call__(self, text: str) -> None:
+        if (check := _waiting.get()) is not None and (reason := self.workshop._judged(self.whole, text, check)):
+            raise GrammarError(reason)
+
+
+#: What is asked while this thread waits for a verdict; None in threads that do not.
+_waiting: ContextVar[Check | None] = ContextVar("waiting", default=None)
+
+
+def judged(grammar: CompiledGrammar, tokens: Sequence[int], check: Check) -> str | None:
+    """What a finished text of a grammar of a workshop breaks; None for nothing. check: as of :meth:`Workshop.prepared`."""
+    token = _waiting.set(check)
+    try:
+        grammar.judge(tokens)
+    except GrammarError as error:
+        return str(error)
+    finally:
+        _waiting.reset(token)
+    return None
+
+
+class Workshop:
+    """Compiles for one vocabulary, and remembers what it has compiled. For any number of threads.
+
+    Args:
+        vocabulary: of the model.
+        backend: compiles.
+        seconds: that compiling one grammar may take on a processor.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, backend: Backend, seconds: float) -> None:
+        self.vocabulary, self.backend, self.seconds = vocabulary, backend, seconds
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Prepared] = OrderedDict()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def known(self, wanted: Wanted) -> bool:
+        """Whether :meth:`prepared` will not have to compile."""
+        return _name(wanted) in self._known
+
+    def prepared(self, wanted: Wanted, check: Check) -> Prepared:
+        """The grammar of what is wanted.
+
+        Args:
+            check: called while there is none; what it raises ends the work.
+
+        Raises:
+            GrammarError, Refusal: there is no such grammar, or it takes too much.
+        """
+        name = _name(wanted)
+        with self._lock:
+            if name in self._known:
+                self._known.move_to_end(name)
+                return self._known[name]
+        grammar = self._done(Compiling(wanted, self.backend, self.seconds), check)
+        parts = grammar.grammars if isinstance(grammar, TaggedGrammar) else [grammar]
+        prepared = Prepared(grammar, any(part.language.whole is not None for part in parts))
+        for part in parts:
+            if (whole := part.language.whole) is not None:
+                part.language = replace(part.language, whole=_Remote(whole, self))
+        with self._lock:
+            self._known[name] = prepared
+            size = sum(each.grammar.nbytes for each in self._known.values())
+            while len(self._known) > KEPT or (len(self._known) > 1 and size > KEPT_BYTES):
+                size -= self._known.popitem(last=False)[1].grammar.nbytes
+        return prepared
+
+    def _judged(self, whole: Callable[[str], None], text: str, check: Check) -> str | None:
+        """Why a finished text is not valid; None if it is."""
+        try:
+            answer: str | None = self._done(Judging(whole, text), check)
+        except GrammarError:
+            return "the text cannot be judged: validating it takes too much time or memory"
+        return answer
+
+    def begin(self) -> None:
+        """Begins the process, unless it runs. It is ready some seconds later; work waits for it."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return
+            if self._process is not None:
+                log.error(
+                    "the process that compiles grammars has ended with %s; another one is begun",
+                    self._process.returncode,
+                )
+            mine, theirs = socket.socketpair()
+            paths = [path or os.getcwd() for path in sys.path]
+            threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+            with theirs, tempfile.TemporaryFile() as file:
+                given = self.vocabulary.tokens, self.vocabulary.stops, None, self.vocabulary.rules
+                pickle.dump(given, file)
+                file.seek(0)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", f"from {__name__} import work; work({theirs.fileno()})"],
+                    stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | threads, start_new_session=True,
+                )  # fmt: skip
+            self._control = mine
+            weakref.finalize(self, mine.close)  # at its end the process ends
+
+    def _done(self, task: Callable[[Vocabulary], Any], check: Check) -> Any:
+        """What `task` returns or raises."""
+        if not hasattr(os, "fork"):
+            return task(self.vocabulary)
+        content = _pickled(task)
+        answer = self._asked(content, check) or self._asked(content, check, again=True)
+        if answer is None:
+            bounds = f"{self.seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"
+            raise GrammarError(f"it takes more than {bounds} of memory: simplify it")
+        result = _unpickled(answer, self.vocabulary)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
+        """The answer to a message; None if what was forked was ended. again: asked once more, if the process itself has ended."""
+        process = self._process
+        if again and process is not None and process.poll() is None:
+            return None
+        self.begin()
+        assert self._control is not None
+        mine, theirs = socket.socketpair()
+        with mine, contextlib.suppress(ConnectionError):
+            with theirs:
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            return _exchanged(mine, content, check)
+        return None
+
+
+def _name(wanted: Wanted) -> str:
+    """A name that tells apart what is wanted; equal things may have several."""
+    return hashlib.sha256(pickle.dumps(wanted)).hexdigest()
+
+
+def _exchanged(connection: socket.socket, content: bytes, check: Check) -> bytes | None:
+    """The answer to a message; None if there is none."""
+    connection.settimeout(PATIENCE)
+    left, answer, size = memoryview(len(content).to_bytes(_SIZE) + content), bytearray(), math.inf
+    while len(answer) < size:
+        try:
+            if left:
+                left = left[connection.send(left) :]
+                continue
+            piece = connection.recv(1 << 20)
+        except TimeoutError:
+            check()
+            continue
+        if not piece:
+            return None
+        answer += piece
+        if size == math.inf and len(answer) >= _SIZE:
+            size = _SIZE + int.from_bytes(answer[:_SIZE])
+    return bytes(answer[_SIZE:])
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the vocabulary out, which both sides have, and takes exceptions by what they hold, whatever makes them."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "vocabulary" if isinstance(value, Vocabulary) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Exception):
+            return _remade, (type(value), value.args, vars(value))
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, vocabulary: Vocabulary) -> None:
+        super().__init__(io.BytesIO(content))
+        self._vocabulary = vocabulary
+
+    def persistent_load(self, name: Any) -> Vocabulary:
+        return self._vocabulary
+
+
+def _remade(kind: type[Exception], arguments: tuple[Any, ...], held: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(held)
+    return error
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def _unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
+    return _Unpickler(content, vocabulary).load()
+
+
+# What the process does.
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """A piece of work: its process, the end of the socket that is its own, and a pipe that ends with it."""
+
+    pid: int
+    job: int
+    life: int
+
+
+def work(descriptor: int) -> None:
+    """Forks for every descriptor that comes over the socket `descriptor`, until that is closed."""
+    os.nice(NICE)
+    vocabulary = Vocabulary(*pickle.load(sys.stdin.buffer))
+    for pattern in ("a", "[a-z]{5000}"):  # what every grammar needs of the vocabulary is made once
+        with contextlib.suppress(GrammarError):
+            compiled(Regex(pattern), vocabulary, Auto())
+    gc.collect()
+    gc.freeze()
+    poll, running = select.poll(), dict[int, _Forked]()
+    with socket.socket(fileno=descriptor) as control:
+        poll.register(control, select.POLLIN)
+        while True:
+            for ready, _ in poll.poll():
+                if ready == descriptor:
+                    word, jobs, *_ = socket.recv_fds(control, 1, 1)
+                    if not word:
+                        for each in {*running.values()}:
+                            _kill(each.pid)
+                        return
+                    begun = _forked(jobs[0], vocabulary, [descriptor, *running])
+                    running |= {begun.job: begun, begun.life: begun}
+                    poll.register(begun.job, 0)  # nobody waits for it any more
+                    poll.register(begun.life, 0)  # it has ended
+                elif (over := running.get(ready)) is not None:
+                    _kill(over.pid)
+                    os.waitpid(over.pid, 0)
+                    for end in (over.job, over.life):
+                        del running[end]
+                        poll.unregister(end)
+                        os.close(end)
+
+
+def _forked(job: int, vocabulary: Vocabulary, others: list[int]) -> _Forked:
+    life, alive = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(alive)
+        return _Forked(pid, job, life)
+    try:
+        os.setpgid(0, 0)  # killed with what it begins
+        for each in (*others, life):
+            os.close(each)
+        with socket.socket(fileno=job) as connection:
+            _answer(connection, vocabulary)
+    finally:
+        os._exit(0)
+
+
+def _answer(connection: socket.socket, vocabulary: Vocabulary) -> None:
+    with connection.makefile("rb") as file:
+        task = _unpickled(file.read(int.from_bytes(file.read(_SIZE))), vocabulary)
+    _limit(math.ceil(getattr(task, "seconds", 1) + SPARE_SECONDS))
+    try:
+        content = _pickled(task(vocabulary))
+    except MemoryError:
+        return
+    except Exception as error:
+        try:
+            content = _pickled(error)
+        except Exception:  # of a plugin, say
+            content = _pickled(RuntimeError(repr(error)))
+    connection.sendall(len(content).to_bytes(_SIZE) + content)
+
+
+def _limit(seconds: int) -> None:
+    """Bounds this process's time on a processor, and its memory beyond what it has."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # no such file but on Linux
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize() + (MEGABYTES << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # it may have no group of its own yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

@@ -1,0 +1,107 @@
+"""``decoders.advise`` tries strategies on a few prompts, and reckons what else would help from what steps cost."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import decoders
+from decoders import bench
+from decoders.bench import advice
+from decoders.bench.advice import Advice, Outlook
+from decoders.bench.figures import Spread
+from decoders.bench.verdict import Verdict
+from decoders.cli import app
+from decoders.costs import CostCurve, CostPoint, Subject
+from decoders.errors import SettingsError
+
+from .conftest import TEXTS
+
+
+def test_it_says_what_to_use_and_how_fast_that_is(model: Any, draft: Any, tokenizer: Any) -> None:
+    told: list[str] = []
+    advised = decoders.advise(
+        model, ["one two one two one", "a b a b a b a"], tokenizer=tokenizer, assistant_model=draft, seconds=2, compile=False,
+        progress=lambda what, left: told.append(what),
+    )  # fmt: skip
+    methods = {"transformers", *advice.STRATEGIES, *advice.DRAFTED}
+    assert {r.method for r in advised.records} == methods and all(r.identical for r in advised.records)
+    assert advised.verdict.method in {"", *methods} and advised.verdict.text in str(advised)
+    assert 1 <= advised.prompts <= 2 and advice.FEWEST <= advised.new_tokens <= advice.MOST
+    assert advised.outlooks == (), "a draft model was tried"
+    assert told[0] == "one short text" and any("round 1" in what for what in told)
+    json.dumps(advised.as_dict(), default=str)
+
+
+def test_without_a_draft_model_it_is_reckoned_what_one_would_bring(model: Any, tokenizer: Any) -> None:
+    advised = decoders.advise(model, ["one two"], tokenizer=tokenizer, seconds=0.5, compile=False)
+    assert [outlook.what for outlook in advised.outlooks] == ["A draft model", "Heads (medusa, eagle3)"]
+
+
+def curve(*milliseconds: tuple[int, float]) -> CostCurve:
+    subject = Subject(model="m", dtype="d", quantization="", device="c", threads=1, attention="sdpa", torch="2")
+    points = [CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds]
+    return CostCurve(subject=subject, points=tuple(points))
+
+
+@pytest.mark.parametrize(
+    ("costs", "draft", "heads"),
+    [
+        # Nodes cost nothing: eight draft tokens, 3.2 tokens in 1.8 steps; 2.5 tokens in 1.1.
+        (curve((1, 10), (32, 10)), 1.0 * (1 - 0.7**5) / 0.3 / 1.4, 2.5 / 1.1),
+        # Each node is as long as a step: one draft token, 1.7 tokens in 2.1 steps.
+        (curve((1, 10), (32, 320)), 1.7 / 2.1, 2.5 / 25.1),
+    ],
+)
+def test_drafts_are_worth_what_steps_of_more_nodes_allow(costs: CostCurve, draft: float, heads: float) -> None:
+    ratios = [outlook.ratio for outlook in advice._outlooks(costs, 64, False, plain=2.0)]
+    assert ratios == [pytest.approx(2 * draft, rel=0.02), pytest.approx(2 * heads, rel=0.01)]
+
+
+def test_what_would_help_is_told_from_what_would_not() -> None:
+    verdict = Verdict("", "float32", 1, "auto", "Use auto.", ratio=Spread.of([2.0]), arguments={"strategy": "auto"})
+    advised = Advice(
+        verdict, 1.31, (Outlook("A draft model", 3.1, "one"), Outlook("Heads", 2.1, "some")), 60.0, 64, 2, ()
+    )
+    assert str(advised).splitlines() == [
+        "Use auto.", '    model.generate(**inputs, strategy="auto")',
+        "Compiled, as it will be after some use; that has 1.3 times the uncompiled speed.",
+        "A draft model would have 3.1 times transformers' tokens/s, worth a try (reckoned for one).",
+        "Heads would have 2.1 times transformers' tokens/s, no more than this has (reckoned for some).",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("per_token", "prompts", "new_tokens"),
+    [(0.001, 3, advice.MOST), (0.02, 3, 62), (0.05, 1, 75), (5.0, 1, advice.FEWEST)],
+)
+def test_a_slow_machine_writes_fewer_and_shorter_texts(
+    per_token: float, prompts: int, new_tokens: int, methods: list[Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """22.5 seconds, twice, of three methods."""
+    monkeypatch.setattr(advice, "decode", lambda method, work, n: SimpleNamespace(seconds=n * per_token / 2))
+    chosen, works = advice._affordable(
+        [methods[0], *methods[1:], methods[2]][:4], bench.workloads(tokenizer, TEXTS), 15.0
+    )
+    assert (len(works), chosen) == (prompts, pytest.approx(new_tokens, abs=1))
+
+
+def test_prompts_are_needed_and_something_to_read_them_with(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(SettingsError, match="tokenizer="):
+        decoders.advise(model, ["a"])
+    for prompts, said in (([], "leave it out"), ([""], "no text")):
+        with pytest.raises(SettingsError, match=said):
+            decoders.advise(model, prompts, tokenizer=tokenizer)
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_the_command_prints_it_and_writes_json() -> None:
+    done = CliRunner().invoke(app, ["advise", "demo", "--seconds", "1", "--no-compile", "--json", "-"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert set(result) == {"verdict", "code", "compiling", "outlooks", "seconds", "new_tokens", "prompts", "records"}
+    assert result["verdict"]["text"] in " ".join(done.stderr.split())
