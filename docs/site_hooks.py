@@ -52,6 +52,8 @@ def executed(path: str) -> str:
         ExecutePreprocessor(timeout=600).preprocess(notebook, {"metadata": {"path": str(ROOT)}})
     for cell in notebook.cells:
         cell.outputs = [each for each in cell.get("outputs", ()) if each.get("name") != "stderr"]
+        for data in (each.data for each in cell.outputs if "text/html" in each.get("data", {})):
+            data["text/html"] = f"<div>{data['text/html']}</div>"  # one block, or Python-Markdown takes pictures apart
     return str(MarkdownExporter().from_notebook_node(notebook)[0])
 
 
@@ -117,6 +119,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Leads links to where the site has a file, and indents lists as Python-Markdown wants it: by four."""
     path = SOURCES[page.file.src_uri]
+    if path.endswith(".ipynb"):  # its outputs are code that is indented, and HTML
+        return markdown
 
     def led(match: re.Match[str]) -> str:
         if ":" in match[1]:

@@ -26,7 +26,7 @@ def advise(
         ),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model to try as well.")] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="That it may take, loading apart.")] = 90.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="That it may take, loading apart.")] = 90.0,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda …; default: CUDA if there is one.")] = None,

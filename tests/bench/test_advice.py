@@ -22,10 +22,18 @@ from decoders.errors import SettingsError
 from .conftest import TEXTS
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of four tokens."""
+    monkeypatch.setattr(advice, "MOST", 4)
+    monkeypatch.setattr(advice, "FEWEST", 4)
+
+
+@pytest.mark.usefixtures("short")
 def test_it_says_what_to_use_and_how_fast_that_is(model: Any, draft: Any, tokenizer: Any) -> None:
     told: list[str] = []
     advised = decoders.advise(
-        model, ["one two one two one", "a b a b a b a"], tokenizer=tokenizer, assistant_model=draft, seconds=2, compile=False,
+        model, ["one two one two one", "a b a b a b a"], tokenizer=tokenizer, assistant_model=draft, seconds=0.5, compile=False,
         progress=lambda what, left: told.append(what),
     )  # fmt: skip
     methods = {"transformers", *advice.STRATEGIES, *advice.DRAFTED}
@@ -37,8 +45,22 @@ def test_it_says_what_to_use_and_how_fast_that_is(model: Any, draft: Any, tokeni
     json.dumps(advised.as_dict(), default=str)
 
 
+@pytest.mark.usefixtures("short")
+def test_compiled_steps_are_measured_on_the_best_of_them(
+    model: Any, draft: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling itself takes too long for a quick test: what is called so runs uncompiled here."""
+    monkeypatch.setattr(advice, "_compiled", dict)
+    advised = decoders.advise(model, ["one two one"], tokenizer=tokenizer, assistant_model=draft, seconds=60)
+    compiled = [r.method for r in advised.records if r.compiled_share == 1.0]
+    assert {"transformers", "auto", "autoregressive"} <= set(compiled) and len(compiled) <= 4
+    assert advised.compiling is not None and advised.compiling > 0
+    assert any(line.startswith("Compiled") for line in advised.lines)
+
+
+@pytest.mark.usefixtures("short")
 def test_without_a_draft_model_it_is_reckoned_what_one_would_bring(model: Any, tokenizer: Any) -> None:
-    advised = decoders.advise(model, ["one two"], tokenizer=tokenizer, seconds=0.5, compile=False)
+    advised = decoders.advise(model, ["one two"], tokenizer=tokenizer, seconds=0.1, compile=False)
     assert [outlook.what for outlook in advised.outlooks] == ["A draft model", "Heads (medusa, eagle3)"]
 
 
@@ -98,9 +120,9 @@ def test_prompts_are_needed_and_something_to_read_them_with(model: Any, tokenize
             decoders.advise(model, prompts, tokenizer=tokenizer)
 
 
-@pytest.mark.usefixtures("tiny_demo")
+@pytest.mark.usefixtures("tiny_demo", "short")
 def test_the_command_prints_it_and_writes_json() -> None:
-    done = CliRunner().invoke(app, ["advise", "demo", "--seconds", "1", "--no-compile", "--json", "-"])
+    done = CliRunner().invoke(app, ["advise", "demo", "--seconds", "0.5", "--no-compile", "--json", "-"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert set(result) == {"verdict", "code", "compiling", "outlooks", "seconds", "new_tokens", "prompts", "records"}

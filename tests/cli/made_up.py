@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
@@ -14,8 +15,11 @@ from decoders.bench.measurement import Measurement
 from decoders.bench.records import Record
 from decoders.bench.tables import fitting, load_table
 from decoders.bench.verdict import verdicts
-from decoders.cli import bench_run, demo
+from decoders.cli import bench_run, demo, prepare
 from decoders.cli.advise import print_advice as print_of
+from decoders.costs import CostCurve, CostPoint, Subject
+from decoders.engine.decode.calibration import NODES
+from decoders.generate import Calibration, StrategyCost
 
 #: Tokens per second of a round, and tokens per step.
 SPEEDS = {
@@ -83,6 +87,25 @@ def print_advice(console: Console) -> None:
     (verdict,) = verdicts(compiled)
     uncompiled = [replace(r, compiled_share=0.0) for r in measured]
     print_of(Advice(verdict, 1.24, outlooks, 87.3, 64, 2, (*uncompiled, *compiled)), console)
+
+
+def print_calibration(console: Console) -> None:
+    subject = Subject(
+        model="llama", dtype="float32", quantization="", device="cpu", threads=2, attention="sdpa", torch="2"
+    )
+    points = [
+        CostPoint(rows=rows, context=context, nodes=nodes, compiled=False, seconds=(20 + 1.37 * nodes * rows) / 1e3)
+        for rows in (1, 8)
+        for context in (64, 2048)
+        for nodes in NODES
+    ]
+    costs = (
+        StrategyCost("prompt_lookup", 0.000123, 0.000004, 0.0213),
+        StrategyCost("token_recycling", 0.0007, 0.0002, 0.029),
+    )
+    done = Calibration(CostCurve(subject=subject, points=tuple(points)), None, costs, Path("costs.json"))
+    console.print(prepare._curves(done))
+    console.print(prepare._strategies(done))
 
 
 def print_load(console: Console) -> None:

@@ -35,6 +35,7 @@ CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "bench-load": made_up.print_load,
     "demo": made_up.print_demo,
     "advise": made_up.print_advice,
+    "calibrate": made_up.print_calibration,
 }
 
 NUMBERS = re.compile(r"\d[\d.,]*\d|\d")

@@ -110,6 +110,19 @@ def test_a_change_counts_in_the_next_call(change: str, strategy: str) -> None:
     assert torch.equal(model.generate(**prompts(2), **ours), expected)
 
 
+def test_a_function_that_holds_a_helper_that_holds_it_is_copied() -> None:
+    around, module = Helper(), nn.Linear(3, 3)
+    within = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return within(x) * around.factor
+
+    vars(around)["again"] = module.forward = forward  # type: ignore[method-assign]
+    twin, x = share_weights(module), torch.ones(3)
+    twin.weight = nn.Parameter(torch.zeros(3, 3))
+    assert torch.equal(twin(x), module.bias) and not torch.equal(module(x), module.bias)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_counts_in_the_next_compiled_call(change: str) -> None:

@@ -104,13 +104,13 @@ class _Twin:
         vars(twin).update({name: self._captured(held, depth - 1) for name, held in vars(value).items()})
         return twin
 
-    def _captures(self, value: Any, depth: int) -> bool:
-        """Whether a helper object holds something of the tree."""
+    def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
+        """Whether a helper object holds something of the tree, as deep as `within` in containers and functions."""
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False
         held = getattr(value, "__dict__", {}).values()
-        return any(self._touches(entry) or self._captures(entry, depth - 1) for entry in held)
+        return any(self._touches(entry, within) or self._captures(entry, depth - 1, within) for entry in held)
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -135,7 +135,10 @@ class _Twin:
             return self._touches(value.__self__, depth - 1)
         if isinstance(value, types.FunctionType):
             held = [*captured(value)]
-            return any(self._touches(each, depth - 1) or self._captures(each, min(depth, HELPERS)) for each in held)
+            within = depth - 1
+            return any(
+                self._touches(each, within) or self._captures(each, min(within, HELPERS), within) for each in held
+            )
         if isinstance(value, functools.partial):
             return any(self._touches(v, depth - 1) for v in (value.func, *value.args, *value.keywords.values()))
         if isinstance(value, dict):
