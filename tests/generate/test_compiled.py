@@ -60,7 +60,7 @@ def compiled(
         yield model
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize(
     "rows, length, options",
     [
@@ -235,8 +235,9 @@ def test_a_call_ends_in_the_tier_in_which_it_began(dtype: torch.dtype, rows: int
     assert torch.equal(later[0].sequences, later[1].sequences) and not torch.equal(later[0].sequences, during.sequences)
 
 
+@pytest.mark.slow  # .ci/run runs it for two rows
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_a_compiled_call_reads_its_prompts_compiled(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     model, inputs = decoders.enable(one_layer().bfloat16()), prompts(rows, 24)
     options: dict[str, Any] = dict(max_new_tokens=4, decoders_config={"compile": True, "prefill_chunk": 12})
