@@ -75,12 +75,14 @@ def print_advice(advice: Advice, console: Console) -> None:
     from rich.text import Text
 
     from ..bench.tables import fitting, summary_table
+    from ..bench.verdict import pooled
 
     tiers = {
         "uncompiled": [r for r in advice.records if r.compiled_share != 1],
         "compiled": [r for r in advice.records if r.compiled_share == 1],
     }
-    for table in fitting(summary_table({name: records for name, records in tiers.items() if records}), console.width):
+    together = {name: next(iter(pooled(records).values())) for name, records in tiers.items() if records}
+    for table in fitting(summary_table(together), console.width):
         console.print(table)
     console.print(Text(advice.verdict.text, style="bold"))
     if advice.code:

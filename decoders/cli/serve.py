@@ -124,7 +124,7 @@ def serve(
     with waiting(console, f"loading {model}"):
         service = _service(model, name, strategy, config, assistant, template, markers, dtype, compile, limits)
     from ..server.app import make_app
-    from ..server.connections import Server
+    from ..server.running import Server
 
     server = Server(
         make_app(service, keys, hosts_of(host, allow_host or [])), service, host=host, port=port, grace=grace, log_level=log_level,

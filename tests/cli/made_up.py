@@ -81,7 +81,7 @@ def print_bench(console: Console, details: bool = False, batches: tuple[int, ...
 
 
 def print_advice(console: Console) -> None:
-    measured = [r for r in records(("prompts",)) if r.status == "ok"]
+    measured = [r for r in records(("copy", "code")) if r.status == "ok"]
     compiled = [replace(r, compiled_share=1.0) for r in measured if r.method in ("transformers", "auto")]
     outlooks = (Outlook("A draft model", 2.6, "one of a 10th of the time that is right 70% of the time"),)
     (verdict,) = verdicts(compiled)

@@ -47,7 +47,7 @@ def llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 def running(service: Any, **options: Any) -> Iterator[Any]:
     """A server of `service` in a thread; ended afterwards."""
     from decoders.server.app import make_app
-    from decoders.server.connections import Server
+    from decoders.server.running import Server
 
     app = make_app(service, options.pop("keys", ()), options.pop("hosts", None))
     server = Server(app, service, port=0, **options)

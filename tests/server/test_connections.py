@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from decoders.server.connections import HEAD_BYTES, Seldom, most_connections, protocol
 from decoders.server.limits import Limits
+from decoders.server.running import HEAD_BYTES, Seldom, most_connections, protocol
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

@@ -47,7 +47,7 @@ class Phases:
         if grammar is None:
             return self.add(Free())
         if isinstance(grammar, Structure):
-            return grammar.lay(self)
+            return grammar.add_to(self)
         return self.add(Inside(self.compiled(grammar)))
 
     def compiled(self, grammar: Inner) -> CompiledGrammar:
@@ -64,12 +64,12 @@ class Structure(Spec):
         """What reports call it."""
 
     @abstractmethod
-    def lay(self, phases: Phases) -> int:
+    def add_to(self, phases: Phases) -> int:
         """Adds its phases; returns the number of the first."""
 
     def compiled(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> TaggedGrammar:
         phases = Phases(vocabulary, compile)
-        first = self.lay(phases)
+        first = self.add_to(phases)
         return assembled(tuple(phases.phases), first, self.label or self.name, vocabulary)
 
     def language(self) -> Language:
@@ -107,7 +107,7 @@ class After(Structure):
     def key(self) -> str:
         return self._keyed(repr((self.marker, _key(self.grammar), self.budget, self.closing, self.begin)))
 
-    def lay(self, phases: Phases) -> int:
+    def add_to(self, phases: Phases) -> int:
         marker = phases.symbols(self.marker)
         begin = phases.symbols(self.begin) if self.begin is not None else None
         opening = self._token(begin, phases.vocabulary) if begin is not None else None
@@ -180,7 +180,7 @@ class Tagged(Structure):
         tags = [(begin, _key(grammar), end) for begin, grammar, end in self.tags]
         return self._keyed(repr((tags, self.required, self.several, self.budget)))
 
-    def lay(self, phases: Phases) -> int:
+    def add_to(self, phases: Phases) -> int:
         first = phases.add(Free())
         behind = first
         if self.required or not self.several or self.budget is not None:

@@ -45,8 +45,8 @@ def overhead(
     """
     from decoders.server.app import make_app
     from decoders.server.bodies import Message
-    from decoders.server.connections import Server
     from decoders.server.limits import Limits
+    from decoders.server.running import Server
     from decoders.server.service import Service
 
     limits = Limits(slots=4096)

@@ -1,4 +1,4 @@
-"""uvicorn's server, with bounds on connections that are not trusted, and with an end that lets running requests finish.
+"""The server as it runs: uvicorn's, with bounds on connections that are not trusted, and with an end that lets running requests finish.
 
 How many connections there are, how long a request may be in coming and how large its head may be holds before a key is looked at.
 A server that is told to end takes nothing new; what runs has a time to finish, the rest is cancelled and told so.
