@@ -177,6 +177,10 @@ def test_a_text_that_would_end_in_its_thought_writes_the_marker(model, tokenizer
         assert tokenizer.decode(row, skip_special_tokens=True).startswith("</t>{")
     biased = run(model, strategy, rows=2, grammar=decoders.after("</t>", FIELD), sequence_bias={(END,): 1e4})
     assert written(biased)[0][:4] == tokenizer("</t>")["input_ids"]
+    free = written(run(model))[0]
+    place = next(place for place in range(4, NEW) if free[place] not in free[:place])
+    (row,) = written(run(model, strategy, grammar=decoders.after("<call>", FIELD), eos_token_id=free[place]))
+    assert row[:place] == free[:place] and tokenizer.decode(row[place:]).startswith("<call>{")
 
 
 @pytest.mark.parametrize(
