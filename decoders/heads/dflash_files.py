@@ -90,9 +90,9 @@ class _Config(FileConfig):
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: list[Whole] | None = None
     num_target_layers: Whole | None = None
-    aux_hidden_state_layer_ids: list[int] | None = None
+    aux_hidden_state_layer_ids: list[Whole] | None = None
     dflash_config: dict[str, Any] | None = None
     draft_vocab_size: Count | None = None
     sample_from_anchor: bool | None = None

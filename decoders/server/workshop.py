@@ -9,16 +9,11 @@ in the thread that asks for it, within the bounds that :mod:`decoders.constraint
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
-import io
 import logging
-import math
 import os
 import pickle
 import random
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -34,11 +29,9 @@ from typing import Any
 import torch
 
 from ..constraints import (
-    Auto,
     Backend,
     CompiledGrammar,
     Lark,
-    Regex,
     Spec,
     TaggedGrammar,
     Vocabulary,
@@ -48,21 +41,13 @@ from ..constraints import (
 )
 from ..errors import GrammarError
 from .bodies import Part
+from .forks import MEGABYTES, SPARE_SECONDS, Check, exchanged, pickled, unpickled, work
 from .grammars import Calling, spec_of
 
 log = logging.getLogger("decoders.server")
 
-#: What a piece of work may use besides the seconds it is given: of a processor, and MiB beyond what the workshop itself has.
-SPARE_SECONDS, MEGABYTES = 1, 1024
 #: Most grammars that are remembered, and most bytes of them.
 KEPT, KEPT_BYTES = 64, 128 << 20
-#: Lowers the priority of work: steps of those who decode come first.
-NICE = 5
-#: Seconds after which whoever waits looks whether it still has to.
-PATIENCE = 0.05
-_SIZE = 8  # bytes in front of a message, which say how long it is
-
-Check = Callable[[], None]
 Wanted = Calling | Part
 
 
@@ -240,7 +225,7 @@ class Workshop:
                 pickle.dump(given, file)
                 file.seek(0)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", f"from {__name__} import work; work({theirs.fileno()})"],
+                    [sys.executable, "-c", f"from {work.__module__} import work; work({theirs.fileno()})"],
                     stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | threads, start_new_session=True,
                 )  # fmt: skip
@@ -251,12 +236,12 @@ class Workshop:
         """What `task` returns or raises."""
         if not hasattr(os, "fork"):
             return task(self.vocabulary)
-        content = _pickled(task)
+        content = pickled(task)
         answer = self._asked(content, check) or self._asked(content, check, again=True)
         if answer is None:
             bounds = f"{self.seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"
             raise GrammarError(f"it takes more than {bounds} of memory: simplify it")
-        result = _unpickled(answer, self.vocabulary)
+        result = unpickled(answer, self.vocabulary)
         if isinstance(result, Exception):
             raise result
         return result
@@ -272,163 +257,10 @@ class Workshop:
         with mine, contextlib.suppress(ConnectionError):
             with theirs:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
-            return _exchanged(mine, content, check)
+            return exchanged(mine, content, check)
         return None
 
 
 def _name(wanted: Wanted) -> str:
     """A name that tells apart what is wanted; equal things may have several."""
     return hashlib.sha256(pickle.dumps(wanted)).hexdigest()
-
-
-def _exchanged(connection: socket.socket, content: bytes, check: Check) -> bytes | None:
-    """The answer to a message; None if there is none."""
-    connection.settimeout(PATIENCE)
-    left, answer, size = memoryview(len(content).to_bytes(_SIZE) + content), bytearray(), math.inf
-    while len(answer) < size:
-        try:
-            if left:
-                left = left[connection.send(left) :]
-                continue
-            piece = connection.recv(1 << 20)
-        except TimeoutError:
-            check()
-            continue
-        if not piece:
-            return None
-        answer += piece
-        if size == math.inf and len(answer) >= _SIZE:
-            size = _SIZE + int.from_bytes(answer[:_SIZE])
-    return bytes(answer[_SIZE:])
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves the vocabulary out, which both sides have, and takes exceptions by what they hold, whatever makes them."""
-
-    def persistent_id(self, value: Any) -> str | None:
-        return "vocabulary" if isinstance(value, Vocabulary) else None
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Exception):
-            return _remade, (type(value), value.args, vars(value))
-        return NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, vocabulary: Vocabulary) -> None:
-        super().__init__(io.BytesIO(content))
-        self._vocabulary = vocabulary
-
-    def persistent_load(self, name: Any) -> Vocabulary:
-        return self._vocabulary
-
-
-def _remade(kind: type[Exception], arguments: tuple[Any, ...], held: dict[str, Any]) -> Exception:
-    error = kind.__new__(kind, *arguments)
-    vars(error).update(held)
-    return error
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-def _unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
-    return _Unpickler(content, vocabulary).load()
-
-
-# What the process does.
-
-
-@dataclass(frozen=True)
-class _Forked:
-    """A piece of work: its process, the end of the socket that is its own, and a pipe that ends with it."""
-
-    pid: int
-    job: int
-    life: int
-
-
-def work(descriptor: int) -> None:
-    """Forks for every descriptor that comes over the socket `descriptor`, until that is closed."""
-    os.nice(NICE)
-    vocabulary = Vocabulary(*pickle.load(sys.stdin.buffer))
-    for pattern in ("a", "[a-z]{5000}"):  # what every grammar needs of the vocabulary is made once
-        with contextlib.suppress(GrammarError):
-            compiled(Regex(pattern), vocabulary, Auto())
-    gc.collect()
-    gc.freeze()
-    poll, running = select.poll(), dict[int, _Forked]()
-    with socket.socket(fileno=descriptor) as control:
-        poll.register(control, select.POLLIN)
-        while True:
-            for ready, _ in poll.poll():
-                if ready == descriptor:
-                    word, jobs, *_ = socket.recv_fds(control, 1, 1)
-                    if not word:
-                        for each in {*running.values()}:
-                            _kill(each.pid)
-                        return
-                    begun = _forked(jobs[0], vocabulary, [descriptor, *running])
-                    running |= {begun.job: begun, begun.life: begun}
-                    poll.register(begun.job, 0)  # nobody waits for it any more
-                    poll.register(begun.life, 0)  # it has ended
-                elif (over := running.get(ready)) is not None:
-                    _kill(over.pid)
-                    os.waitpid(over.pid, 0)
-                    for end in (over.job, over.life):
-                        del running[end]
-                        poll.unregister(end)
-                        os.close(end)
-
-
-def _forked(job: int, vocabulary: Vocabulary, others: list[int]) -> _Forked:
-    life, alive = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(alive)
-        return _Forked(pid, job, life)
-    try:
-        os.setpgid(0, 0)  # killed with what it begins
-        for each in (*others, life):
-            os.close(each)
-        with socket.socket(fileno=job) as connection:
-            _answer(connection, vocabulary)
-    finally:
-        os._exit(0)
-
-
-def _answer(connection: socket.socket, vocabulary: Vocabulary) -> None:
-    with connection.makefile("rb") as file:
-        task = _unpickled(file.read(int.from_bytes(file.read(_SIZE))), vocabulary)
-    _limit(math.ceil(getattr(task, "seconds", 1) + SPARE_SECONDS))
-    try:
-        content = _pickled(task(vocabulary))
-    except MemoryError:
-        return
-    except Exception as error:
-        try:
-            content = _pickled(error)
-        except Exception:  # of a plugin, say
-            content = _pickled(RuntimeError(repr(error)))
-    connection.sendall(len(content).to_bytes(_SIZE) + content)
-
-
-def _limit(seconds: int) -> None:
-    """Bounds this process's time on a processor, and its memory beyond what it has."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # no such file but on Linux
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize() + (MEGABYTES << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-
-
-def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # it may have no group of its own yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)

@@ -83,13 +83,13 @@ def test_table_that_takes_too_long_is_left_to_llguidance() -> None:
 def test_masks_of_an_ambiguous_grammar_take_a_bounded_time(clock: Clock) -> None:
     matcher = compiled(Lark('start: start start start | start start | "a"')).start()
     out = torch.zeros(9, dtype=torch.int32)
-    clock.tick = 0.1
+    clock.tick = 0.035
     for _ in range(3):
         matcher.fill_mask(out)
         for _ in range(3):
             assert matcher.advance([ord("a")]) == 1
     with pytest.raises(
-        GrammarError, match=r"after 'a+': llguidance gave up: this text has taken 1\.\d s more than 0.005 s"
+        GrammarError, match=r"after 'a+': llguidance gave up: this text has taken 0\.4 s more than 0.005 s"
     ):
         matcher.fill_mask(out)
     assert compiled(Lark('start: start start | "a"')).start().advance([ord("a")] * 40) == 40

@@ -36,9 +36,14 @@ def test_a_scheduler_whose_end_was_not_waited_for_is_still_alive(llama: Any) -> 
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        scheduler.close()
+    # Servers and kernels of other tests have handlers of their own.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert scheduler.alive and not generation.done()
     scheduler.close(cancel=True)
     assert not scheduler.alive and generation.done()
