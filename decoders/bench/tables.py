@@ -49,9 +49,10 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def headings(groups: Mapping[tuple[str, str, int], Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """The methods of a run under what they were measured on, which is not said where there is only one."""
-    if len(groups) == 1:
-        return {"": next(iter(groups.values()))}
+    """The methods of a run under what they were measured on; not said where that is one model as it is."""
+    (first, *others) = groups.values()
+    if not others and not first[0].scaled:
+        return {"": first}
     return {group_name(records[0]): records for records in groups.values()}
 
 
