@@ -200,6 +200,22 @@ def test_a_tier_that_becomes_ready_is_recorded_anew_and_used_by_the_next_call(
     assert last.compiled_steps == last.replayed_steps == last.steps and device.recorded == recorded
 
 
+def test_a_part_is_replayed_in_the_tier_in_which_it_was_recorded(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_pass, recordings, factor = target.generate.engine().forward_pass, Recordings(device), [2]
+    monkeypatch.setattr(forward_pass, "tier", lambda rows, plan=None: tiers.Tier(factor[0] == 3))
+
+    def part() -> list[float]:
+        return forward_pass.replayed(
+            recordings, "part", lambda x: x * factor[0], (torch.ones(1),), 1, copy=True
+        ).tolist()
+
+    assert [part() for _ in range(PLAIN_RUNS + 2)] == [[2]] * (PLAIN_RUNS + 2) and recordings.replays > 0
+    factor[0] = 3
+    assert part() == [3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_call_ends_in_the_tier_in_which_it_began(
     device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
