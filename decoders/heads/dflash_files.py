@@ -27,6 +27,7 @@ from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
 from .block_heads import BlockHead, DominoHead, HeadFields, MarkovHead, PathSelector
 from .dflash import DFlashConfig, DFlashNetwork
+from .eagle3_files import read_vocabulary
 from .lattice_head import LatticeHead
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -235,22 +236,15 @@ def _vocabulary(
     config: DFlashConfig, state: dict[str, Tensor], path: Path, device: torch.device
 ) -> DraftVocabulary | None:
     """Takes the tables of a reduced vocabulary out of `state`; None: all tokens are drafted."""
-    d2t, t2d = (state.pop(name).to(device) if name in state else None for name in ("d2t", "t2d"))
+    d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     size, drafted = config.layer.vocab_size, config.draft_vocab_size
     if drafted is None or drafted == size:
         return None
-    if d2t is None and t2d is None:
-        raise SettingsError(f"dflash: {path} has a reduced vocabulary, and neither d2t nor t2d to tell which")
-    try:
-        vocabulary = DraftVocabulary.of(size, d2t, t2d)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"dflash: {path}: {error}") from error
-    if len(vocabulary) != drafted or "lm_head.weight" not in state:
+    if "lm_head.weight" not in state:
         raise SettingsError(
-            f"dflash: {path}: draft_vocab_size is {drafted}, its tables name {len(vocabulary)} tokens, and it has "
-            f"{'an' if 'lm_head.weight' in state else 'no'} lm_head: a reduced vocabulary needs a table and a head for as many"
+            f"dflash: {path}: a reduced vocabulary ({drafted} of {size} tokens) needs an lm_head of its own"
         )
-    return vocabulary
+    return read_vocabulary(d2t, t2d, size, drafted, f"dflash: {path}", device)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

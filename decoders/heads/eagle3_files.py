@@ -186,21 +186,38 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
             eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
         vocabulary = DraftVocabulary(config.layer.vocab_size)
         return Eagle3Files(filled(eagle, state, weights, "eagle3", device, dtype), vocabulary)
-    if d2t is None and t2d is None and config.draft_vocab_size != config.layer.vocab_size:
-        raise SettingsError(f"eagle3: {weights} has a reduced vocabulary, and neither d2t nor t2d to tell which")
-    try:
-        vocabulary = DraftVocabulary.of(config.layer.vocab_size, d2t, t2d)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"eagle3: {weights}: {error}") from error
-    if len(vocabulary) != config.draft_vocab_size:
-        raise SettingsError(
-            f"eagle3: {weights}: d2t and t2d name {len(vocabulary)} tokens, and draft_vocab_size of {CONFIG} is "
-            f"{config.draft_vocab_size}"
-        )
-    ids = vocabulary.ids.to(device) if vocabulary.ids is not None else None
+    vocabulary = read_vocabulary(
+        d2t, t2d, config.layer.vocab_size, config.draft_vocab_size, f"eagle3: {weights}", device
+    )
     with torch.random.fork_rng(devices=[]):
         head = Eagle3Head(config, embeds="embed_tokens.weight" in state)
-    return Eagle3Files(filled(head, state, weights, "eagle3", device, dtype), DraftVocabulary(vocabulary.size, ids))
+    return Eagle3Files(filled(head, state, weights, "eagle3", device, dtype), vocabulary)
+
+
+def read_vocabulary(
+    d2t: Tensor | None, t2d: Tensor | None, size: int, drafted: int, place: str, device: torch.device
+) -> DraftVocabulary:
+    """The vocabulary of a checkpoint that drafts `drafted` of the target's `size` tokens.
+
+    Args:
+        d2t, t2d: its tables, see :meth:`DraftVocabulary.of`.
+        place: who reads it and which file, for messages.
+
+    Raises:
+        SettingsError: there is no table of a reduced vocabulary, or it names another number of tokens.
+        UnsupportedError: a table is wrong.
+    """
+    if d2t is None and t2d is None and drafted != size:
+        raise SettingsError(f"{place} has a reduced vocabulary, and neither d2t nor t2d to tell which")
+    try:
+        vocabulary = DraftVocabulary.of(size, d2t, t2d)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{place}: {error}") from error
+    if len(vocabulary) != drafted:
+        raise SettingsError(
+            f"{place}: d2t and t2d name {len(vocabulary)} tokens, and draft_vocab_size of {CONFIG} is {drafted}"
+        )
+    return DraftVocabulary(size, vocabulary.ids.to(device) if vocabulary.ids is not None else None)
 
 
 def _our_name(name: str) -> str:

@@ -105,8 +105,7 @@ class DFlash(ReadsFeatures):
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:
             offered.append(files.head.candidates)
-        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context)
-        tree.graded = True
+        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context, graded=True)
         drafter = DFlashDrafter(context, files, length, tree.children)
         last = context.decoder_layers - 1
         return _State(drafter, tree, tuple(layer == last for layer in config.layers))

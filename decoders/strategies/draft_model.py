@@ -135,7 +135,7 @@ class DraftTree(ABC):
         graded: whether drafts have grades: how likely their tokens are by what the drafter says, see :func:`grades_of`.
     """
 
-    graded = False
+    graded: bool
     depth: int
     ahead: int
     children: int
@@ -159,8 +159,8 @@ class StaticTree(DraftTree):
         paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
-        self.paths = paths
+    def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device, graded: bool = False) -> None:
+        self.paths, self.graded = paths, graded
         self.topology, picks = Topology.from_paths(paths)
         self.children = self.least_children = max(rank for _, rank in picks) + 1
         self.depth = self.topology.max_depth
@@ -179,7 +179,7 @@ class StaticTree(DraftTree):
             self._levels.append((expanded, above, taken, run))
 
     def of_rows(self, rows: int, device: torch.device) -> StaticTree:
-        return StaticTree(self.paths, rows, device)
+        return StaticTree(self.paths, rows, device, self.graded)
 
     def draft(self, drafter: Expands) -> Draft:
         """Fills the tree for every row, level by level."""
@@ -221,8 +221,10 @@ class DynamicTree(DraftTree):
     least_children = 1
 
     def __init__(
-        self, depth: int, beam: int, nodes: int, children: int, compile: Callable[[Callable], Callable]
-    ) -> None:
+        self, depth: int, beam: int, nodes: int, children: int, compile: Callable[[Callable], Callable],
+        graded: bool = False,
+    ) -> None:  # fmt: skip
+        self.graded = graded
         self.depth, self.beam, self.nodes, self.children = depth, beam, nodes, children
         self.ahead = beam * depth + 1
         self._bound = depth_bound(depth)
@@ -289,17 +291,22 @@ def require_coupled(context: Context, strategy: str) -> None:
         )
 
 
-def shape_of(strategy: str, tree: str, depth: int, children: int, nodes: int, beam: int, context: Context) -> DraftTree:
+def shape_of(
+    strategy: str, tree: str, depth: int, children: int, nodes: int, beam: int, context: Context, graded: bool = False
+) -> DraftTree:
     """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step.
+
+    Args:
+        graded: see :class:`DraftTree`.
 
     Raises:
         UnsupportedError: a tree that is chosen by what was drawn would change the distribution.
     """
     if tree == "dynamic":
         require_coupled(context, strategy)
-        return DynamicTree(depth, beam, nodes, children, context.compile)
+        return DynamicTree(depth, beam, nodes, children, context.compile, graded)
     paths = [(0,) * (level + 1) for level in range(depth)] if tree == "none" else likely_paths(depth, children, nodes)
-    return StaticTree(paths, context.rows, context.device)
+    return StaticTree(paths, context.rows, context.device, graded)
 
 
 def depth_bound(depth: int) -> int:

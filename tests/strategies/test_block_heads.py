@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import decoders
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.heads.block_heads import BlockHead, HeadFields, HeadScores, PathSelector
 from decoders.heads.dflash import DFlashNetwork
@@ -395,6 +396,15 @@ def test_a_tree_holds_the_chain(name: str, tree: str) -> None:
         }  # fmt: skip
         assert tuple(alone.seen[0].draft.tokens[row].tolist()) in paths
         assert len({path[:1] for path in paths}) > 1
+
+
+@pytest.mark.parametrize("tree", ["none", "dynamic"])
+def test_drafts_keep_their_grades_where_rows_come_and_go(tree: str) -> None:
+    spy = Spy(DFlash(draft_model=written("dspark"), tree=tree, length=3, nodes=8))
+    with decoders.Scheduler(target(), strategy=spy, rows=2, slots=128, decoders_config={"compile": False}) as scheduler:
+        generations = [scheduler.submit([3 + row, 4, 5], max_new_tokens=3 + row) for row in range(3)]
+        assert all(len(generation.result(60)[0]) > 0 for generation in generations)
+    assert len(spy.seen) > 3 and all(step.draft.grades is not None for step in spy.seen)
 
 
 #: A head, sampled and greedy, in batches, chains and trees, alone and merged; what all block drafters share is checked with dflash.
