@@ -108,6 +108,7 @@ class Target:
         counted: what its layers do with the number of tokens in its cache, None if nothing.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        checked: the day on which its design was compared with the model's, as ISO has it (:mod:`.verdicts`).
         check_seconds: that comparing it with the model took.
         ranks: the processes that share its weights.
 
@@ -118,6 +119,7 @@ class Target:
     rejected: str | None = None
     longest: int | None = None
     invariance: Invariance | None = None
+    checked: str = ""
     check_seconds: float = 0.0
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
