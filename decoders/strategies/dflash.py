@@ -18,7 +18,7 @@ from ..heads.dflash_files import HEADS, DFlashFiles, load_draft_model, read_conf
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, NodeBudget, shape_of
+from .draft_model import GRADE_RATES, Beam, Children, NodeBudget, shape_of
 from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of, embeddings_of
 
 
@@ -74,6 +74,7 @@ class DFlash(ReadsFeatures):
     needs = "network"
     settings_class = DFlashSettings
     hints = {"num_assistant_tokens": "length"}
+    grade_rates = GRADE_RATES
     heads: ClassVar[tuple[type[BlockHead], ...]] = HEADS
 
     def layers_of(self, count: int) -> tuple[int, ...]:
@@ -105,7 +106,7 @@ class DFlash(ReadsFeatures):
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:
             offered.append(files.head.candidates)
-        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context, graded=True)
+        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context)
         drafter = DFlashDrafter(context, files, length, tree.children)
         last = context.decoder_layers - 1
         return _State(drafter, tree, tuple(layer == last for layer in config.layers))
