@@ -38,7 +38,14 @@ TreeForm = Annotated[
         description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step."
     ),
 ]
-NodeBudget = Annotated[int, Field(ge=1, le=256, description="Node budget of a tree, root excluded.")]
+NodeBudget = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=256,
+        description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
+    ),
+]
 Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of a node of a tree.")]
 Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")]
 
@@ -62,12 +69,7 @@ class DraftModelSettings(Settings):
 class TreeSettings(Settings):
     """Settings of those whose drafts may be trees expanded level by level."""
 
-    nodes: int | None = Field(
-        None,
-        ge=2,
-        le=256,
-        description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
-    )
+    nodes: NodeBudget = None
     children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
     beam: Beam = 4
 
@@ -292,12 +294,26 @@ def require_coupled(context: Context, strategy: str) -> None:
         )
 
 
-def shape_of(strategy: str, tree: str, depth: int, children: int, nodes: int, beam: int, context: Context) -> DraftTree:
+def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
+    """Levels of a draft, which are passes of a network that drafts level by level: those `chosen`, else `otherwise`, and not more
+    than a step has draft tokens by its measured costs.
+    """
+    return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
+
+
+def shape_of(
+    strategy: str, tree: str, depth: int, children: int, nodes: int | None, beam: int, context: Context
+) -> DraftTree:
     """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step.
+
+    Args:
+        nodes: budget of a tree; None: what the measured costs of a step allow.
 
     Raises:
         UnsupportedError: a tree that is chosen by what was drawn would change the distribution.
     """
+    nodes = draft_budget(context.costs, nodes, TREE_NODES)
+    nodes = draft_budget(context.costs, nodes, TREE_NODES)
     if tree == "dynamic":
         require_coupled(context, strategy)
         return DynamicTree(depth, beam, nodes, children, context.compile)

@@ -127,7 +127,7 @@ class Speculative(DraftModelStrategy):
         if s.template is not None:
             tree = StaticTree(s.template, context.rows, context.device)
         elif s.tree != "none":
-            tree = shape_of(self.name, s.tree, s.length, s.children, self.tree_nodes(context), s.beam, context)
+            tree = shape_of(self.name, s.tree, s.length, s.children, s.nodes, s.beam, context)
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
