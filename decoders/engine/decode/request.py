@@ -18,6 +18,7 @@ from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
+from ..model.given import GivenCache
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
@@ -55,6 +56,7 @@ class Request:
         verifier: decides what is accepted. Processors on the host go with the coupled rule only.
         runtime: how the loop runs.
         prompts: one 1-D int64 tensor per row, padding removed.
+            -1 stands for one that is known by its keys and values alone.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: most tokens to generate per row.
         stop_tokens: end-of-sequence ids.
@@ -69,6 +71,7 @@ class Request:
         top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
         observers: are told when it starts, of every step, and when it ends.
+        given: a cache of the caller's, which holds the beginnings of the prompts; None without one.
         begun: when the caller called, in seconds of ``time.perf_counter()``; None where nobody waits for the whole of it.
         salts: one per row: rows use one another's keys and values, and what strategies keep between calls, only where these are
             equal. Empty: "" for all.
@@ -99,6 +102,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
+    given: GivenCache | None = None
     begun: float | None = None
 
     @property
