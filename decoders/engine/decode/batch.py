@@ -90,8 +90,9 @@ class Batch(Roster):
         shows = self.request.strategy.reads_prompt
         run = self._read_and_show if shows else self.prefill
         reused, left = self.session.prefill(
-            lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows
-        )
+            lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
+            given=self.request.given is not None,
+        )  # fmt: skip
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.row_count]
 

@@ -84,19 +84,22 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
     )
     # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
     reads = strategy.reads_prompt
-    reuse = request.runtime.reuse and not reads
+    reuse = request.runtime.reuse and not reads and request.given is None
     opened = stack.enter_context(engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse))
-    batch.session = opened.session
+    batch.session, reusable = opened.session, opened.reusable
+    if request.given is not None:
+        request.given.put(target, batch.rows.buffers)
+        reusable = request.given.reach + reusable[len(request.prompts) :]
     timings.start = stopwatch.next()
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
-        batch.read_prompts(opened.lengths, opened.reusable, leave_last_chunk=leave_last_chunk)
+        batch.read_prompts(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)
     timings.prefill = stopwatch.next()
     batch.arrange(request, list(batch.members), [-1] * batch.width)
     timings.start += stopwatch.next()
     if reads:
         batch.where = "prefill"
-        batch.read_prompts(opened.lengths, opened.reusable)
+        batch.read_prompts(opened.lengths, reusable)
     timings.prefill += stopwatch.next()
 
 
@@ -105,7 +108,8 @@ def end(batch: Batch) -> None:
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths])
+    if batch.request.given is None:  # else this model has not read them
+        batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths])
     batch.report.peak_memory = batch.resources.peak_memory
     batch.where = "details"
     batch.report.details = dict(batch.request.strategy.details(batch.state))

@@ -18,6 +18,7 @@ from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
+from ..model.given import GivenCache
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
@@ -55,6 +56,7 @@ class Request:
         verifier: decides what is accepted. Processors on the host go with the coupled rule only.
         runtime: how the loop runs.
         prompts: one 1-D int64 tensor per row, padding removed.
+            -1 stands for one that is known by its keys and values alone.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: most tokens to generate per row.
         stop_tokens: end-of-sequence ids.
@@ -71,6 +73,7 @@ class Request:
         observers: are told when it starts, of every step, and when it ends.
         salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
             between rows of equal salts.
+        given: a cache of the caller's, which holds the beginnings of the prompts; None without one.
         begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
     """
 
@@ -99,6 +102,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
+    given: GivenCache | None = None
     begun: float | None = None
 
     @property

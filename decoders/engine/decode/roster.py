@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...strategy import PromptChunk
 from ..model.blocks import Blocks
-from ..model.buckets import row_bucket
+from ..model.buckets import round_up, row_bucket
 from ..model.cache import CacheBuffers
 from .engine import Engine
 from .grammar.guide import Guide
@@ -97,6 +97,17 @@ class Roster:
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
         self.session.read_rows(0, starts, 0, self.prompt_left, self.prefill)
         self.pending = self.prompt_left = 0
+
+    def rerun(self, count: int) -> int:
+        """How many committed tokens the next step runs once more, if it is to run the last `count` of some row: a multiple, and none
+        whose keys and values were given.
+        """
+        multiple, given = self.target.multiple, self.request.given
+        tokens = round_up(count, multiple)
+        if given is None or not count:
+            return tokens
+        room = min(length - 1 - reach for length, reach in zip(self.lengths, given.reach, strict=True))
+        return min(tokens, room - room % multiple)
 
     @property
     def prefill(self) -> Callable[..., None]:

@@ -166,7 +166,7 @@ class Session:
 
     def prefill(
         self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None], *,
-        first: int = 0, leave_last_chunk: bool = False, padded: bool = False,
+        first: int = 0, leave_last_chunk: bool = False, padded: bool = False, given: bool = False,
     ) -> tuple[list[int], int]:  # fmt: skip
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
 
@@ -179,6 +179,7 @@ class Session:
             leave_last_chunk: whether the last chunk is left to the first step, which then reads the weights once for both.
             padded: whether `run` tells recurrent layers which tokens are padding. Otherwise their rows are read one at a time: a
                 recurrent state must see every token once, and none behind a text's end.
+            given: see :meth:`PrefillPlan.of`.
 
         Returns:
             how many tokens of each row were reused, and how many in front of the last one are left pending. Rows advance
@@ -186,10 +187,10 @@ class Session:
         """
         if self.target.recurrent and not padded and len(lengths) > 1:
             for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
-                self.prefill([length], [kept], chunk, run, first=first + row)
+                self.prefill([length], [kept], chunk, run, first=first + row, given=given)
             return reused, 0
         leave_last_chunk = leave_last_chunk and not self.target.recurrent
-        plan = PrefillPlan.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk)
+        plan = PrefillPlan.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk, given=given)
         for done, count in plan.chunks:
             self.read_rows(first, plan.starts, done, count, run)
         return plan.starts, plan.left

@@ -9,7 +9,6 @@ from dataclasses import replace
 from ...report import Stopwatch, TracedStep
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
-from ..model.buckets import round_up
 from ..model.invariance import branch_length
 from .batch import Batch
 from .core import StepOutput
@@ -98,7 +97,7 @@ class StepWatch(Watch):
         assert outcome is not None
         book(batch, outcome, out)
         if batch.target.multiple > 1:
-            batch.pending = round_up(branch_length(out.path, outcome.emitted), batch.target.multiple)
+            batch.pending = batch.rerun(branch_length(out.path, outcome.emitted))
         timings.host += self._stopwatch.next()
         if batch.shared:
             spent = timings.since(self._before)

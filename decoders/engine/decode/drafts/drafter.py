@@ -88,6 +88,11 @@ class ModelDrafter(Drafter):
                 self.session.reserve(above.longest + 2 * ahead)
         elif not batch.shared:  # for the length of the call
             request = batch.request
+            if any(bool((prompt < 0).any()) for prompt in request.prompts):
+                raise UnsupportedError(
+                    "a draft model reads the prompt itself, and the call names no tokens for part of it: pass all of the text as "
+                    "input_ids, the part in past_key_values as well, or take a strategy without a draft model"
+                )
             opened = stack.enter_context(
                 self.engine.sessions.open(
                     request.prompts, ahead, batch.rows.sampling, slots, request.runtime.reuse, shared=True
