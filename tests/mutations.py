@@ -203,7 +203,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows-go-on-without-the-prompt-that-they-read", "decoders/engine/decode/lane.py",
-        "        self._bring([*self.rows, seat])\n",
+        "        self._move_to_front([*self.rows, seat])\n",
         "",
         ("serving/test_prompts_in_steps.py",),
     ),

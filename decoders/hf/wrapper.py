@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -183,9 +183,15 @@ class Generate:
             return None
         return present if present.serves(self.model, runtime.attention, *_formats(runtime)) else None
 
-    def give_way(self) -> None:
-        """Lets calls of other threads that wait for the model go first; a scheduler says so between two steps."""
-        self._lock.give_way()
+    @contextmanager
+    def ahead(self) -> Iterator[float]:
+        """Within it the model is this thread's, which goes before others that wait for it. Gives the seconds that others had it."""
+        begun = time.monotonic()
+        self._lock.acquire(first=True)
+        try:
+            yield time.monotonic() - begun
+        finally:
+            self._lock.release()
 
     def release(self) -> None:
         """See :func:`decoders.release`."""
