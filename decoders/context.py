@@ -78,6 +78,8 @@ class Context:
             the tokens. The least recently used ones are dropped when there are many; :func:`decoders.forget` and
             :func:`decoders.release` drop all. With the setting ``memory=False``, and for a draft model's strategies, every call
             gets a new one.
+        texts: the texts given to :func:`decoders.remember`, for all calls and strategies, in a
+            :class:`~decoders.strategies.suffix_index.TextMemory`; None without texts, and for a draft model's strategies.
         embed: the target's input embedding: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, exactly its embedding module, without
             what the model applies behind that module (Gemma-2's factor).
         head: the target's output head on packed weights: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
@@ -114,6 +116,7 @@ class Context:
     decoder_layers: int = 0
     costs: Callable[..., StepCosts | None] = no_costs
     memory: Callable[..., Any] = no_memory
+    texts: Any = None
     embed: Callable[[Tensor], Tensor] = _outside_a_call
     head: Callable[[Tensor], Tensor] = _outside_a_call
     module: OpensModule = _outside_a_call

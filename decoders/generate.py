@@ -5,7 +5,8 @@ An import contract checks that only this module imports ``hf``; schedulers get p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.call import DecodersOutput, PreparedCall
 from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
-from .hf.wrapper import Generate
+from .hf.wrapper import GIVEN_TOKENS, Generate
 from .strategy import Strategy
 
 __all__ = [
@@ -194,22 +195,39 @@ def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     return {} if present is None else present.memories()
 
 
-def remember(model: PreTrainedModel, memories: Mapping[MemoryKey, Any]) -> PreTrainedModel:
-    """Gives an enabled model the result of :func:`memories` of it, or of another one with the same tokenizer.
+def remember(
+    model: PreTrainedModel,
+    memories: Mapping[MemoryKey, Any] | None = None,
+    *,
+    texts: Iterable[str | Sequence[int]] = (),
+) -> PreTrainedModel:
+    """Gives an enabled model texts to draft from, or the result of :func:`memories` of one with the same tokenizer.
 
-    It replaces what the same strategies keep there; others keep theirs. The tokens are the same either way. Reading a pickle runs
-    code: load only memories of your own.
+    The written tokens are the same either way. :func:`forget` drops both.
+
+    Args:
+        memories: replace what the same strategies keep there; others keep theirs. Reading a pickle runs code: load only memories of
+            your own.
+        texts: similar to those to be written (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
+            ``auto``. They are added to those given before, and used in all calls, whatever their settings. Beyond 262,144 tokens
+            those least recently used for a draft are dropped, with a warning.
 
     Returns:
         the same object.
 
     Raises:
-        UnsupportedError: not a model of transformers, or not enabled.
+        UnsupportedError: not a model of transformers, or not enabled. SettingsError: texts that are none, with token ids that the model
+            does not have, or without a tokenizer.
     """
     present = _present(model, "remember")
     if present is None:
         raise UnsupportedError("remember() needs an enabled model: call decoders.enable(model) first")
-    present.remember(dict(memories))
+    present.remember(dict(memories or {}))
+    if dropped := present.remember_texts(texts):
+        warnings.warn(
+            f"remember() keeps {GIVEN_TOKENS:,} tokens of texts: there was no room for {dropped:,}, the least recently used ones",
+            stacklevel=2,
+        )
     return model
 
 
