@@ -26,9 +26,10 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from .arguments import HINTS, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
+from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
 from .grammars import Grammars
+from .multimodal import arguments_of, inputs_of
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
 
@@ -139,6 +140,7 @@ def prepare(
         assistants: the draft models that are kept with `model`.
         kept: what transformers has prepared for earlier calls.
     """
+    beside, options = options.apart(arguments_of(model) - PLAIN)
     given, runtime = options.arguments, options.runtime
     kind = kind_of(model, options.configs, given)
     earlier = kept.get(kind) if kind is not None else None
@@ -168,8 +170,12 @@ def prepare(
     engine = engine_of()
     engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
     config, plan = preparation.config, preparation.plan
+    repeats, multimodal = config.num_return_sequences or 1, None
+    if beside:
+        of_prompts = padded[::repeats], mask[::repeats].to(padded.device) if mask is not None else None
+        multimodal = inputs_of(engine.own_forward(model, engine.target).model, beside, *of_prompts, repeats)
     grammars = Grammars.of(
-        options.grammar, len(prompts), config.num_return_sequences or 1, tokenizer, engine.target.vocab_size,
+        options.grammar, len(prompts), repeats, tokenizer, engine.target.vocab_size,
         preparation.stop_tokens, runtime, options.thinking, prompts,
     )  # fmt: skip
     seed = resolve_seed(options.seed, options.generator, plan.sample)
@@ -184,7 +190,7 @@ def prepare(
         verifier=options.verifier, runtime=runtime, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
         stop_tokens=preparation.stop_tokens, pad_token=preparation.pad_token, plan=replace(plan, masked=grammars.any),
         values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
-        grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
+        grammars=grammars.rows, multimodal=multimodal, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         on_step=aligner.step if aligner is not None else None, observers=registry().listening(),
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)

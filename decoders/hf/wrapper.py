@@ -27,6 +27,7 @@ from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
 from .grammars import vocabulary_of
+from .multimodal import arguments_of
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
@@ -121,7 +122,7 @@ class Generate:
         refuse_prompt_learning(self.model, self.wrapper)
         refuse_adapter_names(self.model)
         given = options.arguments
-        refuse_arguments(options.configs, given)
+        refuse_arguments(options.configs, given, arguments_of(self.model))
         input_ids = given.get("input_ids")
         check_inputs(self.model, given.get("inputs") if input_ids is None else input_ids, given.get("attention_mask"))
         options.check()

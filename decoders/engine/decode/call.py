@@ -85,7 +85,13 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
     # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads
-    opened = stack.enter_context(engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse))
+    inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
+    opened = stack.enter_context(
+        engine.sessions.open(
+            request.prompts, request.new_tokens, sampling, slots, reuse, prefixes=prefixes,
+            shifts=inputs.shifts if inputs is not None else (),
+        )
+    )  # fmt: skip
     batch.session = opened.session
     timings.start = stopwatch.next()
     if not reads:
@@ -105,7 +111,8 @@ def end(batch: Batch) -> None:
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths])
+    prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
+    batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = batch.resources.peak_memory
     batch.where = "details"
     batch.report.details = dict(batch.request.strategy.details(batch.state))

@@ -18,10 +18,12 @@ from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
+from ..model.own_forward import MultimodalInputs
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
 from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
+from .prompts import KeptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,6 +71,7 @@ class Request:
         top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
         observers: are told when it starts, of every step, and when it ends.
+        multimodal: what the prompts have besides text, if they have.
         begun: when the caller called, in seconds of ``time.perf_counter()``; None where nobody waits for the whole of it.
         salts: one per row: rows use one another's keys and values, and what strategies keep between calls, only where these are
             equal. Empty: "" for all.
@@ -99,6 +102,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
+    multimodal: MultimodalInputs | None = None
     begun: float | None = None
 
     @property
@@ -113,6 +117,13 @@ class Request:
 
     def salt_of(self, row: int) -> str:
         return self.salts[row] if self.salts else ""
+
+    def prefix_of(self, row: int) -> KeptText:
+        """A row's prompt as what kept texts may begin with."""
+        text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
+        if inputs is None:
+            return KeptText(text, salt=salt)
+        return KeptText(text, salt=f"{inputs.hashes[row]} {salt}", least=inputs.ends[row])
 
     @property
     def memory_salt(self) -> str:

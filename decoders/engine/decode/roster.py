@@ -12,6 +12,7 @@ from ...strategy import PromptChunk
 from ..model.blocks import Blocks
 from ..model.buckets import row_bucket
 from ..model.cache import CacheBuffers
+from ..model.target import ForwardResult
 from .engine import Engine
 from .grammar.guide import Guide
 from .request import Request, RequestOutput, empty_report
@@ -118,8 +119,20 @@ class Roster:
         result = self.forward_pass.features(
             tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
         )
-        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
+        return chunk_of(result, tokens, begin, lengths, logits=logits)
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies that draft for the model of `engine`."""
         return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
+
+
+def chunk_of(result: ForwardResult, tokens: Tensor, begin: Tensor, lengths: Tensor, *, logits: bool) -> PromptChunk:
+    """A stretch of texts with what a pass over it gave.
+
+    Args:
+        tokens: ``[B, N]``, from slots `begin` ``[B]`` on.
+        lengths: ``[B]``, of the texts.
+    """
+    positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    valid = positions < lengths[:, None] - 1
+    return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
