@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..common.transformers_compat import position_ids_for
 from ..engine.model.layout import placeholder_ids
 from ..engine.model.own_forward import MultimodalInputs
+from ..errors import UnsupportedError
 
 #: Arguments of a forward pass that are no part of a prompt.
 _OTHERS = frozenset({"labels", "logits_to_keep", "return_dict", "kwargs"})
@@ -41,6 +42,9 @@ def inputs_of(
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
         repeats: how many rows decode each prompt.
+
+    Raises:
+        UnsupportedError: a prompt ends with an image.
     """
     batch, width = input_ids.shape
     kinds = [value.to(input_ids.device) for value in given.values() if _per_token(value, input_ids)]
@@ -55,6 +59,11 @@ def inputs_of(
         return None
     if not any(ends):  # nothing says where they stand
         ends = [length - 1 for length in lengths]
+    if any(end == length for end, length in zip(ends, lengths, strict=True)):
+        raise UnsupportedError(
+            "a prompt ends with an image, a video or a sound, and the loop goes on from a token of text: put the question, or what the "
+            "chat template adds for the answer, behind it"
+        )
     digest, hashes = _digest(contents), []
     for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         types = [kind[row, width - length :][:end] for kind in kinds]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
+from .given import CallCache
 from .grammars import vocabulary_of
 from .multimodal import arguments_of
 from .options import NO_DEFAULTS, Defaults, Options
@@ -124,12 +125,16 @@ class Generate:
         given = options.arguments
         refuse_arguments(options.configs, given, arguments_of(self.model))
         input_ids = given.get("input_ids")
-        check_inputs(self.model, given.get("inputs") if input_ids is None else input_ids, given.get("attention_mask"))
+        cache = CallCache.of(given, options.strategy)
+        check_inputs(
+            self.model, given.get("inputs") if input_ids is None else input_ids, given.get("attention_mask"),
+            cache.length if cache is not None else 0,
+        )  # fmt: skip
         options.check()
         tokenizer = given.get("tokenizer") or self.tokenizer
         return prepare(
             self.model, options, tokenizer, lambda: ready or self.engine(options.runtime), self._assistants,
-            self._preparations,
+            self._preparations, cache,
         )  # fmt: skip
 
     def compiles_with(
@@ -179,9 +184,15 @@ class Generate:
             return None
         return present if present.serves(self.model, runtime.attention, *_formats(runtime)) else None
 
-    def give_way(self) -> None:
-        """Lets calls of other threads that wait for the model go first; a scheduler says so between two steps."""
-        self._lock.give_way()
+    @contextmanager
+    def ahead(self) -> Iterator[float]:
+        """Within it the model is this thread's, which goes before others that wait for it. Gives the seconds that others had it."""
+        begun = time.monotonic()
+        self._lock.acquire(first=True)
+        try:
+            yield time.monotonic() - begun
+        finally:
+            self._lock.release()
 
     def release(self) -> None:
         """See :func:`decoders.release`."""

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...common.transformers_compat import attention_of, cache_keyword, set_attention
-from ...errors import UnsupportedError
+from ...errors import InputError, UnsupportedError
 from .blocks import causal_block
 from .buckets import view_bucket
 from .cache import CacheBuffers
 from .features import HeadInputs, LayerStates
-from .prompt_cache import fill_row, whole_cache
+from .given import cached_tokens, check_cache, put_cache
 from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
@@ -79,20 +80,12 @@ class OwnForward:
             every: whether results are wanted, of all tokens but the last ones: ``[B, N, …]``, rows without a prompt as the first one.
 
         Raises:
-            UnsupportedError: a prompt ends with an image, or the design does not store what it reads of one as it stores text, or
-                reads the text behind otherwise.
+            UnsupportedError: the design does not store what it reads of an image as it stores text, or reads the text behind otherwise.
         """
         target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
-        # In low precision on the CPU the end of a text is read by passes of some tokens, as what is written will be.
-        least = 1 + (target.multiple if target.multiple > 1 else 0)
         behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
-        if behind < least:
-            raise UnsupportedError(
-                f"a prompt has {behind} tokens of text behind its last image, video or sound, and decoding begins with {least} at "
-                "least: put the question, or what the chat template adds for the answer, behind it"
-            )
         keyword, width = cache_keyword(self.model), arguments["input_ids"].shape[1]
-        cache = arguments[keyword] = whole_cache(self.model)
+        cache = arguments[keyword] = _whole_cache(self.model)
         if rest:
             arguments |= {key: arguments[key][..., :-1] for key in PER_TOKEN if arguments.get(key) is not None}
         if every and "logits_to_keep" in arguments:
@@ -101,13 +94,16 @@ class OwnForward:
         hidden, layers = self._head.taken(), self._layers.taken() if self._layers is not None else None
         source = torch.arange(len(inputs.lengths), device=tokens.device) // inputs.repeats
         try:
-            for row, length in enumerate(inputs.lengths):
-                fill_row(buffers, target.layout, row, cache, row // inputs.repeats, width - length, length - rest)
-        except UnsupportedError as error:
+            stored = check_cache(target, cache) and cached_tokens(cache)
+        except (InputError, UnsupportedError):
+            stored = 0
+        if stored != width - rest:
             raise UnsupportedError(
-                f"{type(self.model).__name__} does not store what it reads of images as it stores text: {error}. Call generate without "
-                "strategy=."
-            ) from None
+                f"{type(self.model).__name__} does not store keys and values for just the tokens of a prompt with images. "
+                "Call generate without strategy=."
+            )
+        for row, length in enumerate(inputs.lengths):
+            put_cache(target, buffers, row, cache, source=row // inputs.repeats, padding=width - length)
         logits = output.logits
         if rest and not self._checked:
             last = {key: inputs.arguments[key][..., -1:] for key in ("input_ids", "position_ids")}
@@ -158,6 +154,13 @@ class OwnForward:
                     "read by itself, so strategies would not be exact. Call generate without strategy=."
                 )
         self._checked = count > 1 or bool(target.recurrent)
+
+
+def _whole_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache that keeps every token: layers with a window would drop what a shorter text behind the same images sees."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
 
 
 def _attend_as(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
