@@ -1,4 +1,4 @@
-"""Admission of requests to a batch: each gets a row of the pool, and its prompt is read there while others are decoded."""
+"""Admission of requests to a batch: each gets a row of the pool, where its prompt is read while others are decoded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .prompts import NOTHING, KeptText, PrefillPlan
 from .request import Request, RequestOutput
 from .session import Session
 
-#: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
+#: Most tokens of a pass that several prompts share; a longer prompt keeps the processor busy by itself.
 SHARED_PASS = 512
 
 
@@ -30,11 +30,11 @@ class Seat:
         member: the request, with what is written for it.
         place: its row in the pool.
         plan: how its prompt is prefilled, None before that has begun.
-        to_read: chunks of the plan that are still to come.
-        chunks: the prompt as its strategy is shown it before the first step, if it reads prompts; without logits, which are large.
-        weights: those that its prompt is read with, None before that has begun.
+        to_read: chunks of the plan that are not read yet.
+        chunks: what its strategy is shown before the first step, if it reads prompts; without logits, which are large.
+        weights: the weights that its prompt is read with, None before that has begun.
         row: of the batch; None while the prompt is read.
-        turns: passes over its prompt so far; a new request begins with the fewest of those that wait. Fewest turns are served first.
+        turns: passes over its prompt so far. Fewest turns are served first; a new request begins with the fewest of those waiting.
     """
 
     member: RequestOutput
@@ -51,8 +51,8 @@ class Seat:
         return self.member.request.prompts[0]
 
     @property
-    def salt(self) -> str:
-        return self.member.request.salt_of(0)
+    def prefix(self) -> KeptText:
+        return self.member.request.prefix_of(0)
 
     @property
     def ready(self) -> bool:
@@ -63,8 +63,8 @@ class Admission:
     """Finds places for requests and reads their prompts.
 
     Args:
-        batch: which they will join.
-        reserved: places of the pool that are no request's.
+        batch: the batch that they will join.
+        reserved: first places of the pool, which no request gets.
 
     Attributes:
         seats: all requests, in the order in which they came.
@@ -76,15 +76,14 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """A free place: the one whose text shares most with the prompt, else the least recently used. The rest of its text is
-        dropped, so that moving rows does not copy it.
+        """The free place whose text shares most with the prompt, else the least recently used.
+
+        What its text does not share is dropped, so that moving rows does not copy it.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
-        prompt, salt = request.prompts[0].cpu(), request.salt_of(0)
-        shared = {
-            place: self.pool.texts[place].shared_with(prompt, salt) if request.runtime.reuse else 0 for place in free
-        }
+        prompt = request.prefix_of(0)
+        shared = {place: self.pool.texts[place].shared_with(prompt) if request.runtime.reuse else 0 for place in free}
         place = max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
         self.pool.cut(place, shared[place])
         return place
@@ -137,7 +136,7 @@ class Admission:
         return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Books the seconds of a pass over `count` tokens, some of them this seat's prompt."""
+        """Books the seconds of a pass over `count` tokens, some of which are this seat's prompt."""
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
@@ -145,7 +144,7 @@ class Admission:
         """The waiting request whose prompt has had the fewest passes; the first of equals.
 
         Args:
-            together: whether prompts may share passes.
+            together: whether several prompts may share passes.
         """
         while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
             seat = min(waiting, key=lambda each: each.turns)
@@ -166,14 +165,17 @@ class Admission:
         """The seats whose prompts are prefilled in the same passes as that of `seat`, itself included.
 
         A pass over one short prompt takes nearly as long as one over several. Their lengths are within a factor of two. Prompts that
-        share more than half of their text are not read together: there the common part is read once and copied.
+        share more than half of their text are not read together: their common part is read once and copied.
         """
-        own, prompt = KeptText(seat.prompt.cpu(), salt=seat.salt), seat.prompt
+        own, prompt = seat.prefix, seat.prompt
+        if seat.member.request.multimodal is not None:
+            return [seat]
 
         def fits(other: Seat) -> bool:
             return (
-                other.plan is None and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
-                and 2 * own.shared_with(other.prompt.cpu(), other.salt) < len(other.prompt)
+                other.plan is None and other.member.request.multimodal is None
+                and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
+                and 2 * own.shared_with(other.prefix) < len(other.prompt)
             )  # fmt: skip
 
         return self._beside(seat, fits, lambda other: len(other.prompt))
@@ -199,27 +201,35 @@ class Admission:
 
     def _start_reading(self, seats: list[Seat], pause: float) -> None:
         """Puts prompts in their places, copies the prefixes that other places hold, and plans the passes over the rest."""
-        kept = []
+        kept, read = [], set[Seat]()
         for seat in seats:
             request = seat.member.request
-            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # which is shown all of it
-            self.pool.put(seat.place, seat.prompt)
-            prompt = {seat.place: seat.prompt.cpu()}
-            kept += self.pool.take_over(prompt, self._texts(seat), seat.salt) if reuse else [0]
+            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # else the whole prompt is shown to it
+            inputs, length = request.multimodal, len(seat.prompt)
+            self.pool.put(seat.place, seat.prompt, inputs.shifts[0] if inputs is not None else 0)
+            kept += self.pool.take_over({seat.place: seat.prefix}, self._texts(seat)) if reuse else [0]
             self.pool.drop(seat.place)
+            if inputs is not None and not self.batch.images_in_place(inputs, [length], kept[-1:]):
+                shown = self.batch.read_images(inputs, [length], seat.place)
+                seat.chunks += [replace(shown, logits=None)] if shown is not None else []
+                kept[-1] = length - 1
+                read.add(seat)
         chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
         if self._rows:
             wanted = max(int(pause / self._pace / len(seats)), LEAST_CHUNK) if self._pace else 128
             chunk = min(chunk, chunk_bucket(wanted, self.pool.target.static))
-        plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
+        lengths = [len(seat.prompt) for seat in seats]
+        plan = PrefillPlan.of(lengths, kept, chunk, self.pool.target, given=bool(read))
         for seat, start in zip(seats, plan.starts, strict=True):
             seat.plan, seat.weights = replace(plan, starts=[start]), self.pool.target.weights
             seat.to_read = list(plan.chunks)
-            seat.member.report.reused = [start]
+            seat.member.report.reused = [0 if seat in read else start]
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a pass. For a strategy that reads prompts it keeps the results, which are shown later."""
-        if not seat.member.request.strategy.reads_prompt:
+        """The function that runs a pass. For a strategy that reads prompts it keeps the results, to be shown later; those of prompts
+        with images are there already.
+        """
+        if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
@@ -229,7 +239,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """The text in every place, used or free; in the place of `seat` it is the one that was there before."""
+        """The text in every place, used or free; in the place of `seat` the text from before."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:
@@ -242,9 +252,9 @@ class Admission:
             return NOTHING
         if seat.row is not None:
             written = seat.member.text(0).cpu()
-            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.batch.pending, 0)], seat.salt)
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.batch.pending, 0)], seat.prefix)
         if seat.plan is None:
             return NOTHING
         start, end = seat.plan.starts[0], len(seat.prompt) - 1
         text = seat.prompt.cpu()[: min(start + seat.to_read[0][0], end) if seat.to_read else end]
-        return self.pool.kept(seat.place, text, seat.salt)
+        return self.pool.kept(seat.place, text, seat.prefix)
