@@ -97,9 +97,12 @@ class PreparedCall:
     aligner: StreamAligner | None
     config: GenerationConfig
 
-    def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """`written` in transformers' form, its texts judged by the grammars; the stream is closed."""
+    def judge(self, written: RequestOutput) -> None:
+        """Notes in the report what became of the texts; may take long where a grammar is wider than what was asked for."""
         written.report.grammars = self.grammars.judge(written.generated)
+
+    def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
+        """`written` in transformers' form; the stream is closed."""
         if self.aligner is not None:
             self.aligner.end(written.generated)
         return self.partial(written)
