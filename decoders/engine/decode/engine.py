@@ -42,6 +42,8 @@ KEPT_MEMORY_BYTES = 256 << 20
 
 #: Key of a memory: the strategy's class, the strategy with its settings, and the memory's name, with the salt if any.
 MemoryKey = tuple[str, str, str]
+#: That of texts that the user gave: of all strategies, whatever their settings and salts.
+TEXTS: MemoryKey = ("", "", "texts")
 
 
 class Engine:
@@ -194,10 +196,17 @@ class Engine:
             self._bound_memories()
             self.sessions.forget_recordings()  # they read and write the replaced memories
 
+    @property
+    def texts(self) -> Any:
+        """See :attr:`Context.texts`."""
+        return self._memories.get(TEXTS)
+
     def _bound_memories(self) -> None:
-        sizes = [getattr(kept, "nbytes", 0) for kept in self._memories.values()]
-        while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes) > KEPT_MEMORY_BYTES):
-            del self._memories[next(iter(self._memories))], sizes[0]  # the least recently used goes
+        # Texts that were given have a bound of their own.
+        sizes = {key: getattr(kept, "nbytes", 0) for key, kept in self._memories.items() if key != TEXTS}
+        while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes.values()) > KEPT_MEMORY_BYTES):
+            key = next(iter(sizes))  # the least recently used goes
+            del self._memories[key], sizes[key]
 
     def _forget_compiled(self) -> None:
         self.forward_pass.forget()
