@@ -85,6 +85,7 @@ class NodeBlock:
         text: tokens in front of node 0 that are run with the block: the end of the prompts, which the first step reads, or a few
             that were nodes before.
         piece: what is read of another row's prompt meanwhile.
+        root: ``[B, H]``, the embedding of node 0 where that is no token.
     """
 
     draft_tokens: Tensor
@@ -93,6 +94,7 @@ class NodeBlock:
     masks: Masks | None = None
     text: LeadingText = LeadingText()
     piece: PromptPiece | None = None
+    root: Tensor | None = None
 
 
 class Blocks:
