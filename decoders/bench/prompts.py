@@ -91,12 +91,8 @@ def read_prompts(chosen: str, limit: int | None) -> Texts:
 
 
 def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
-    path = Path(chosen)
     try:
-        if path.suffix.lower() in (".jsonl", ".gz", ".parquet"):
-            prompts = [_prompt(item, path.name.partition(".")[0]) for item in read_rows(path)]
-        else:
-            prompts = [(path.stem, path.read_text(encoding="utf-8"))]
+        prompts = read_file(Path(chosen))
     except (OSError, ValueError, KeyError, TypeError) as error:
         kinds = ", ".join(known)
         raise SettingsError(f"--prompts {chosen!r} is neither one of {kinds} nor a readable file: {error}") from error
@@ -107,6 +103,17 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
         contents = [text for other, text in prompts if other == kind][:limit]
         texts += [(f"{kind}-{number:02}", kind, text) for number, text in enumerate(contents, 1)]
     return texts
+
+
+def read_file(path: Path) -> list[tuple[str, Content]]:
+    """Kind and content of the texts of a file: a text, or objects with text or messages, see :func:`read_rows`.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is no such file.
+    """
+    if path.suffix.lower() in (".jsonl", ".gz", ".parquet"):
+        return [_prompt(item, path.name.partition(".")[0]) for item in read_rows(path)]
+    return [(path.stem, path.read_text(encoding="utf-8"))]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from .console import plain_console, waiting
 from .models import Dtype, ModelName, known_strategy, set_aside
 
 if TYPE_CHECKING:
+    from ..bench.prompts import Content
     from ..server.limits import Limits
 
 
@@ -54,6 +56,14 @@ def serve(
     thinking: Annotated[
         str | None,
         typer.Option(metavar="BEGIN END", help='What thoughts begin and end with, as in "<think> </think>"; known of many models.'),
+    ] = None,
+    suffix_corpus: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True,
+            help="Texts like those to be written, that suffix and auto draft from for all clients: a text, or JSON lines "
+            "with text or messages.",
+        ),
     ] = None,
     dtype: Dtype = "auto",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
@@ -112,6 +122,7 @@ def serve(
     config = parse_assignments(settings or [])
     template = read_template(chat_template) if chat_template is not None else None
     markers = _markers(thinking) if thinking is not None else None
+    corpus = [] if suffix_corpus is None else _corpus(suffix_corpus)
     console = plain_console(stderr=True)
     if host not in LOOPBACK and not keys:
         console.print(
@@ -122,9 +133,9 @@ def serve(
 
         torch.set_num_threads(threads)
     with waiting(console, f"loading {model}") as status:
-        service = _service(model, name, strategy, config, assistant, template, markers, dtype, compile, limits)
-        status.update("writing a first token, and one with every strategy that needs heads or layers")
-        service.warm_up()
+        service = _service(
+            model, name, strategy, config, assistant, template, markers, corpus, dtype, compile, limits, status.update
+        )
     from ..server.app import make_app
     from ..server.running import Server
 
@@ -184,9 +195,10 @@ def check_installed() -> None:
 
 def _service(
     model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
-    thinking: tuple[str, str] | None, dtype: str, compile: bool, limits: Limits,
+    thinking: tuple[str, str] | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
+    told: Callable[[str], None],
 ) -> Any:  # fmt: skip
-    """The service around a model that has been loaded."""
+    """The service around a model that has been loaded and has written a token; `told` what takes a while."""
     from ..server.service import Service
     from . import models
 
@@ -197,7 +209,33 @@ def _service(
         assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
         chat_template=chat_template, thinking=thinking, config=None if compile else {"compile": False},
     )  # fmt: skip
+    told("writing a first token, and one with every strategy that needs heads or layers")
+    service.warm_up()
+    if corpus:
+        from ..bench.prompts import encode
+        from ..generate import remember
+
+        remember(loaded, texts=[encode(tokenizer, content) for content in corpus])
     return service
+
+
+def _corpus(path: Path) -> list[Content]:
+    """The texts of ``--suffix-corpus``.
+
+    Raises:
+        SettingsError: it is no file of texts.
+    """
+    from ..bench.prompts import read_file
+
+    try:
+        contents = [content for _, content in read_file(path) if content]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(
+            f"--suffix-corpus {path} is neither text nor JSON lines with text or messages: {error!r}"
+        ) from error
+    if not contents:
+        raise SettingsError(f"--suffix-corpus {path}: there is no text in it")
+    return contents
 
 
 def _announce(server: Any, name: str, console: Any) -> None:

@@ -1,4 +1,4 @@
-"""The grammar of answers that are calls of functions, each function with the document of its own parameters."""
+"""The grammar of answers that call functions, with a JSON schema for each function's parameters."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OBJECT = document('{"type": "object"}')
 
 @dataclass(frozen=True)
 class Called:
-    """A function as the grammar of its calls knows it.
+    """A function that may be called.
 
     Attributes:
         name: of the function.
         parameters: their schema, as JSON.
-        strict: whether what the language cannot honour is refused, or left to the validation of the call; None: to the validation,
-            but only where it has to be.
+        strict: whether keywords that the language cannot honour are refused (True) or left to validation (False); None: left to
+            validation only if there is no other way.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self) -> Language:
-        """The arguments.
+        """The language of the arguments.
 
         Raises:
             GrammarError: they cannot be expressed; names the function.
@@ -59,7 +59,7 @@ class Called:
                 with deadline(left() / 2):
                     return _Arguments(self.parameters, closed=True).language()
             except GrammarError:
-                pass  # what is wrong with the schema itself is said again
+                pass  # an error of the schema itself is raised again below
         return _Arguments(self.parameters, closed=True, strict=self.strict is True).language()
 
     def _named(self, warning: str) -> str:
@@ -67,9 +67,9 @@ class Called:
 
 
 class _Arguments(JsonSchema):
-    """JSON objects that a schema allows, which need not say that it is about objects.
+    """JSON objects that a schema allows, even if the schema has no ``type``.
 
-    Arguments that are not declared are of no use to a function, and a language without them is mostly regular: `closed`.
+    `closed`, since a function has no use for undeclared arguments, and a language without them is mostly regular.
     """
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
@@ -79,14 +79,14 @@ class _Arguments(JsonSchema):
 
 @dataclass(frozen=True)
 class CallSpec(Spec):
-    """Answers that are calls, or text: of a format, or any that is no call.
+    """Answers that are calls or, if `text`, text: of a format, or any that does not begin as a call.
 
     Attributes:
         functions: those that may be called.
-        key_of_arguments: of a call, which is an object of a name and arguments.
+        key_of_arguments: the key of the arguments in a call, which is an object with a name and arguments.
         prefix: before a call.
         suffix: after a call.
-        text: whether text is an answer, too.
+        text: whether an answer may be text.
         several: whether there may be more than one call.
         format: of the text; None: any that does not begin as a call.
     """
@@ -111,7 +111,7 @@ class CallSpec(Spec):
             text = self._text()
         warnings = dict.fromkeys(warning for each in [*inner, *([text] if text else [])] for warning in each.warnings)
         pattern = self._regex(inner, text)
-        # llguidance's lexer never goes back: it takes the first brace of a text for that of such a prefix.
+        # llguidance's lexer never backtracks: it would take the first brace of a text for that of such a prefix.
         apart = text is None or self.format is None or not self.prefix.startswith(("{", "[", '"'))
         lark = self._lark(inner, text) if apart else None
         if pattern is None and lark is None:
@@ -122,7 +122,7 @@ class CallSpec(Spec):
         return Language("calls of functions", pattern, lark, tuple(warnings), self._whole(inner, text))
 
     def _opening(self, function: Called) -> list[str]:
-        """Expressions of the words of a call before its arguments."""
+        """Expressions for the parts of a call before its arguments."""
         return [r"\{", '"name": ?', f'"{quoted(function.name)}"', ", ?", f'"{quoted(self.key_of_arguments)}": ?']
 
     def _regex(self, inner: list[Language], text: Language | None) -> str | None:
@@ -140,11 +140,11 @@ class CallSpec(Spec):
             return None
         if self.format is not None:
             return self.format.language()
-        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
+        # Bare JSON begins with a brace, and llguidance's lexer takes the longest match: text beginning with one counts as a call.
         return Language("text", not_beginning(self.prefix or "{"))
 
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
-        """Judges arguments that a language is too wide for, and text that does not begin as calls."""
+        """Judges arguments whose language is too wide, and text that does not begin as a call."""
         judges = {f.name: each.whole for f, each in zip(self.functions, inner, strict=True) if each.whole is not None}
         judge_text = None if text is None else text.whole
         if not judges and judge_text is None:
@@ -163,7 +163,9 @@ class CallSpec(Spec):
             f"one: {around[0]} ({some}) {around[1]}",
         ]
         rules += [_renamed(each.lark or "", f"arguments{number}", f"_{number}") for number, each in enumerate(inner)]
-        if text is not None and text.lark is not None:  # rather than its expression, one word that a call may begin as
+        if (
+            text is not None and text.lark is not None
+        ):  # preferred to its regex, a single word that a call could begin as
             rules.append(_renamed(text.lark, "text", "_"))
         elif text is not None and text.regex is not None:
             rules.append(f"text: {slashed(text.regex)}")
@@ -197,7 +199,7 @@ class _Answers:
                     raise GrammarError(f"the arguments of {name}: {error}", error.keyword, error.path) from error
 
 
-#: What stands between slashes or quotes in a grammar of a schema, and the names of its rules.
+#: Regexes and strings in the Lark grammar of a schema, which are skipped, and the names of its rules.
 _NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
 
 
@@ -210,17 +212,17 @@ def _renamed(grammar: str, start: str, suffix: str) -> str:
 def written_calls(
     text: str, begin: int, names: Collection[str], key_of_arguments: str, several: bool, opening: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The names and arguments of the calls in `text` from `begin` on, as far as they are complete and of functions that there are.
+    """The names and arguments of the complete calls in `text` from `begin` on, of functions among `names`.
 
     Args:
         several: whether there may be more than one.
-        opening: what stands in front of each; it may have braces of its own.
+        opening: the text in front of each call, which may contain braces.
     """
     place = begin
     while (place := _brace(text, place, opening)) >= 0:
         try:
             value, place = json.JSONDecoder().raw_decode(text, place)
-        except (ValueError, RecursionError):  # whatever a model may write where nothing constrains it
+        except (ValueError, RecursionError):  # unconstrained text need not be JSON
             return
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in names:
@@ -231,7 +233,7 @@ def written_calls(
 
 
 def _brace(text: str, place: int, opening: str) -> int:
-    """The place of the next call's own brace, after `opening` if that comes first; -1 if there is none."""
+    """The index of the next call's first brace, behind `opening` if that comes first; -1 if there is none."""
     brace = text.find("{", place)
     if opening and 0 <= (before := text.find(opening, place)) <= brace:
         return text.find("{", before + len(opening))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from ..drafting import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..heads.block_heads import BlockHead, DraftedBlock
-from ..heads.dflash_files import HEADS, DFlashFiles, load_draft_model, read_config
+from ..heads.dflash_files import HEADS, DFlashFiles, find_draft_model, load_draft_model, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, NodeBudget, shape_of
+from .draft_model import GRADE_RATES, Beam, Children, NodeBudget, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of, embeddings_of
 
 
@@ -28,20 +29,21 @@ class DFlashSettings(Settings):
     draft_model: str | None = Field(
         None,
         description="Folder of the draft model, in the format of the authors (DFlash, DFlash2, JetSpec), DeepSpec (DSpark), SpecForge "
-        "(Domino), LiLiCorr, speculators or transformers.",
+        "(Domino), LiLiCorr, speculators or transformers. None: the folder `dflash` beside the model.",
     )
     length: int | None = Field(
         None,
         ge=1,
         le=127,
-        description="Tokens drafted in a pass; None: as many as in its training, which is the most.",
+        description="Tokens drafted in a pass; None: as many as in its training, which is the most, fewer where a step allows fewer "
+        "nodes by its measured costs.",
     )
     tree: Literal["none", "static", "dynamic"] = Field(
         "none",
         description="none: the best token of every place, a chain. static: the best ones of every place, in a tree of one shape. "
         "dynamic: the likeliest paths through them, chosen in every step.",
     )
-    nodes: NodeBudget = 32
+    nodes: NodeBudget = None
     children: Children = 4
     beam: Beam = 4
 
@@ -74,38 +76,33 @@ class DFlash(ReadsFeatures):
     needs = "network"
     settings_class = DFlashSettings
     hints = {"num_assistant_tokens": "length"}
+    grade_rates = GRADE_RATES
     heads: ClassVar[tuple[type[BlockHead], ...]] = HEADS
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        layers = read_config(self._folder).layers
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        folder = find_draft_model(self.settings.draft_model, config)
+        layers = read_config(folder).layers
         if not all(0 <= layer < count for layer in layers):
             raise SettingsError(
-                f"dflash: the draft model in {self._folder} reads layers {', '.join(map(str, layers))} of a target that has {count}"
+                f"dflash: the draft model in {folder} reads layers {', '.join(map(str, layers))} of a target that has {count}"
             )
         return layers
 
-    @property
-    def _folder(self) -> str:
-        if self.settings.draft_model is None:
-            raise SettingsError(
-                "dflash needs a draft model that was trained for the model: name its folder as draft_model="
-            )
-        return self.settings.draft_model
-
     def start(self, context: Context) -> _State:
         s: DFlashSettings = self.settings
-        files = load_draft_model(self._folder, context.device, dtype_of(context), self.heads)
+        folder = find_draft_model(s.draft_model, context.model.config)
+        files = load_draft_model(folder, context.device, dtype_of(context), self.heads)
         config, most = files.config, files.config.places
-        _check_fit(files, context, self._folder)
-        length = s.length or most
+        _check_fit(files, context, folder)
+        length = levels_of(context, s.length, most)
         if length > most:
             raise SettingsError(
-                f"dflash: length is {length}, and the draft model in {self._folder} was trained to draft {most} tokens"
+                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {most} tokens"
             )
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:
             offered.append(files.head.candidates)
-        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context, graded=True)
+        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context)
         drafter = DFlashDrafter(context, files, length, tree.children)
         last = context.decoder_layers - 1
         return _State(drafter, tree, tuple(layer == last for layer in config.layers))
@@ -203,7 +200,7 @@ def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
     return context.embed
 
 
-def _check_fit(files: DFlashFiles, context: Context, folder: str) -> None:
+def _check_fit(files: DFlashFiles, context: Context, folder: Path) -> None:
     """Raises SettingsError if the draft model is for another target, UnsupportedError for a draft model's drafter."""
     config = files.config
     if context.level > 0:

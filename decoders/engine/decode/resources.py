@@ -53,6 +53,7 @@ class CallResources:
             strategy=request.resolve, vocabulary_of=request.draft_models.vocabulary_of, plan=request.plan,
             new_tokens=None if batch.shared else request.new_tokens,
             memory=self._memory_of if request.runtime.memory else no_memory,
+            texts=batch.engine.texts,
             rows=batch.width, slots=batch.rows.slots, sequences=batch.session.view(max(batch.lengths))[1],
             sampling=batch.rows.sampling, guide=batch.guide, coupled=batch.verifier is None,
             device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,

@@ -95,7 +95,7 @@ class StagedDrafter(ModelDrafter):
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
-            costs=no_costs, memory=no_memory, decoder_layers=0,
+            costs=no_costs, memory=no_memory, texts=None, decoder_layers=0,
         )  # fmt: skip
         return replace(context, draft=context_draft(self.batch, self, self.stack, context, self.inner))
 
