@@ -42,8 +42,6 @@ CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "train": made_up.print_training,
     "doctor": made_up.print_findings,
     "help": ["--help"],
-    "generate-help": ["generate", "--help"],
-    "serve-help": ["serve", "--help"],
 }
 
 NUMBERS = re.compile(r"\d[\d.,]*\d|\d")
