@@ -77,6 +77,8 @@ class Context:
             first call with a strategy of this class and these settings that asked for `key`. What is in it must not change the
             tokens. The least recently used go when there are many; :func:`decoders.forget` and :func:`decoders.release` free
             all. With the setting ``memory=False``, and for a draft model's strategies, every call gets a new one.
+        texts: what :func:`decoders.remember` was given as texts, for all calls and strategies, in a
+            :class:`~decoders.strategies.suffix_index.TextMemory`; None without, and for a draft model's strategies.
         embed: the target's own input embedding: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, exactly its embedding module.
             What a model does to embeddings behind that module (Gemma-2's factor) is not in it.
         head: the target's own output head on packed weights: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
@@ -113,6 +115,7 @@ class Context:
     decoder_layers: int = 0
     costs: Callable[..., StepCosts | None] = no_costs
     memory: Callable[..., Any] = no_memory
+    texts: Any = None
     embed: Callable[[Tensor], Tensor] = _outside_a_call
     head: Callable[[Tensor], Tensor] = _outside_a_call
     module: OpensModule = _outside_a_call

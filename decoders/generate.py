@@ -5,7 +5,8 @@ Nothing else imports ``hf``, which a contract checks: what decodes the calls of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.call import DecodersOutput, PreparedCall
 from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
-from .hf.wrapper import Generate
+from .hf.wrapper import GIVEN_TOKENS, Generate
 from .strategy import Strategy
 
 __all__ = [
@@ -194,22 +195,39 @@ def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     return {} if present is None else present.memories()
 
 
-def remember(model: PreTrainedModel, memories: Mapping[MemoryKey, Any]) -> PreTrainedModel:
-    """Gives an enabled model what :func:`memories` has read from it, or from another one with the same tokenizer.
+def remember(
+    model: PreTrainedModel,
+    memories: Mapping[MemoryKey, Any] | None = None,
+    *,
+    texts: Iterable[str | Sequence[int]] = (),
+) -> PreTrainedModel:
+    """Gives an enabled model texts to draft from, or what :func:`memories` has read from one with the same tokenizer.
 
-    It stands in the place of what the same strategies keep there; others keep theirs. The tokens are the same either way. A pickle
-    runs code when it is read: load memories of your own only.
+    The tokens that are written are the same either way. :func:`forget` drops both.
+
+    Args:
+        memories: stand in the place of what the same strategies keep there; others keep theirs. A pickle runs code when it is read:
+            load memories of your own only.
+        texts: like those to be written, or their token ids, for ``suffix``, by itself and in ``auto``: earlier outputs, code, answers.
+            They are added to those that were given before, and drafted from in all calls, whatever their settings. Where they exceed
+            262,144 tokens, those that were least recently used for a draft are dropped, and a warning says so.
 
     Returns:
         the same object.
 
     Raises:
-        UnsupportedError: not a model of transformers, or not enabled.
+        UnsupportedError: not a model of transformers, or not enabled. SettingsError: texts that are none, with token ids that the model
+            does not have, or without a tokenizer.
     """
     present = _present(model, "remember")
     if present is None:
         raise UnsupportedError("remember() needs an enabled model: call decoders.enable(model) first")
-    present.remember(dict(memories))
+    present.remember(dict(memories or {}))
+    if dropped := present.remember_texts(texts):
+        warnings.warn(
+            f"remember() keeps {GIVEN_TOKENS:,} tokens of texts: there was no room for {dropped:,}, the least recently used ones",
+            stacklevel=2,
+        )
     return model
 
 

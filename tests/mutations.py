@@ -113,9 +113,21 @@ MUTATIONS = (
     ),
     Mutation(
         "the-end-of-a-kept-prompt-keeps-the-bits-of-another-tier", "decoders/engine/decode/prompts.py",
-        "again = multiple if multiple > 1 else 0",
+        "again = multiple if multiple > 1 and not given else 0",
         "again = 0",
         ("generate/test_compiled.py",),
+    ),
+    Mutation(
+        "given-keys-and-values-are-computed-again", "decoders/engine/decode/prompts.py",
+        "(longest if given else pending)",
+        "pending",
+        ("exactness/test_given_cache.py",),
+    ),
+    Mutation(
+        "what-a-caller-computed-is-kept-for-others", "decoders/engine/decode/call.py",
+        "if batch.request.given is None:",
+        "if True:",
+        ("exactness/test_given_cache.py",),
     ),
     Mutation(
         "one-token-too-many-is-committed", "decoders/engine/decode/verify.py",
@@ -191,7 +203,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows-go-on-without-the-prompt-that-they-read", "decoders/engine/decode/lane.py",
-        "        self._bring([*self.rows, seat])\n",
+        "        self._move_to_front([*self.rows, seat])\n",
         "",
         ("serving/test_prompts_in_steps.py",),
     ),

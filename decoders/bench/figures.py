@@ -129,6 +129,12 @@ def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
     return speeds
 
 
+def ratio(samples: Sequence[Measurement], baseline: Sequence[Measurement]) -> Spread | None:
+    """Tokens per second of every repeat over the baseline's in the same repeat."""
+    speeds, others = per_repeat(samples), per_repeat(baseline)
+    return Spread.of([speeds[repeat] / others[repeat] for repeat in speeds if repeat in others])
+
+
 def first_tokens(samples: Sequence[Measurement]) -> Spread | None:
     by_repeat: dict[int, list[float]] = {}
     for s in samples:

@@ -6,10 +6,10 @@ is; instructions lie in between.
 
 from __future__ import annotations
 
+import gzip
 import json
-import random
-import string
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,74 +26,20 @@ if TYPE_CHECKING:
 
 #: A text to go on with, or what was said so far, for a chat template.
 Content = str | list[dict[str, str]]
+#: Prompts as they are read: name, kind, text or messages.
+Texts = list[tuple[str, str, Content]]
 
-#: Characters of a random prompt.
-LENGTH = 160
-
-
-def predictable() -> list[str]:
-    """Texts that go on in an obvious way, each cut off within a line."""
-    words = ("alpha", "beta", "gamma", "delta")
-    modules = (
-        "argparse", "ast", "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "decimal",
-        "difflib", "enum", "fnmatch", "functools", "glob", "hashlib", "heapq", "html", "inspect", "io",
-    )  # fmt: skip
-    return [
-        "\n".join(f"line {i}: the quick brown fox jumps over the lazy dog" for i in range(1, 12)) + "\nline 12: the",
-        "\n".join(f"| row {i} | {words[i % 4]} | True | False | None |" for i in range(1, 13)) + "\n| row 13 |",
-        "\n".join(f"import {name}" for name in modules) + "\nimport",
-        "\n".join(f"    self.value_{i} = value_{i}" for i in range(1, 17)) + "\n    self.value_17",
-    ]
-
-
-def noise() -> list[str]:
-    """Random printable bytes, the same in every run."""
-    generator = random.Random(0)
-    return ["".join(generator.choices(string.printable[:95], k=LENGTH)) for _ in range(4)]
-
-
-def agent() -> list[str]:
-    """The same edit asked for ten times, each time of the file as it is then: what an agent does that works on one file."""
-    lines = [
-        "def load(path, limit=0):",
-        '    """Read the entries of a file."""',
-        "    entry = None",
-        "    with open(path) as file:",
-        "        for line in file:",
-        "            entry = parse(line)",
-        "            if entry is None:",
-        "                continue",
-        "            check(entry, limit)",
-        "            store(entry.name, entry.value)",
-        "    if entry is None:",
-        "        raise ValueError(path)",
-        "    return entry",
-    ]
-    changes = [
-        (0, "def load(path, limit=10):"), (1, '    """Read all entries of a file."""'), (8, "            check(entry, limit, path)"),
-        (7, "                break"), (4, "        for line in file.readlines():"), (11, '        raise ValueError("no entry")'),
-        (9, "            store(entry.name, entry.value, path)"), (3, '    with open(path, "r") as file:'),
-        (12, "    return entry, path"), (2, "    entry = default"),
-    ]  # fmt: skip
-    texts = []
-    for place, line in changes:
-        lines[place] = line
-        texts.append("# original\n" + "\n".join(lines) + "\n\n# rename entry to record\n")
-    return texts
-
-
-#: Kind of prompt to what makes its texts.
-MADE_UP: dict[str, Callable[[], list[str]]] = {"predictable": predictable, "random": noise, "agent": agent}
-
+#: Kinds that are made up: texts that go on in an obvious way, each cut off within a line; random printable characters; and the same
+#: edit asked for ten times, each time of the file as it is then, which is what an agent does that works on one file.
+MADE_UP = ("predictable", "random", "agent")
 #: Kinds of instructions. The answer to a story repeats neither the prompt nor itself: lookups have little to find.
 INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
 
 
-def instructions(kind: str) -> list[tuple[str, str, Content]]:
-    """(name, kind, messages) of the instructions of a kind that come with this package."""
-    lines = resources.files(__package__).joinpath("instructions.jsonl").read_text(encoding="utf-8").splitlines()
-    every = [json.loads(line) for line in lines]
-    return [(item["id"], item["kind"], item["messages"]) for item in every if item["kind"] == kind]
+def instructions(kind: str) -> Texts:
+    """Those of a kind that come with this package; of :data:`MADE_UP`, too."""
+    with resources.as_file(resources.files(__package__).joinpath("prompts.jsonl")) as path:
+        return [(item["id"], kind, _prompt(item, kind)[1]) for item in read_rows(path) if item["kind"] == kind]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
@@ -116,8 +62,8 @@ def bare(content: Content) -> str:
 INSTRUCT = "instruct"
 
 
-def read_prompts(chosen: str, limit: int | None) -> list[tuple[str, str, Content]]:
-    """(name, kind, text or messages) of the prompts that ``--prompts`` asks for, `limit` of each kind.
+def read_prompts(chosen: str, limit: int | None) -> Texts:
+    """The prompts that ``--prompts`` asks for, `limit` of each kind.
 
     Args:
         chosen: kinds, comma-separated: the demo's (``all`` is all of these), ``instruct`` and ``instruct:edit``,
@@ -133,38 +79,61 @@ def read_prompts(chosen: str, limit: int | None) -> list[tuple[str, str, Content
     pieces = [piece.strip() for piece in chosen.split(",") if piece.strip()]
     if not pieces or set(pieces) - {*known}:
         return _from_file(chosen, limit, known)
-    kinds = [kind for piece in pieces for kind in groups.get(piece, (piece,))]
-    texts: list[tuple[str, str, Content]] = []
-    for kind in dict.fromkeys(kinds):
-        if kind in MADE_UP:
-            numbered = enumerate(MADE_UP[kind]()[:limit], 1)
-            texts += [(f"{kind}-{number:02}", kind, text) for number, text in numbered]
-        elif kind.startswith(INSTRUCT):
-            prompts = instructions(kind.partition(":")[2])[:limit]
-            texts += [(f"{INSTRUCT}:{name}", kind, messages) for name, _, messages in prompts]
-        else:
+    texts: Texts = []
+    for kind in dict.fromkeys(kind for piece in pieces for kind in groups.get(piece, (piece,))):
+        if kind in demo.KINDS:
             texts += [(p.id, p.kind, p.text) for p in demo.prompts(kind)[:limit]]
+        else:
+            prefix = f"{INSTRUCT}:" if kind.startswith(INSTRUCT) else ""
+            own = instructions(kind.removeprefix(prefix))[:limit]
+            texts += [(prefix + name, kind, content) for name, _, content in own]
     return texts
 
 
-def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> list[tuple[str, str, Content]]:
-    path = Path(chosen)
+def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
     try:
-        content = path.read_text(encoding="utf-8")
-        if path.suffix.lower() == ".jsonl":
-            prompts = [_prompt(json.loads(line), path.stem) for line in content.splitlines() if line.strip()]
-        else:
-            prompts = [(path.stem, content)]
+        prompts = read_file(Path(chosen))
     except (OSError, ValueError, KeyError, TypeError) as error:
         kinds = ", ".join(known)
         raise SettingsError(f"--prompts {chosen!r} is neither one of {kinds} nor a readable file: {error}") from error
     if not any(text for _, text in prompts):
         raise SettingsError(f"--prompts {chosen}: there is no text in it")
-    texts: list[tuple[str, str, Content]] = []
+    texts: Texts = []
     for kind in dict.fromkeys(kind for kind, _ in prompts):
         contents = [text for other, text in prompts if other == kind][:limit]
         texts += [(f"{kind}-{number:02}", kind, text) for number, text in enumerate(contents, 1)]
     return texts
+
+
+def read_file(path: Path) -> list[tuple[str, Content]]:
+    """Kind and content of the texts of a file: a text, or objects with text or messages, see :func:`read_rows`.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is no such file.
+    """
+    if path.suffix.lower() in (".jsonl", ".gz", ".parquet"):
+        return [_prompt(item, path.name.partition(".")[0]) for item in read_rows(path)]
+    return [(path.stem, path.read_text(encoding="utf-8"))]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file: JSON lines, packed with gzip or not, or parquet.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no such file. SettingsError: parquet without pyarrow.
+    """
+    if path.suffix.lower() == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise SettingsError(f"{path} is read with pyarrow: pip install 'hf-decoders[bench]'") from error
+        return list(pyarrow.parquet.read_table(path).to_pylist())
+    content = path.read_bytes()
+    try:
+        text = (gzip.decompress(content) if path.suffix.lower() == ".gz" else content).decode()
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return [json.loads(line) for line in text.split("\n") if line.strip()]  # texts hold other ends of lines
 
 
 def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:

@@ -18,6 +18,7 @@ from .figures import (
     looping,
     passes_per_step,
     per_repeat,
+    ratio,
     stage_figures,
     step_times,
 )
@@ -54,6 +55,7 @@ class Record:
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over
             all prompts of the kind.
         ratio: the same repeat's value over the baseline's.
+        plain_ratio: the same over that of our plain decoding, if that is measured too.
         first_token: seconds to the first token, the mean over prompts of each repeat.
         accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one call
             per prompt.
@@ -85,6 +87,7 @@ class Record:
             what all share.
         pack_seconds: of the first call, see :class:`~decoders.report.Timings`.
         background_seconds: of the first call, see :class:`~decoders.report.Timings`.
+        temperature: that tokens were drawn with; 0 is greedy.
         bandwidth_fraction: bytes of the target's weights, read once per step, over the core's (for transformers: the
             step's) time, relative to the measured copy bandwidth. Above 1 the weights stay in a cache.
     """
@@ -108,6 +111,7 @@ class Record:
     incomparable: str = ""
     tokens_per_second: Spread | None = None
     ratio: Spread | None = None
+    plain_ratio: Spread | None = None
     first_token: Spread | None = None
     accepted_length: float | None = None
     draft_passes: float | None = None
@@ -138,6 +142,12 @@ class Record:
     memory_added: int | None = None
     pack_seconds: float | None = None
     background_seconds: float | None = None
+    temperature: float = 0.0
+
+    @property
+    def group(self) -> tuple[str, str, int, float]:
+        """What methods that are compared have in common."""
+        return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -155,14 +165,21 @@ def summarise(
         token_baseline = _entry_of(entry, entries, PLAIN) if method.sampling is not None else speed_baseline
         if method.grammar:
             token_baseline = _entry_of(entry, entries, PLAIN, method.grammar) or token_baseline
+        plain = _entry_of(entry, entries, PLAIN)
         for kind in dict.fromkeys(entry.kind_of.values()):
             record = _record(entry, kind, speed_baseline, token_baseline, bandwidth)
+            record.plain_ratio = ratio(record.samples, _samples(plain, kind))
+            record.temperature = method.sampling.temperature if method.sampling is not None else 0.0
             record.model, record.random_weights = model, random_weights
             record.scaled = getattr(method.model.config, "cost_scaled", "")
             record.engine = str(method.settings.get("engine", "")) if method.weights else ""
             record.weights = method.weights
             records.append(record)
     return records
+
+
+def _samples(entry: Competitor | None, kind: str) -> list[Measurement]:
+    return [] if entry is None else [s for s in entry.samples if entry.kind_of[s.workload] == kind]
 
 
 def _entry_of(entry: Competitor, entries: Sequence[Competitor], name: str, grammar: str = "") -> Competitor | None:
@@ -194,11 +211,8 @@ def _record(
         record.difference = next(filter(None, (difference(entry, token_baseline, name) for name in names)), "")
         record.identical = not record.difference
         record.leading, record.compared = agreement(entry, token_baseline, names)
-    speeds = per_repeat(record.samples)
-    record.tokens_per_second = Spread.of(list(speeds.values()))
-    if speed_baseline is not None:
-        baseline_speeds = per_repeat([s for s in speed_baseline.samples if s.workload in names])
-        record.ratio = Spread.of([speeds[r] / baseline_speeds[r] for r in speeds if r in baseline_speeds])
+    record.tokens_per_second = Spread.of(list(per_repeat(record.samples).values()))
+    record.ratio = ratio(record.samples, _samples(speed_baseline, kind))
     record.first_token = first_tokens(record.samples)
     lengths = [s.prompt_tokens for s in record.samples if s.prompt_tokens is not None]
     record.prompt_tokens = median(lengths) if lengths else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
 from rich.box import SIMPLE_HEAD
@@ -48,7 +49,7 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
     return table
 
 
-def headings(groups: Mapping[tuple[str, str, int], Sequence[Record]]) -> dict[str, Sequence[Record]]:
+def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
     """The methods of a run under what they were measured on; not said where that is one model as it is."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
@@ -57,9 +58,9 @@ def headings(groups: Mapping[tuple[str, str, int], Sequence[Record]]) -> dict[st
 
 
 def group_name(record: Record) -> str:
-    """Model, dtype and number of rows."""
+    """Model, dtype, number of rows, and temperature of what was sampled."""
     named = [subject(record), record.dtype, f"{record.batch} row{'s' if record.batch > 1 else ''}"]
-    return ", ".join(filter(None, named))
+    return ", ".join(filter(None, [*named, f"T = {record.temperature:g}" if record.temperature else ""]))
 
 
 def fitting(table: Table, width: int) -> list[Table]:
@@ -88,15 +89,39 @@ def fitting(table: Table, width: int) -> list[Table]:
     return narrower
 
 
+def suite_table(together: Sequence[Record], records: Sequence[Record]) -> Table:
+    """What a suite comes to, a line for each method and a column for each category: medians of speed-up and tokens per step.
+
+    Args:
+        together: of one group, for the prompts of all kinds. records: of the same group.
+    """
+    kinds = ("all", *dict.fromkeys(r.kind for r in records))
+    of = {(r.method, r.kind): r for r in records} | {(r.method, "all"): r for r in together}
+    title = f"{group_name(together[0])}: speed-up over plain decoding / tokens per step"
+    table, counts = plain_table(title, *(kind.replace("_", " ") for kind in kinds)), ["" for _ in kinds]
+    for method in [r.method for r in together if r.status == "ok"]:
+        own = [of[method, kind] for kind in kinds]
+        ratios = ["" if r.plain_ratio is None else f"{r.plain_ratio.median:.2f}" for r in own]
+        cells = [
+            Text.assemble((ratio, ratio_style(r.plain_ratio)), "/", (shown(r.accepted_length, ".2f"), "dim"))
+            for ratio, r in zip(ratios, own, strict=True)
+        ]
+        table.add_row(_name(own[0]), *cells)
+        counts = [str(len({sample.workload for sample in r.samples})) for r in own]
+    table.add_row("prompts", *counts)
+    return table
+
+
 def tables(records: Sequence[Record]) -> list[Table]:
     """Per model, dtype, batch size and kind of prompt: speed, the parts of a step, draft models if any, start-up and memory."""
     result = []
-    cells = dict.fromkeys((r.model, r.dtype, r.batch, r.kind) for r in records)
-    for model, dtype, batch, kind in cells:
-        members = [r for r in records if (r.model, r.dtype, r.batch, r.kind) == (model, dtype, batch, kind)]
+    for group, kind in dict.fromkeys((r.group, r.kind) for r in records):
+        members = [r for r in records if (r.group, r.kind) == (group, kind)]
+        _, dtype, batch, temperature = group
+        drawn = f" · T = {temperature:g}" if temperature else ""
         tokens = next((f" · {r.prompt_tokens:.0f} tokens of prompt" for r in members if r.prompt_tokens), "")
         name = subject(members[0])
-        title = f"{name + ' · ' if name else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{tokens}"
+        title = f"{name + ' · ' if name else ''}{kind} · {batch} row{'s' if batch > 1 else ''} · {dtype}{drawn}{tokens}"
         result.append(speed_table(members, title + loops(members)))
         if any(r.status == "ok" for r in members):
             result.append(step_table(members, f"{title} · ms per step"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .figures import Spread, per_repeat
+from .figures import Spread, per_repeat, ratio
+from .measurement import Measurement
 from .methods import BASELINE, PLAIN
 from .records import Record
 from .variants import parse
@@ -21,10 +22,10 @@ GAIN = 1.05
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to use for one model, dtype and number of rows.
+    """What to use for one model, dtype, number of rows and temperature.
 
     Attributes:
-        model, dtype, batch: what it is about.
+        model, dtype, batch, temperature: what it is about.
         method: as the bench writes it; "" where transformers' own ``generate`` is as fast.
         tokens_per_second, ratio: of all prompts together; the ratio is to transformers.
         by_kind: the ratio's median by kind of prompt.
@@ -41,6 +42,12 @@ class Verdict:
     ratio: Spread | None = None
     by_kind: dict[str, float] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
+
+    @property
+    def group(self) -> tuple[str, str, int, float]:
+        """As :attr:`~decoders.bench.Record.group`."""
+        return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -59,31 +66,27 @@ def _shown(value: Any) -> str:
     return value if value == "draft" else '"' + value + '"' if isinstance(value, str) else repr(value)
 
 
-def pooled(records: Sequence[Record]) -> dict[tuple[str, str, int], list[Record]]:
-    """By model, dtype and number of rows, one record of every method for its prompts of all kinds."""
-    groups: dict[tuple[str, str, int], list[Record]] = {}
-    for key in dict.fromkeys((r.model, r.dtype, r.batch) for r in records):
-        members = [r for r in records if (r.model, r.dtype, r.batch) == key]
-        methods = [[r for r in members if r.method == name] for name in dict.fromkeys(r.method for r in members)]
-        baseline = next((_speeds(own) for own in methods if own[0].method == BASELINE), {})
-        groups[key] = [_together(own, baseline) for own in methods]
+def pooled(records: Sequence[Record]) -> dict[tuple[str, str, int, float], list[Record]]:
+    """By :attr:`Record.group`, one record of every method for its prompts of all kinds."""
+    groups: dict[tuple[str, str, int, float], list[Record]] = {}
+    for group in dict.fromkeys(r.group for r in records):
+        members = [r for r in records if r.group == group]
+        methods = {r.method: [own for own in members if own.method == r.method] for r in members}
+        samples = {name: [sample for r in own for sample in r.samples] for name, own in methods.items()}
+        groups[group] = [_together(own, samples) for own in methods.values()]
     return groups
 
 
-def _speeds(records: Sequence[Record]) -> dict[int, float]:
-    return per_repeat([sample for record in records for sample in record.samples])
-
-
-def _together(records: list[Record], baseline: dict[int, float]) -> Record:
-    speeds, first = _speeds(records), records[0]
-    if len(records) == 1 or not speeds:
+def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> Record:
+    """every: the samples of each method."""
+    first, samples = records[0], every[records[0].method]
+    if len(records) == 1 or not samples:
         return first
     compared = [r.identical for r in records if r.identical is not None]
     steps = [(r.accepted_length, len(r.samples)) for r in records if r.accepted_length is not None]
     return replace(
-        first, kind="all", samples=[sample for r in records for sample in r.samples],
-        tokens_per_second=Spread.of(list(speeds.values())),
-        ratio=Spread.of([speeds[repeat] / baseline[repeat] for repeat in speeds if repeat in baseline]),
+        first, kind="all", samples=samples, tokens_per_second=Spread.of(list(per_repeat(samples).values())),
+        ratio=ratio(samples, every.get(BASELINE, [])), plain_ratio=ratio(samples, every.get(PLAIN, [])),
         identical=all(compared) if compared else None, difference=next((r.difference for r in records if r.difference), ""),
         leading=sum(r.leading or 0 for r in records), compared=sum(r.compared or 0 for r in records),
         accepted_length=sum(length * n for length, n in steps) / sum(n for _, n in steps) if steps else None,
@@ -91,14 +94,14 @@ def _together(records: list[Record], baseline: dict[int, float]) -> Record:
 
 
 def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
-    """One for every model, dtype and number of rows in which a method of ours was measured. near: see :data:`NEAR`."""
+    """One for every group in which a method of ours was measured. near: see :data:`NEAR`."""
     result = []
-    for (model, dtype, batch), methods in pooled(records).items():
+    for group, methods in pooled(records).items():
         usable = [r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r)]
         if not usable:
             continue
         best = chosen(usable, near)
-        of_method = [r for r in records if (r.model, r.dtype, r.batch, r.method) == (model, dtype, batch, best.method)]
+        of_method = [r for r in records if r.group == group and r.method == best.method]
         by_kind = {r.kind: r.ratio.median for r in of_method if r.ratio is not None}
         others = max((r for r in methods if not r.ours and r.ratio is not None), key=_median, default=best)
         method, call = "", dict[str, Any]()
@@ -111,7 +114,7 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
         else:
             method, call = best.method, arguments(best)
             text = f"Use {method}: {_times(best)}{_range(by_kind)}{_drafts(best, usable)}{_tokens(best)}."
-        result.append(Verdict(model, dtype, batch, method, text, best.tokens_per_second, best.ratio, by_kind, call))
+        result.append(Verdict(*group[:3], method, text, best.tokens_per_second, best.ratio, by_kind, call, group[3]))
     return result
 
 

@@ -142,6 +142,7 @@ def _register() -> None:
     app.command()(doctor.doctor)
     train.app.command()(train_drafters.medusa)
     train.app.command()(train_drafters.eagle3)
+    train.app.command()(train_drafters.dflash)
     train.app.command()(train_drafters.draft)
     bench.app.command()(bench_load.load)
     app.add_typer(bench.app, name="bench")

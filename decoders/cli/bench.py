@@ -80,16 +80,36 @@ def measure(
         str | None,
         typer.Option(help="Prompts of so many random tokens instead, comma-separated. Of shapes: 64."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of a kind.")] = 4,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A benchmark of the field in the place of prompts: spec-bench, speed-bench, mt-bench, gsm8k, humaneval. All its turns "
+            "are measured, greedily and at temperature 1 (or at --temperature alone).",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The benchmark's file as it is published, or a folder with it.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", "--samples", min=1, help="Most prompts of a kind; of a benchmark's category drawn by --seed."
+        ),
+    ] = 4,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; default: CUDA if there is one.")] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Most new tokens per row.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all prompts.")] = 5,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Rounds over all prompts. Default: 5, of a benchmark 1.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sample; 0 is greedy, the default.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first round when sampling; each round takes the next.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the first round when sampling; each round takes the next. Of --samples.")
+    ] = 0,
     threads: Threads = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
     compile: Annotated[
@@ -119,14 +139,19 @@ def measure(
         figure_class()  # a missing matplotlib shows before the minutes of measuring, not after
     if model is not None and shapes is not None:
         raise SettingsError("give --model or --shape, not both")
-    if prompts is not None and (prompt_length is not None or shapes is not None):
-        raise SettingsError("--prompts are texts: with --shape or --prompt-length prompts are random tokens")
+    for name, texts in (("prompts", prompts), ("suite", suite)):
+        if texts is not None and (prompt_length is not None or shapes is not None):
+            raise SettingsError(f"--{name} are texts: with --shape or --prompt-length prompts are random tokens")
+    if (prompts if suite is not None else data) is not None:
+        raise SettingsError("--suite, with its --data, stands in the place of --prompts")
 
     with importing(progress_console):
         import torch
 
         from ..bench import Sampling
+        from ..bench.methods import PLAIN
         from ..bench.plot import plot
+        from ..bench.suites import read_suite
         from ..bench.tables import noise
         from ..settings import parse_assignments
         from . import bench_run, models
@@ -138,14 +163,20 @@ def measure(
     chosen = {name: options[name] for name in ("temperature", "top_k", "top_p") if name in options}
     sampling = Sampling(**chosen, seed=seed) if options["do_sample"] else None
     of_shapes, named = shapes is not None, pieces(baselines)
+    names = bench_run.checked_strategies(strategies, of_shapes, tiers)
+    if suite is not None and names is not None:  # speed-up is over plain decoding
+        names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
-        strategies=bench_run.checked_strategies(strategies, of_shapes, tiers),
+        strategies=names,
         baselines=(named or []) if of_shapes else named, strategy_settings=strategy_settings, loop_settings=loop_settings,
-        compile=compile, capacity=capacity, sampling=sampling, prompts=prompts,
+        compile=compile, capacity=capacity, prompts=prompts, suite=suite,
+        questions=[] if suite is None else read_suite(suite, data, limit, seed),
+        samplings=(None, Sampling(seed=seed)) if suite is not None and temperature is None and sampling is None else (sampling,),
         prompt_lengths=(lengths or [64]) if of_shapes else lengths, limit=limit, batches=batches,
-        dtypes=[name.strip() for name in dtype.split(",") if name.strip()], new_tokens=new_tokens, repeats=repeats,
+        dtypes=[name.strip() for name in dtype.split(",") if name.strip()], new_tokens=new_tokens,
+        repeats=repeats or (5 if suite is None else 1),
     )  # fmt: skip
     run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())
     run.measure()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,18 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import bench
 from ..bench import Method, Record, Sampling, machine
-from ..bench.call import vocabulary_size
-from ..bench.prompts import Content, read_prompts
+from ..bench.call import vocabulary_size, written
+from ..bench.methods import PLAIN
+from ..bench.prompts import Content, Texts, read_prompts
 from ..bench.shapes import SHAPES
-from ..bench.tables import fitting, group_name, headings, summary_table, tables
+from ..bench.suites import SUITES, Question, conversations
+from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
 from ..bench.verdict import Verdict, pooled, verdicts
 from ..errors import SettingsError, UnknownNameError
 from . import models
 from .benches import in_both_tiers, interrupted_by_sigterm, pieces, progress_bar
 from .console import waiting
-
-#: Prompts as they are read: name, kind, text or messages.
-Texts = list[tuple[str, str, Content]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ class Plan:
         strategy_settings: by strategy.
         loop_settings: what was set of the loop.
         compile, capacity: of the loop as well.
-        sampling: None is greedy.
+        samplings: one after the other; None is greedy.
         prompts: names of sets or a file; None for those that suit the tokenizer.
+        suite: the name of a benchmark, None without.
+        questions: of it.
         prompt_lengths: of random prompts; None if they are texts.
         limit: most prompts of a kind.
         batches, dtypes, new_tokens, repeats: see the options.
@@ -58,8 +60,10 @@ class Plan:
     loop_settings: dict[str, Any]
     compile: bool
     capacity: int | None
-    sampling: Sampling | None
+    samplings: tuple[Sampling | None, ...]
     prompts: str | None
+    suite: str | None
+    questions: list[Question]
     prompt_lengths: list[int] | None
     limit: int | None
     batches: list[int]
@@ -80,7 +84,8 @@ class Plan:
             "draft": self.draft, "scale": None, "beside": [], "new_tokens": self.new_tokens, "repeats": self.repeats,
             "compile": self.config["compile"],
             "slots": self.capacity, "prompts": self.prompts, "prompt_lengths": self.prompt_lengths,
-            "loop": self.loop_settings, "sampling": self.sampling and asdict(self.sampling),
+            "loop": self.loop_settings, "sampling": self.samplings[-1] and asdict(self.samplings[-1]),
+            "suite": self.suite, "questions": [question.name for question in self.questions],
         }  # fmt: skip
 
 
@@ -204,12 +209,16 @@ class Run:
         groups = pooled(self.records)
         shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
         for verdict in self.verdicts():
-            records = groups[verdict.model, verdict.dtype, verdict.batch]
+            records = groups[verdict.group]
             about = f"{group_name(records[0])}: " if len(groups) > 1 else ""
             shown.append(Text.assemble(about, (verdict.text, "bold")))
             if verdict.arguments:
                 shown.append(Text(f"    {verdict.code}"))
-        for table in tables(self.records) if details else []:
+        of_suites = [
+            suite_table(together, [r for r in self.records if r.group == group])
+            for group, together in (groups.items() if self.plan.suite else ())
+        ]
+        for table in [*of_suites, *(tables(self.records) if details else [])]:
             shown += fitting(table, width)
         return shown
 
@@ -238,9 +247,10 @@ class Run:
                 target, tokenizer, assistant = self.subjects.load(name, plan.draft, dtype, plan.device)
                 tokenizers = tokenizers_of(tokenizer, plan.assistant_tokenizer)
             label = str(target.dtype).removeprefix("torch.")
-            methods += bench.transformers_methods(target, assistant, plan.baselines, label, plan.sampling, tokenizers)
+            sampling = plan.samplings[-1]
+            methods += bench.transformers_methods(target, assistant, plan.baselines, label, sampling, tokenizers)
             methods += bench.strategy_methods(
-                target, plan.strategies, assistant, plan.strategy_settings, plan.config, tokenizer, label, plan.sampling,
+                target, plan.strategies, assistant, plan.strategy_settings, plan.config, tokenizer, label, sampling,
                 tokenizers.get("assistant_tokenizer"),
             )  # fmt: skip
         methods += self.subjects.methods(plan, name, methods, self.console)
@@ -263,20 +273,38 @@ class Run:
             vocabulary, most = vocabulary_size(methods[0].model), min(plan.limit or 1, 2)
             return [bench.random_workloads(vocabulary, plan.prompt_lengths, rows, most) for rows in plan.batches]
         assert tokenizer is not None
-        if plan.prompts is None:
+        if plan.suite is not None:
+            with waiting(self.console, "answering first turns"):
+                texts = self._conversations(methods, tokenizer, plan.suite)
+        elif plan.prompts is None:
             texts = read_prompts("instruct" if tokenizer.chat_template else "all", plan.limit)
         return [bench.workloads(tokenizer, texts, rows) for rows in plan.batches]
+
+    def _conversations(self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase, suite: str) -> Texts:
+        """The turns of a suite. Plain decoding answers what stands before the later ones, greedily, so that all methods are asked the
+        same.
+        """
+        plain = replace(next(method for method in methods if method.name == PLAIN), sampling=None)
+
+        def answer(content: Content) -> str:
+            (work,) = bench.workloads(tokenizer, [("", "", content)])
+            call = bench.decode(plain, work, self.plan.new_tokens)
+            return str(tokenizer.decode(written(plain, work, call.sequences)[0], skip_special_tokens=True))
+
+        return conversations(SUITES[suite], self.plan.questions, answer, bool(tokenizer.chat_template))
 
     def _take_turns(self, name: str, methods: list[Method], groups: list[list[bench.Workload]]) -> None:
         plan, records = self.plan, list[Record]()
         with interrupted_by_sigterm():
-            for group in groups:
+            for sampling, group in itertools.product(plan.samplings, groups):
+                drawing = [replace(method, sampling=sampling) for method in methods]
                 total = bench.calls(len(methods), len(group), plan.repeats)
                 try:
                     with progress_bar(self.console, total) as advance:
                         entries = bench.measure(
-                            methods, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance
-                        )
+                            drawing, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
+                            first_tokens=plan.suite is None,
+                        )  # fmt: skip
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True
                 speed = self.facts["copy_bandwidth"]
@@ -284,4 +312,4 @@ class Run:
                 if self.interrupted:
                     break
         order = list(dict.fromkeys(method.dtype for method in methods))
-        self.records += sorted(records, key=lambda r: (order.index(r.dtype), r.batch))
+        self.records += sorted(records, key=lambda r: (r.temperature, order.index(r.dtype), r.batch))

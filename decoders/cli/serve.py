@@ -16,6 +16,7 @@ from .console import plain_console, waiting
 from .models import set_aside
 
 if TYPE_CHECKING:
+    from ..bench.prompts import Content
     from ..server.limits import Limits
 
 
@@ -57,6 +58,14 @@ def serve(
     ] = None,
     tool_format: Annotated[
         str | None, typer.Option(metavar="NAME", help="How the model writes calls of functions; by default as its chat template does.")
+    ] = None,
+    suffix_corpus: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True,
+            help="Texts like those to be written, that suffix and auto draft from for all clients: a text, or JSON lines "
+            "with text or messages.",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
@@ -117,6 +126,7 @@ def serve(
     markers = _markers(thinking) if thinking is not None else None
     if tool_format is not None:
         format_named(tool_format)
+    corpus = [] if suffix_corpus is None else _corpus(suffix_corpus)
     console = plain_console(stderr=True)
     if host not in LOOPBACK and not keys:
         console.print(
@@ -128,7 +138,7 @@ def serve(
         torch.set_num_threads(threads)
     with waiting(console, f"loading {model}"):
         service = _service(
-            model, name, strategy, config, assistant, template, markers, tool_format, dtype, compile, limits
+            model, name, strategy, config, assistant, template, markers, tool_format, corpus, dtype, compile, limits
         )
     from ..server.app import make_app
     from ..server.running import Server
@@ -189,7 +199,7 @@ def check_installed() -> None:
 
 def _service(
     model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
-    thinking: tuple[str, str] | None, tool_format: str | None, dtype: str, compile: bool, limits: Limits,
+    thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
 ) -> Any:  # fmt: skip
     """The service around a model that has been loaded and has written a token."""
     from ..server.service import Service
@@ -203,7 +213,31 @@ def _service(
         chat_template=chat_template, thinking=thinking, tool_format=tool_format, config=None if compile else {"compile": False},
     )  # fmt: skip
     service.warm_up()
+    if corpus:
+        from ..bench.prompts import encode
+        from ..generate import remember
+
+        remember(loaded, texts=[encode(tokenizer, content) for content in corpus])
     return service
+
+
+def _corpus(path: Path) -> list[Content]:
+    """The texts of ``--suffix-corpus``.
+
+    Raises:
+        SettingsError: it is no file of texts.
+    """
+    from ..bench.prompts import read_file
+
+    try:
+        contents = [content for _, content in read_file(path) if content]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(
+            f"--suffix-corpus {path} is neither text nor JSON lines with text or messages: {error!r}"
+        ) from error
+    if not contents:
+        raise SettingsError(f"--suffix-corpus {path}: there is no text in it")
+    return contents
 
 
 def _announce(server: Any, name: str, console: Any) -> None:

@@ -1,4 +1,4 @@
-"""``decoders train medusa``, ``eagle3`` and ``draft``: what drafts for a model, trained on its texts."""
+"""``decoders train medusa``, ``eagle3``, ``dflash`` and ``draft``: what drafts for a model, trained on its texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from ..errors import UnknownNameError
-from ..training.recipes import DraftTraining, HeadsTraining, HeadTraining
+from ..training.recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining
 from .console import plain_console
 from .training_options import (
     EDIT_TASKS,
@@ -17,14 +17,17 @@ from .training_options import (
     Bf16,
     CheckpointMinutes,
     Data,
+    DraftVocab,
     Epochs,
     Held,
+    Intermediate,
     Length,
     ModelType,
     Output,
     OwnShare,
     Patience,
     Rate,
+    ReadLayers,
     Resume,
     RowsPerStep,
     Seed,
@@ -35,7 +38,7 @@ from .training_options import (
     texts_of,
 )
 
-MEDUSA, EAGLE3, DRAFT = HeadsTraining(), HeadTraining(), DraftTraining()
+MEDUSA, EAGLE3, DFLASH, DRAFT = HeadsTraining(), HeadTraining(), BlockTraining(), DraftTraining()
 FORMATS = ("speculators", "authors")
 
 
@@ -130,17 +133,9 @@ def eagle3(
     depth: Annotated[
         int, typer.Option(min=1, max=16, help="Drafted tokens that training simulates, each on the one before.")
     ] = EAGLE3.depth,
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Layers of the model that are read, such as 1,15,28; -1 is the last. Default: by its depth."),
-    ] = None,
-    intermediate: Annotated[
-        int | None, typer.Option(min=1, help="Width of the layer's MLP. Default: the model's.")
-    ] = None,
-    draft_vocab: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens that the head can propose: the data's most frequent. Default: all."),
-    ] = None,
+    layers: ReadLayers = None,
+    intermediate: Intermediate = None,
+    draft_vocab: DraftVocab = None,
     tokens: Tokens = EAGLE3.tokens,
     length: Length = EAGLE3.length,
     own_share: OwnShare = EAGLE3.own_share,
@@ -187,6 +182,66 @@ def eagle3(
         start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
         console=None if as_json else plain_console(),
     )  # fmt: skip
+    _echo_chains(figures, out, as_json)
+
+
+def dflash(
+    model: Annotated[str, typer.Option(help='Path or hub name of the target, or "demo".')],
+    data: Data = None,
+    out: Output = Path("dflash-model"),
+    held: Held = None,
+    test: TestText = None,
+    block: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted in one pass.")] = DFLASH.block,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Decoder layers of the draft model.")] = DFLASH.depth,
+    layers: ReadLayers = None,
+    intermediate: Intermediate = None,
+    rank: Annotated[
+        int, typer.Option(min=0, help="Rank of the head that fits each token to the one before it. 0: no head.")
+    ] = DFLASH.rank,
+    draft_vocab: DraftVocab = None,
+    tokens: Tokens = DFLASH.tokens,
+    length: Length = DFLASH.length,
+    own_share: OwnShare = DFLASH.own_share,
+    epochs: Epochs = DFLASH.epochs,
+    rows: RowsPerStep = DFLASH.rows,
+    rate: Rate = DFLASH.rate,
+    blocks: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of the positions, drawn anew in every step, at which a block begins."),
+    ] = DFLASH.blocks,
+    decay: Annotated[
+        float, typer.Option(min=0, max=1, help="Weight of the loss of a block's token over that of the one before.")
+    ] = DFLASH.decay,
+    checks: Annotated[int, typer.Option(min=1, help="Checks of held-out acceptance per epoch.")] = DFLASH.checks,
+    patience: Patience = DFLASH.patience,
+    seed: Seed = DFLASH.seed,
+    dtype: ModelType = "float32",
+    bf16: Bf16 = DFLASH.bf16,
+    resume: Resume = True,
+    checkpoint_minutes: CheckpointMinutes = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a block draft model of the DFlash family for a target, which stays frozen: all tokens of a draft in one pass."""
+    training = BlockTraining(
+        block=block, depth=depth, layers=indices(layers), intermediate=intermediate, rank=rank, draft_vocab=draft_vocab,
+        tokens=tokens, length=length, own_share=own_share, epochs=epochs, rows=rows, rate=rate, blocks=blocks, decay=decay,
+        bf16=bf16, checks=checks, patience=patience, seed=seed,
+    )  # fmt: skip
+
+    from ..training.dflash import train_dflash
+    from .models import load
+
+    texts = texts_of(model, data, held, test, EDIT_TASKS)
+    loaded, tokenizer = load(model, dtype)
+    figures = train_dflash(
+        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, command=command_line(),
+        resume=resume, checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
+    )  # fmt: skip
+    _echo_chains(figures, out, as_json)
+
+
+def _echo_chains(figures: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Prints how far drafted chains were accepted."""
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
         return

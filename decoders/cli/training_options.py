@@ -36,6 +36,14 @@ TestText = Annotated[
 Tokens = Annotated[int, typer.Option(min=1, help="Most tokens of text.")]
 Length = Annotated[int, typer.Option(min=16, help="Tokens per row.")]
 OwnShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")]
+ReadLayers = Annotated[
+    str | None,
+    typer.Option(help="Layers of the model that are read, such as 1,15,28; -1 is the last. Default: by its depth."),
+]
+Intermediate = Annotated[int | None, typer.Option(min=1, help="Width of each layer's MLP. Default: the model's.")]
+DraftVocab = Annotated[
+    int | None, typer.Option(min=1, help="Tokens that can be proposed: the data's most frequent. Default: all.")
+]
 Epochs = Annotated[int, typer.Option(min=1, help="Most passes over the text.")]
 RowsPerStep = Annotated[int, typer.Option(min=1, help="Rows per step.")]
 Rate = Annotated[float, typer.Option(min=0, help="Peak learning rate.")]

@@ -1,4 +1,4 @@
-"""Loading a checkpoint from disk or hub without progress bars: it happens inside commands and calls whose output is theirs.
+"""Loading a checkpoint from disk or hub without progress bars, which would mix with the output of commands and calls.
 
 A checkpoint is a folder, a name on the hub, or a GGUF file: ``folder/model.gguf``, ``owner/name/model.gguf``.
 """
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 
 class GgufError(DecodersError, ImportError):
-    """A GGUF file cannot be read since a package is missing."""
+    """A GGUF file cannot be read because a package is missing."""
 
 
 def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTrainedModel:
-    """The causal language model at `path`, in evaluation mode; transformers' progress bars are left as they were.
-
-    The weights of a GGUF file are dequantized: what comes back is an ordinary dense model.
+    """The causal language model at `path`, in evaluation mode. The weights of a GGUF file are dequantized.
 
     Raises:
         OSError, ValueError: as transformers: there is no such model, or it is not a causal language model.
@@ -37,7 +35,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTra
     folder, arguments = _source(path)
     if arguments:
         _need_gguf(path)
-        # Where transformers could keep the blocks packed it does so unless told otherwise, and decoding wants matrices.
+        # transformers keeps the blocks packed by default where it can; the engine packs dense matrices itself.
         with contextlib.suppress(ImportError):
             from transformers.utils.quantization_config import GgufConfig
 

@@ -1,4 +1,4 @@
-"""What Python may do beside a device: whether sizes are static there, and whether values may be looked at."""
+"""What devices allow: whether sizes must be static, and whether Python may read values without waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether what runs on `device` is recorded, for one size each. The switch between the two paths: tests turn it on a CPU."""
+    """Whether sizes are static on `device`, because work there is recorded per size. Tests replace this to run that path on a CPU."""
     return device.type != "cpu"
 
 
@@ -23,7 +23,7 @@ _recorded = ContextVar("recorded", default=False)
 
 @contextmanager
 def as_recorded() -> Iterator[None]:
-    """Within it the engine's code runs on the CPU as in a recording: it reads nothing from tensors."""
+    """Makes the engine's code run on the CPU as in a recording: it reads no values from tensors."""
     token = _recorded.set(True)
     try:
         yield
@@ -32,29 +32,29 @@ def as_recorded() -> Iterator[None]:
 
 
 def recorded() -> bool:
-    """Whether this is being recorded, or runs as in a recording."""
+    """Whether this code is being recorded, or runs as in a recording."""
     return _recorded.get()
 
 
 def host_reads(tensor: Tensor) -> bool:
-    """Whether Python may look at values without waiting: on a CPU, outside of traced and recorded code."""
-    # Traced code never gets as far as the variable.
+    """Whether Python may read values without waiting: on a CPU, outside of traced and recorded code."""
+    # The context variable comes last: traced code must not read it.
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
 
 def current(device: torch.device) -> AbstractContextManager:
-    """Makes `device` the current one, where there are several of its kind."""
+    """Makes a CUDA `device` the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def processor_name(device: torch.device) -> str:
-    """What the device is called: the GPU, or the processor."""
+    """The name of the GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 @cache
 def cpu_name() -> str:
-    """The processor's name; neither psutil nor ``platform`` tells it on Linux."""
+    """The processor's name, which neither psutil nor ``platform`` gives on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder of those that can be made again."""
+"""Atomic writing of files, and the package's cache folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def cache_folder() -> Path:
 
 
 def regular(path: Path) -> Path:
-    """The file that `path` leads to, through links, whether it exists or not.
+    """`path` with links resolved; the file need not exist.
 
     Raises:
-        OSError: it is no regular file.
+        OSError: it exists and is no regular file.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -27,10 +27,9 @@ def regular(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Puts `content` in the place of what the regular file `path` holds, in one move; its folder is made.
+    """Replaces the content of the regular file `path` atomically; its folder is created.
 
-    A link is written through. A new file has the mode that the umask leaves, an old one keeps its own. A failure leaves nothing
-    behind.
+    Links are followed. A new file has the mode that the umask leaves, an old one keeps its own. A failure leaves no temporary file.
 
     Raises:
         OSError: it cannot be written, or is no regular file.

@@ -1,4 +1,4 @@
-"""Grammars in files: the library of ready ones, ``grammars/`` of the project, which is shipped with the package, and a user's own.
+"""Grammars in files: the library that is shipped with the package (``grammars/`` of the project), and a user's own files.
 
 ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
 
@@ -105,12 +105,12 @@ def _folder() -> Traversable:
     return installed if installed.is_dir() else Path(__file__).parents[2] / "grammars"
 
 
-#: No specification that is written out ends so.
+#: A text with such an ending names a file; no specification ends so.
 _SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
 
 
 def check_file(name: str) -> None:
-    """Raises GrammarError if `name` can only be a file's, and there is none."""
+    """Raises GrammarError if `name` is clearly a file's, and there is no such file."""
     if Path(name).is_file() or name.replace("-", "_") in names():
         return
     if name.endswith(_SUFFIXES) or os.sep in name:
@@ -125,12 +125,12 @@ def check_file(name: str) -> None:
 
 
 def file_content(file: Path) -> str:
-    """What stands in `file`, without a byte order mark.
+    """The text of `file`, without a byte order mark.
 
     Raises:
         GrammarError: it cannot be read.
     """
-    if file.exists() and not file.is_file():  # to open a pipe is to wait for its writer
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
         raise GrammarError(f"{file} cannot be read: it is no regular file", "path")
     try:
         return file.read_text(encoding="utf-8-sig")
@@ -153,7 +153,7 @@ def file_schema(file: Path) -> Any:
 
 
 def file_pattern(file: Path) -> str:
-    """The expression in `file`, written as those of the library are.
+    """The expression in `file`, which has the library's format.
 
     Raises:
         GrammarError: it cannot be read.
@@ -162,7 +162,7 @@ def file_pattern(file: Path) -> str:
 
 
 def file_named(text: str) -> Path | None:
-    """The file that `text` names rather than being a specification itself: one that exists, or by its suffix."""
+    """The file that `text` names: an existing one, or any with a grammar's suffix. None if `text` is a specification itself."""
     if "\n" in text:
         return None
     if text.endswith(_SUFFIXES):

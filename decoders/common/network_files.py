@@ -1,4 +1,4 @@
-"""Small networks beside a target, read from a folder: config, weights, and whether these fit each other. No code in files is run."""
+"""Reading small networks from a folder: config, weights, and whether these fit each other. No code in files is run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-#: What a folder of a network is known by, and how the one that comes with the demo model is named.
+#: The file that every network's folder has, and the name of the network that comes with the demo model.
 CONFIG, DEMO = "config.json", "demo"
 
 #: ``6.0`` is a whole number, ``"6"`` and ``true`` are none.
@@ -34,20 +34,20 @@ Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 
 
 class FileConfig(BaseModel):
-    """What is read of a file; all else in it is of no use. A field that is ``null`` is left out."""
+    """The fields that are read of a JSON file; others are ignored. A field that is ``null`` counts as missing."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
     @classmethod
     def of(cls, raw: object, place: str, kind: str) -> Self:
-        """The fields of `raw`, which a JSON file holds.
+        """The fields of `raw`, the content of a JSON file.
 
         Args:
-            place: who reads it and which file, for messages: ``eagle3: /heads/config.json``.
+            place: the strategy and the file, for messages: ``eagle3: /heads/config.json``.
             kind: what the file should be: "config of an EAGLE-3 head".
 
         Raises:
-            SettingsError: it is no object, lacks fields, or has one that is of another type or out of range.
+            SettingsError: it is no object, lacks fields, or has one of another type or out of range.
         """
         if not isinstance(raw, dict):
             raise SettingsError(
@@ -69,13 +69,13 @@ def _field(problem: Any) -> str:
 
 def _explained(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:  # a rule between fields, which names them
+    if not problem["loc"]:  # a rule about several fields, whose message names them
         return message
     return f"{_field(problem)}: {message} (got {shortened(repr(problem['input']))})"
 
 
 class LlamaLayerConfig(FileConfig):
-    """Of decoder layers that are made of Llama's parts."""
+    """The config of decoder layers that are built of Llama's modules."""
 
     hidden_size: Count
     num_attention_heads: Count
@@ -121,16 +121,16 @@ class LlamaLayerConfig(FileConfig):
         return self
 
     def llama(self, place: str, **fields: Any) -> LlamaConfig:
-        """The same for transformers' modules, with `fields` of the caller's beside them.
+        """This config as transformers' own, with further `fields`.
 
         Raises:
-            SettingsError: transformers makes no rotary positions of it; `place` as in :meth:`of`.
+            SettingsError: transformers rejects it; `place` as in :meth:`of`.
         """
         own = self.model_dump(include=set(LlamaLayerConfig.model_fields), exclude_none=True)
         try:
             config = LlamaConfig(**own | fields)
             LlamaRotaryEmbedding(config)
-        except Exception as error:  # each kind of rotary positions has parameters of its own, and errors
+        except Exception as error:  # each kind of rotary positions raises errors of its own
             rope = [f"{name} is {own[name]!r}" for name in ("rope_scaling", "rope_parameters") if name in own]
             what = shortened(", ".join(rope) or "the layer's config", 120)
             raise SettingsError(
@@ -140,21 +140,21 @@ class LlamaLayerConfig(FileConfig):
 
 
 Network = TypeVar("Network", bound=nn.Module)
-#: Name, time and size of files: what has changed is read again.
+#: Name, time and size of files; a changed file is read again.
 Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
-    """Of those that are there."""
+    """The stamp of the files that exist."""
     return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
 
 
 def find_network(named: str | None, config: Any, kind: str) -> Path | None:
-    """The folder of a network for a model with this `config`: the one that is `named`, or the one beside the model's own files.
+    """The folder of a network for a model with this `config`: the `named` one, or the one among the model's own files.
 
     Args:
         named: a path; ``demo`` is the network of this `kind` that comes with the demo model.
-        kind: what the folder is called there, "eagle3".
+        kind: the folder's name there, "eagle3".
     """
     if named == DEMO:
         return Path(__file__).parent.parent / "demo" / "models" / "target" / kind
@@ -165,10 +165,10 @@ def find_network(named: str | None, config: Any, kind: str) -> Path | None:
 
 
 def read_json(path: Path, missing: str, owner: str) -> Any:
-    """What a file holds.
+    """The content of a JSON file.
 
     Args:
-        missing: what is said if it cannot be read: "there is no head at …".
+        missing: the message if it cannot be read: "there is no head at …".
         owner: the strategy, for messages.
 
     Raises:
@@ -183,10 +183,10 @@ def read_json(path: Path, missing: str, owner: str) -> Any:
 
 
 def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
-    """Weights by name, on the CPU: of a safetensors file, or of a pickle that torch's ``weights_only`` loader reads.
+    """Weights by name, on the CPU: from a safetensors file, or a pickle that torch's ``weights_only`` loader reads.
 
     Raises:
-        SettingsError: they cannot be read, or are no mapping of names to tensors.
+        SettingsError: the file cannot be read, or holds no mapping of names to tensors.
     """
     try:
         if path.suffix == ".safetensors":
@@ -194,7 +194,7 @@ def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
 
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a damaged file raises is up to the reader
+    except Exception as error:  # readers raise errors of many kinds for damaged files
         raise SettingsError(f"{owner}: {path} cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise SettingsError(f"{owner}: {path} holds a {type(state).__name__}, which is no mapping of names to tensors")
@@ -207,10 +207,10 @@ def filled(
     """`network` with the weights of `state`, frozen and ready to draft.
 
     Args:
-        place: where they come from, for messages.
+        place: the weights' file, for messages.
 
     Raises:
-        SettingsError: they are others than its config says.
+        SettingsError: the weights do not fit the config.
     """
     expected = network.state_dict()
     wrong = sorted(

@@ -1,4 +1,4 @@
-"""Tokens as text while they come: the one place where a text behind a prompt is made of tokens."""
+"""Incremental detokenization: the text of tokens behind a prompt, in pieces as the tokens come."""
 
 from __future__ import annotations
 
@@ -9,46 +9,45 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: A token that is a byte, where a tokenizer falls back to those.
+#: A byte-fallback token.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: What stands for bytes that are no whole character yet.
+#: How tokenizers decode bytes that are no whole character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: Tokens that are decoded again before they are left behind: to leave them behind is to decode once more.
+#: Tokens that are decoded again with the next ones. The window starts anew after so many, which costs one more decoding.
 AGAIN = 12
 
 
 class TextPieces:
     """Cuts a growing list of tokens into pieces of text; joined they are the text of the whole list behind its prompt.
 
-    That text is what decoding prompt and tokens together adds to the text of the prompt: many tokenizers drop a blank at the
-    beginning of what they decode. A character that the prompt has begun belongs to the tokens, which end it. Special tokens are
-    left out, and blanks are not cleaned up (``clean_up_tokenization_spaces``), which would take back text that was given.
+    That text is what decoding prompt and tokens together adds to the text of the prompt, since many tokenizers drop a blank at the
+    beginning of what they decode. A character that the prompt begins and the tokens end belongs to the tokens. Special tokens are
+    left out, and blanks are not cleaned up (``clean_up_tokenization_spaces``), which would change text that was already returned.
 
-    A piece ends behind a token whose text nothing can change that follows. It is held back while it ends in bytes that are no whole
-    character, and behind a token of byte fallback (``<0x0A>``): a tokenizer decodes a run of these at once, and one wrong
+    A piece ends behind a token whose text no later token can change. It is held back while it ends in bytes that are no whole
+    character, and behind a byte-fallback token (``<0x0A>``): a tokenizer decodes a run of these at once, and one wrong
     byte makes all of them replacement characters.
 
-    Each piece is what decoding a few tokens more adds to the text of some tokens before them. One object is for one text.
+    Each piece is the text that the new tokens add to a window of earlier tokens. One object is for one text.
 
     Args:
-        tokenizer: decodes them.
-        prompt: what stands before the tokens.
+        prompt: the tokens in front.
         shown: special tokens that are written by their names.
 
     Attributes:
-        held: the text that was held back the last time; it is given, or another text in its place, once more is known.
+        held: the text that was held back the last time; the next piece begins with it, or with what it turns out to be.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = (), shown: frozenset[int] = frozenset()
     ) -> None:
         self.tokenizer, self.held, self._special = tokenizer, "", shown
-        self._shown = 0  # tokens whose text has been given
-        self._window = self._end_of(prompt)  # tokens before the next ones, decoded again with them
+        self._shown = 0  # tokens whose text was returned
+        self._window = self._end_of(prompt)  # tokens that are decoded again with the next ones
         self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
-        """The text that is new in `tokens`, the whole list without the prompt; all of it if they have `ended`."""
+        """The text that is new in `tokens`, the whole list without the prompt. Nothing is held back if they have `ended`."""
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
@@ -64,7 +63,7 @@ class TextPieces:
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt: enough that have a text, the first of these no byte of a run."""
+        """The last :data:`AGAIN` tokens of a prompt that have a text, more if the first would cut a run of bytes."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
@@ -83,7 +82,7 @@ class TextPieces:
         return bool(BYTE_TOKEN.fullmatch(self.tokenizer.convert_ids_to_tokens([token])[0] or ""))
 
     def _has_text(self, token: int) -> bool:
-        """Whether it has one even by itself: no special token."""
+        """Whether it is no special token."""
         return bool(self._decoded([token]))
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -96,11 +95,11 @@ class TextPieces:
 
 
 def text_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of `tokens` behind `prompt`, whole; as :class:`TextPieces` has it."""
+    """The whole text of `tokens` behind `prompt`, see :class:`TextPieces`."""
     return TextPieces(tokenizer, prompt).next(tokens, ended=True)
 
 
 def common(one: str, other: str) -> int:
-    """Characters that two texts begin with alike."""
+    """Length of the longest common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Text that goes round in circles: which of its tokens say again what has just been said again."""
+"""Detecting text that loops: tokens that repeat a passage for the second time or more."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SHORTEST_LOOP = 8
 
 
 def in_loops(ids: Tensor) -> Tensor:
-    """Which tokens go on with a loop, ``[..., T]`` bool, of `ids` ``[..., T]`` int64.
+    """Which tokens of `ids` ``[..., T]`` int64 are part of a loop, ``[..., T]`` bool.
 
-    A token does if it and what stands before it equal what stands a period earlier, for more than a whole period and for
-    more than :data:`SHORTEST_LOOP` tokens. So the first repetition of a passage is none, as code repeats itself on
-    purpose; from the second on all tokens are.
+    A token is if it and those before it equal the tokens one period earlier, for more than a whole period and for more than
+    :data:`SHORTEST_LOOP` tokens. So the first repetition of a passage does not count, since code repeats itself on purpose; all
+    tokens from the second one on do.
     """
     looping = torch.zeros_like(ids, dtype=torch.bool)
     for period in range(1, min(LONGEST_PERIOD, ids.shape[-1] - 1) + 1):

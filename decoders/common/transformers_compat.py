@@ -1,7 +1,7 @@
 """Private parts of transformers that we use: each with why, and what would replace it. Nothing else reads them.
 
-It stands on the lowest floor, torch's in the engine: networks beside a target read configs as well, and must not know the engine.
-tests/engine/test_compat.py tries every part, so that a version of transformers that moves one says which.
+It is in this package, not in the engine, because drafting networks read configs as well and must not import the engine.
+tests/engine/test_compat.py tries every part, so that a version of transformers that moves one fails there by name.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-# What generating leaves behind.
+# State on model objects.
 
-#: Attributes that ``generate`` sets on a model: caches and compiled calls, which are no part of the network. Goes once these are kept
-#: in an object of their own.
+#: Attributes that ``generate`` sets on a model: caches and compiled calls, which are no part of the network. Not needed once they
+#: are kept in an object of their own.
 SET_BY_GENERATE = frozenset({"_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length"})
 
-# What training switches.
-
-#: Attributes that say how gradients are computed, which trainers switch around every rollout. Goes once they are kept in an object of
-#: their own.
+#: Attributes that say how gradients are computed, which trainers switch around every rollout. Not needed once they are kept in an
+#: object of their own.
 OF_TRAINING = frozenset(
     {"gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"}
 )
 
 
 def is_of_training(hook: Any) -> bool:
-    """Whether it is the hook of ``enable_input_require_grads``. Nothing public tells; without gradients it does nothing."""
+    """Whether it is the hook of ``enable_input_require_grads``, which does nothing without gradients. No public attribute marks it."""
     return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
@@ -49,23 +47,23 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 
 
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
-    """Whether the design keeps a state that cannot be rolled back. transformers asks the same where it refuses assisted generation."""
+    """Whether the model keeps a state that cannot be rolled back; transformers refuses assisted generation by the same attribute."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def pad_token_of(config: GenerationConfig) -> int:
-    """The token that fills ended rows, in a config that ``generate`` has prepared: as given, else the first that ends a text, else 0.
+    """The token that fills ended rows, in a config prepared by ``generate``: as given, else the first end-of-sequence token, else 0.
 
-    The prepared values stand in private tensors; the public fields hold what the user gave.
+    The prepared values are in private tensors; the public fields hold what the user gave.
     """
     pad, stops = getattr(config, "_pad_token_tensor", None), getattr(config, "_eos_token_tensor", None)
     return int(pad) if pad is not None else int(stops[0]) if stops is not None else 0
 
 
 def compiled_on_any_device() -> CompileConfig:
-    """A config with which transformers compiles its static-cache decoding on a CPU, too; by itself it does so on CUDA alone.
+    """A config with which transformers compiles its static-cache decoding on a CPU, too; by default it does so on CUDA only.
 
-    Replaced by a public field; this one is declared as None alone.
+    The field is private; it is set by name because it is declared as None only.
     """
     config = CompileConfig()
     setattr(config, "_compile_all_devices", True)  # noqa: B010
@@ -74,8 +72,8 @@ def compiled_on_any_device() -> CompileConfig:
 
 # Configs.
 
-#: Entries of a config that no forward pass of the loop reads: names, defaults of ``generate``, and what is returned beside the logits.
-#: Goes once configs tell what describes the network.
+#: Entries of a config that no forward pass of the loop reads: names, defaults of ``generate``, and flags for further outputs.
+#: Not needed once configs mark what describes the network.
 NO_PART_OF_NETWORK = frozenset({
     "transformers_version", "architectures", "_name_or_path", "id2label", "label2id", "problem_type", "use_cache", "return_dict",
     "output_hidden_states", "_output_attentions", "_experts_implementation_internal", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -87,36 +85,36 @@ NO_PART_OF_NETWORK = frozenset({
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:
-    """Name of the attention function that a model of `config` runs. Read by every modeling file; there is no public way to ask."""
+    """Name of the attention function that a model of `config` runs. Every modeling file reads it; there is no public attribute."""
     return config._attn_implementation
 
 
 def set_attention(config: PreTrainedConfig, name: str) -> None:
     """Makes modules of `config` run the attention function `name`.
 
-    ``set_attn_implementation`` is for whole models; layers by themselves, which a drafter is made of, have a config only.
+    ``set_attn_implementation`` is for whole models; the single layers of a drafter have only a config.
     """
     config._attn_implementation = name
 
 
 # The key-value cache.
 
-#: What models call the cache that they are given and give back. transformers 5.24 renamed it; the old name goes with 5.40.
+#: The keyword of the cache in models' inputs and outputs. transformers 5.24 renamed it; the old name goes with 5.40.
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
 
 
 def cache_keyword(module: nn.Module) -> str:
     """The keyword by which `module` takes its key-value cache, ``cache`` or ``past_key_values``.
 
-    It is the one that its ``forward`` names: modeling code of a checkpoint, or of a drafter, may know the other name. Where it names
-    neither, that of the installed transformers.
+    That of its ``forward``, since modeling code of a checkpoint or a drafter may use either name; without one, that of the
+    installed transformers.
     """
     names = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), CACHE)
 
 
 def cache_of(output: Any) -> Any:
-    """The key-value cache in what a model has given back."""
+    """The key-value cache in a model's output."""
     return getattr(output, CACHE)
 
 
@@ -124,9 +122,7 @@ def cache_of(output: Any) -> Any:
 
 
 def device_mesh_of(model: nn.Module) -> Any:
-    """The mesh of devices that ``from_pretrained`` has divided `model` over, None where it has not. Only its size along one axis is
-    public.
-    """
+    """The mesh of devices that ``from_pretrained`` has sharded `model` over, or None. Only its size along one axis is public."""
     return getattr(model, "_device_mesh", None)
 
 
@@ -135,9 +131,9 @@ def device_mesh_of(model: nn.Module) -> Any:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """No progress bars of transformers, that of its reader of GGUF files among them.
+    """Switches off the progress bars of transformers and of its reader of GGUF files.
 
-    That one is tqdm's own and has no switch: the reader's name for it is replaced. Goes once the reader takes transformers' own bar.
+    The reader uses tqdm's own bar, which has no switch: its import is replaced. Not needed once it uses transformers' bar.
     """
     from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging

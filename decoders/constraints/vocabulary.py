@@ -131,7 +131,7 @@ class Vocabulary:
 
     def spell(self, tokens: Sequence[int]) -> bytes:
         """The bytes of `tokens`; nothing for those that stand for no text."""
-        return b"".join(self.tokens[token] or b"" for token in tokens)
+        return b"".join(self.tokens[token] or b"" for token in tokens if token >= 0)
 
     def encoded(self, text: bytes) -> list[int]:
         """`text` as the tokenizer writes it, without the beginning of a character at its end.

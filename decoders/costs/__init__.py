@@ -1,4 +1,4 @@
-"""What verifying costs and what it brings: seconds of a step by its nodes, measured, and how often draft tokens are right."""
+"""What drafts cost and what they are worth: seconds of a step by its nodes, and how often draft tokens are accepted."""
 
 from __future__ import annotations
 

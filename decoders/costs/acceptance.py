@@ -1,7 +1,7 @@
 """How often draft tokens are accepted, by drafter and by their place in the draft.
 
-The tokens that a row writes do not depend on its drafts. So every draft can be judged by them, whether it was verified or not: to
-judge a drafter costs its drafting, and no forward pass.
+The tokens that a row writes do not depend on its drafts. So every draft can be judged by them, verified or not: judging a drafter
+takes its drafting time and no forward pass.
 """
 
 from __future__ import annotations
@@ -9,36 +9,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: Weight of the past when a draft token is judged: half of it is forgotten after some four of its kind. Of the deepest ones many
-#: are judged at once, and only where all before them were right: there it is forgotten slowly.
+#: Share of its weight that the past keeps when a draft token is judged: half is forgotten after about four tokens of a kind. Of the
+#: deepest kind many are judged at once, and only where all before them were right: it forgets slowly.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
-#: What the expectation counts before anything was seen, in draft tokens; and what it is for a first token. Judging costs nothing,
-#: so it need not be hopeful.
+#: The prior rate of a first token, and how many draft tokens it counts as. It may be low, because drafts are judged at no cost.
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
-#: Depths and ranks from here on are one.
+#: Greater depths and ranks count as these.
 DEEPEST, LOWEST_RANK = 4, 3
 #: How many draft tokens the rates that a drafter declares for its grades (`Strategy.grade_rates`) count as.
 GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook.
 OUTLOOK_WEIGHT = 1 / 8
 
-#: A node is verified if it is expected to bring this many times the tokens that its time is worth: the nodes that seem to pay
-#: are, on average, those whose probability is overrated.
+#: A node is verified if it is expected to bring this many times the tokens that its time is worth, because the probability of
+#: the nodes that seem to pay is overestimated on average.
 CAUTION = 1.15
 
-#: Of a draft token: the bits of the drafters that propose it (minus a bit: that drafter, whoever else proposes it), its depth, its rank
-#: among the siblings of its drafter, and the grade that its drafter gives it, -1 for any.
+#: The kind of a draft token: the bits of the drafters that propose it (negative: one drafter's bit, with or without others), its
+#: depth, its rank among the siblings of its drafter, and its drafter's grade, -1 for any.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
 
 class AcceptanceRates:
-    """Probability that a draft token is right if its parent is, by kind; recent ones count more.
+    """Probability that a draft token is right if its parent is, by kind; recent tokens count more.
 
     Args:
-        common: the rates of all rows, where these are those of one row: what is expected of kinds that the row has not seen.
-        grade_rates: by drafter's bit, the rates that it declares for its grades (:attr:`Strategy.grade_rates`): what is expected of
-            grades that were not seen, scaled by how far the declared rates are right for those that were.
+        common: the rates of all rows, if these are one row's: the prior for kinds that the row has not seen.
+        grade_rates: by drafter's bit, the rates that it declares for its grades (:attr:`Strategy.grade_rates`): the prior for grades
+            not seen yet, scaled by how the declared rates have held for the others.
     """
 
     def __init__(
@@ -48,28 +47,28 @@ class AcceptanceRates:
         self.grade_rates = dict(grade_rates or {})
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
-        self._right: dict[int, float] = {}  # by drafter, of tokens that were graded
-        self._said: dict[int, float] = {}  # and how many of them were to be right by the rule
+        self._graded_right: dict[int, float] = {}  # by drafter, graded tokens that were right
+        self._graded_expected: dict[int, float] = {}  # by drafter, how many were expected to be by its declared rates
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability for a draft token of these `sources`."""
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
-        """The probability of the best token at a depth of the drafter with this bit, alone or with others that propose the same."""
+        """The probability of the best token at a depth of the drafter with this bit, whether or not others propose it, too."""
         return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
     def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:
-        """Learns whether a token was right whose parent was."""
+        """Learns whether a token whose parent was right was right."""
         depth, rank = min(depth, DEEPEST), min(rank, LOWEST_RANK)
         keep = KEEP if depth < DEEPEST else KEEP_DEEPEST
         kinds = [(sources, depth, rank, WHICHEVER)]
         if grade != WHICHEVER:
             kinds.append((sources, depth, rank, grade))
         kinds += [(-(1 << bit), depth, rank, WHICHEVER) for bit in range(sources.bit_length()) if sources >> bit & 1]
-        for drafter, said in self._rules(sources, rank, grade):
-            self._right[drafter] = KEEP_DEEPEST * self._right.get(drafter, 0.0) + right
-            self._said[drafter] = KEEP_DEEPEST * self._said.get(drafter, 0.0) + said
+        for drafter, expected in self._declared(sources, rank, grade):
+            self._graded_right[drafter] = KEEP_DEEPEST * self._graded_right.get(drafter, 0.0) + right
+            self._graded_expected[drafter] = KEEP_DEEPEST * self._graded_expected.get(drafter, 0.0) + expected
         for kind in kinds:
             self._hits[kind] = keep * self._hits.get(kind, 0.0) + right
             self._trials[kind] = keep * self._trials.get(kind, 0.0) + 1
@@ -78,17 +77,17 @@ class AcceptanceRates:
 
     def _rate(self, kind: Kind) -> float:
         trials = self._trials.get(kind, 0.0)
-        if trials > 6:  # the expectation no longer matters
+        if trials > 6:  # the prior no longer matters
             return self._hits[kind] / trials
-        return (self._hits.get(kind, 0.0) + PRIOR_WEIGHT * self._expected(kind)) / (trials + PRIOR_WEIGHT)
+        return (self._hits.get(kind, 0.0) + PRIOR_WEIGHT * self._prior(kind)) / (trials + PRIOR_WEIGHT)
 
-    def _expected(self, kind: Kind) -> float:
+    def _prior(self, kind: Kind) -> float:
         if self.common is not None:
             return self.common._rate(kind)
         sources, depth, rank, grade = kind
         if grade != WHICHEVER:
-            by_rule = [said * self._holds(drafter) for drafter, said in self._rules(sources, rank, grade)]
-            return min(max(by_rule), 1.0) if by_rule else self._rate((sources, depth, rank, WHICHEVER))
+            declared = [rate * self._holds(drafter) for drafter, rate in self._declared(sources, rank, grade)]
+            return min(max(declared), 1.0) if declared else self._rate((sources, depth, rank, WHICHEVER))
         if depth > 1:
             return self._rate((sources, depth - 1, rank, WHICHEVER))
         if rank:
@@ -98,18 +97,19 @@ class AcceptanceRates:
         single = [1 << bit for bit in range(sources.bit_length()) if sources >> bit & 1]
         return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank, WHICHEVER)) for source in single)
 
-    def _rules(self, sources: int, rank: int, grade: int) -> list[tuple[int, float]]:
-        """By each drafter of these `sources` that has such a grade, how often its tokens of that are right as a rule."""
-        rules = []
+    def _declared(self, sources: int, rank: int, grade: int) -> list[tuple[int, float]]:
+        """The rates that the drafters among `sources` declare for tokens of this grade and rank."""
+        declared = []
         for drafter, rates in self.grade_rates.items():
             if sources & drafter and 0 <= grade < len(rates):
-                said = rates[grade]
-                rules.append((drafter, min(said, (1 - said) / 2 ** (rank + 1)) if rank else said))
-        return rules
+                rate = rates[grade]
+                declared.append((drafter, min(rate, (1 - rate) / 2 ** (rank + 1)) if rank else rate))
+        return declared
 
     def _holds(self, drafter: int) -> float:
-        """How many times as often as by the rule its tokens are right."""
-        return (self._right.get(drafter, 0.0) + GRADES_WEIGHT) / (self._said.get(drafter, 0.0) + GRADES_WEIGHT)
+        """Ratio of a drafter's observed to its declared rates."""
+        right, expected = self._graded_right.get(drafter, 0.0), self._graded_expected.get(drafter, 0.0)
+        return (right + GRADES_WEIGHT) / (expected + GRADES_WEIGHT)
 
 
 class Proposals:
@@ -121,7 +121,7 @@ class Proposals:
         depths: per node.
         sources: per node, bits of the drafters that propose it.
         ranks: per node, its place among the siblings of the drafter that ranks it highest.
-        grades: per node, the best that one of the drafters gives it.
+        grades: per node, the best grade that a drafter gives it.
         children: per node, its children by token.
     """
 
@@ -141,13 +141,13 @@ class Proposals:
         """Adds a drafter's tree.
 
         Args:
-            source: its bit.
-            tokens: of nodes 1, 2, …; -1 where there is none, which ends its branch.
+            source: the drafter's bit.
+            tokens: of nodes 1, 2, …; -1 for none, which ends its branch.
             parents: of nodes 0, 1, 2, …
             grades: of nodes 1, 2, …, 0 or more.
 
         Returns:
-            by node, which of `tokens` put it there, or would have; of equal ones the first.
+            for each node of the merged tree that this drafter proposes, the index of its token; of equal tokens the first.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -178,7 +178,7 @@ class Proposals:
         return origins
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The sources of the nodes that spell `tokens`, as far as there are some."""
+        """The sources of the nodes that spell `tokens`, until one is missing."""
         node, sources = 0, []
         for token in tokens:
             child = self.children[node].get(token)
@@ -189,8 +189,9 @@ class Proposals:
         return sources
 
     def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
-        """``(probability, node)`` of the nodes whose whole path is right with at least the probability `least`, likeliest first,
-        so that each comes after its parent. Siblings exclude each other: their sum is at most 1.
+        """``(probability, node)`` of the nodes whose whole path is right with probability `least` or more, likeliest first.
+
+        Every node comes after its parent. Siblings exclude each other: their probabilities sum to at most their parent's.
         """
         likely = [1.0] + [0.0] * (len(self.tokens) - 1)
         ranked = []
@@ -205,18 +206,18 @@ class Proposals:
                 likely[child] = likely[node] * rate / shares
                 if likely[child] >= least:
                     ranked.append((-likely[child], child))
-        ranked.sort()  # of equal ones the one with the smaller index, the parent, first
+        ranked.sort()  # ties: the smaller index first, so a parent before its child
         return [(-negative, node) for negative, node in ranked]
 
 
 class Follower:
-    """Judges proposals by what a row writes.
+    """Judges proposals by the tokens that a row writes.
 
     Attributes:
-        outlook: draft tokens that are expected to be right of all that is proposed in a step, the mean of the last ones.
+        outlook: running mean of the draft tokens that are expected to be right per step.
 
     Args:
-        rates: learn.
+        rates: updated with every judgement.
     """
 
     def __init__(self, rates: AcceptanceRates) -> None:
@@ -226,7 +227,7 @@ class Follower:
         self._open: list[tuple[Proposals, int]] = []
 
     def write(self, token: int) -> int:
-        """The row's next token; returns the bits of the drafters that have proposed it at a place that was still open."""
+        """Takes the row's next token; returns the bits of the drafters that proposed it."""
         still, right = [], 0
         for proposals, node in self._open:
             children = proposals.children[node]
@@ -242,22 +243,22 @@ class Follower:
         return right
 
     def expect(self, tokens: float) -> None:
-        """So many of the tokens that this step's proposals hold are expected to be right."""
+        """Updates the outlook: so many of this step's draft tokens are expected to be right."""
         self._expected += 1
         self.outlook += max(OUTLOOK_WEIGHT, 1 / self._expected) * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
-        """Judges `proposals` from now on; they continue the row as it is now."""
+        """Judges `proposals`, which continue the row as it is now, by its next tokens."""
         if len(proposals) > 1:
             self._open.append((proposals, 0))
 
 
-#: A row that has this share of the longest row's steps less to go is the last one e times more rarely.
+#: A row with this share of the longest row's steps less to go is e times less likely to be the last one.
 LAST_ROW_SPREAD = 1 / 8
 
 
 def row_weights(tokens: Sequence[int], outlooks: Sequence[float]) -> list[float]:
-    """The value of a token in each row, where a call lasts as long as its last row: in proportion to how likely it is the last.
+    """The value of a token in each row of a call that lasts as long as its last row: how likely the row is the last one.
 
     Args:
         tokens: that each row may still write.

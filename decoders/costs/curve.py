@@ -1,4 +1,4 @@
-"""Cost curves, how long a verification step takes by nodes, rows, context and tier; and the files that keep them, one per subject."""
+"""Cost curves, which say how long a step takes by nodes, rows, context and tier, and the files that store them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..common.files import cache_folder, write_whole
 
-#: Of the form in which curves are stored: files of another version are measured anew.
+#: Version of the file format; curves in files of another version are measured again.
 VERSION = 1
 
 
@@ -22,7 +22,7 @@ class _Stored(BaseModel):
 
 
 class Subject(_Stored):
-    """The combination that a curve was measured for; it is used for no other.
+    """The combination of model, machine and versions that a curve was measured for; it is used for no other.
 
     Attributes:
         model: class and sizes of the model; weights do not matter.
@@ -32,7 +32,7 @@ class Subject(_Stored):
         threads: of torch, within an operation; 0 on a GPU.
         attention: of the loop, "sdpa" or "triton".
         torch: version.
-        package: version of this package; "" in files of before it was noted.
+        package: version of this package; "" in older files.
     """
 
     model: str
@@ -69,7 +69,7 @@ class CostPoint(_Stored):
 
     @property
     def place(self) -> tuple[int, int, int, bool]:
-        """What was measured: rows, context, nodes, compiled."""
+        """Rows, context, nodes and compiled: the key of the point."""
         return self.rows, self.context, self.nodes, self.compiled
 
 
@@ -77,7 +77,7 @@ class CostCurve(_Stored):
     """Measured points of one subject.
 
     Attributes:
-        version: of this form.
+        version: of the file format.
         subject: what was measured.
         points: sorted, each place once.
     """
@@ -92,7 +92,7 @@ class CostCurve(_Stored):
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 
     def context_near(self, rows: int, context: int, compiled: bool) -> int | None:
-        """The nearest context at which so many rows were measured in this tier, at most four times as long or as short."""
+        """The nearest context at which so many rows were measured in this tier, within a factor of four."""
         measured = {point.context for point in self.points if (point.rows, point.compiled) == (rows, compiled)}
         near = [length for length in measured if context <= 4 * length <= 16 * context]
         return min(near, key=lambda length: (abs(length - context), length), default=None)
@@ -100,8 +100,8 @@ class CostCurve(_Stored):
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
         """Expected seconds of a step.
 
-        Linear between the measured numbers of nodes and contexts, and beyond the last two; of the numbers of rows the nearest
-        one is taken, in proportion. A tier that was not measured is taken for the other one.
+        Linear between the measured numbers of nodes and contexts, and beyond the last two. For other numbers of rows the nearest
+        one is scaled by the nodes of all rows. For a tier that was not measured the other one is taken.
 
         Raises:
             ValueError: nothing was measured.
@@ -114,15 +114,16 @@ class CostCurve(_Stored):
         for p in points:
             if p.rows == nearest:
                 by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
-        # Nodes of all rows run side by side: so many rows of so many nodes are as many nodes as fewer rows of more.
+        # Only the nodes of all rows together count: many rows of few nodes cost as much as few rows of many.
         same_work = nodes * rows / nearest
         by_length = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
         return interpolated(by_length, context)
 
 
 def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` of the line through points ``(x, y)``, sorted by x; beyond the last one as steep as before it, never
-    less than it; below the first one the first value.
+    """The value at `x` of the line through points ``(x, y)``, sorted by x.
+
+    Below the first point its value; beyond the last one extrapolated, but never less than the last value.
     """
     if len(line) == 1 or x <= line[0][0]:
         return line[0][1]
@@ -141,12 +142,12 @@ def default_folder() -> Path:
 
 
 def path_of(folder: Path, subject: Subject) -> Path:
-    """Where the curve of `subject` is kept."""
+    """The file of the curve of `subject`."""
     return folder / (subject.key + SUFFIX)
 
 
 def read(folder: Path, subject: Subject) -> CostCurve | None:
-    """The curve kept of `subject`; None if there is none of this version. A file that is damaged warns."""
+    """The stored curve of `subject`; None if there is none of this version. Warns about a damaged file."""
     path = path_of(folder, subject)
     try:
         text = path.read_text(encoding="utf-8")
@@ -170,7 +171,7 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
 
 
 def write(folder: Path, curve: CostCurve) -> Path | None:
-    """Keeps `curve`, with the points that another process has kept meanwhile; None, and a warning, if that is impossible."""
+    """Stores `curve`, with the points that another process has stored meanwhile; None, and a warning, if writing fails."""
     path = path_of(folder, curve.subject)
     try:
         kept = read(folder, curve.subject) if path.exists() else None

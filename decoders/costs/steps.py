@@ -1,4 +1,4 @@
-"""What a step costs: by a measured curve, refined by the steps that were seen; without a curve, by these alone."""
+"""What a step costs: by a measured curve, corrected by observed steps; without a curve, by observed steps alone."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from .curve import CostCurve
 QUICK, SLOW = 1 / 8, 1 / 32
 #: The curve counts as much as so many steps of a size.
 TRUST = 8
-#: A step that takes this many times longer or shorter than expected counts as one that takes so many times longer or shorter.
+#: Ratios of observed to expected seconds are clipped to this factor, up and down.
 OUTLIER = 3.0
 
-#: By nodes of a block: mean ratio of observed to measured seconds beside that of all sizes, and of how many steps.
+#: By nodes of a block: mean ratio of observed to expected seconds, relative to that of all sizes, and the number of steps.
 SizeRatios = dict[int, tuple[float, int]]
 KNOWN = (1.0, 0)
 
 
 class StepLine:
-    """Seconds of a step by the nodes of all its rows together: a straight line through the steps that were seen, of which recent ones
-    count more. Steps that run compiled have little in common with others: what the one kind cost is forgotten once the other comes.
+    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps, of which recent ones count more.
+
+    Compiled and uncompiled steps cost differently: the line is forgotten when one kind follows the other.
     """
 
     #: Share of its weight that a step keeps when the next one comes.
     DECAY = 0.97
     #: A node's share of the cost of a step, until steps of several sizes were seen.
     GUESS = 0.03
-    #: Steps from one trial to the next: before that, and after it. A trial is a step without a draft if all had one, and else one
-    #: in which nodes are taken to cost less than they seem to.
+    #: Steps from one trial to the next, before and after steps of several sizes were seen. A trial is a step without a draft if all
+    #: steps had one, else a step for which nodes are taken to cost less than estimated.
     TRIAL, LATER_TRIAL = 4, 128
-    #: By which their cost is divided then.
+    #: A node's cost is divided by this in a trial.
     HOPE = 4
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class StepLine:
         return None if line is None else line[0] + line[1] * nodes
 
     def estimate(self, plain: int) -> tuple[float, float]:
-        """What to take a step and each node in it for, in whatever unit. plain: nodes of a step without a draft."""
+        """Costs of a step and of each node in it, in an arbitrary unit, for one decision. plain: nodes of a step without a draft."""
         line, trial = self._line(), self.LATER_TRIAL
         if line is None:
             line, trial = (1.0, self.GUESS), self.TRIAL
@@ -81,15 +82,15 @@ class StepLine:
 
 
 class StepCosts:
-    """Expected seconds of a verification step of a batch, by nodes per row; the loop shows it every step.
+    """Expected seconds of a verification step of a batch, by nodes per row. The loop shows it every step.
 
     Args:
-        curve: with points. None: nothing was measured, and what `line` says counts.
+        curve: with points; None if nothing was measured: then `line` is used.
         rows: of the batch.
         context: tokens per row at the start.
-        size: nodes of the block that holds so many of a draft, root included: blocks come in sizes that suit the kernels.
-        ratios: how steps differ from the curve, by tier, as earlier calls have learnt it; goes on there.
-        line: through the steps that were seen without a curve; goes on there.
+        size: nodes of the padded block for so many nodes of a draft, root included.
+        ratios: how steps differ from the curve, by tier, learnt by earlier calls and updated.
+        line: fitted to steps without a curve by earlier calls, and updated.
     """
 
     def __init__(
@@ -124,8 +125,9 @@ class StepCosts:
         return seconds
 
     def to_weigh(self) -> Callable[[int], float]:
-        """As :meth:`step`, in whatever unit, for the choice of a draft's nodes in one step. Without a curve it is wrong on purpose now
-        and then, so that steps of several sizes are seen.
+        """As :meth:`step`, in an arbitrary unit, to choose the nodes of one draft.
+
+        Without a curve it is sometimes wrong on purpose (a trial), so that steps of several sizes are observed.
         """
         if self.curve is not None:
             return self.step
@@ -156,7 +158,7 @@ class StepCosts:
         if self.curve is None:
             self._line.observe(self.rows * nodes, seconds, compiled)
             return
-        # The curve is straight between its contexts: it need not be asked at every token.
+        # The curve is linear between its contexts: it is evaluated again only when the context has grown.
         if compiled != self.compiled or context > 1.25 * self.context:
             self.compiled, self.context = compiled, context
             self._expected.clear()

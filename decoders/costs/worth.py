@@ -1,4 +1,4 @@
-"""The worth of a draft: how many nodes it may have, how many to verify, and how often to try drafters that may not pay."""
+"""The worth of a draft: how many nodes it may have, how many of them to verify, and how often to try a drafter that does not pay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from ..tree.draft import Draft
 from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from .steps import StepCosts
 
-#: A step with a draft may take this share more time than one without. Late nodes of a draft are seldom right: a block that takes
-#: half as long again must bring half a token more per step.
+#: A step with a draft may take this share more time than one without: it must then bring half a token more per step.
 SHARE = 0.5
 
 
@@ -20,12 +19,12 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
     Args:
         costs: :attr:`Context.costs`.
-        chosen: set by hand, the answer if it is not None.
+        chosen: set by the user; returned unless None.
         otherwise: the answer where nothing was measured.
-        most: bound of what costs allow.
+        most: upper bound of the answer by costs.
 
     Returns:
-        where costs are known a power of two of at least 4, so that calls at different lengths share their graphs.
+        by costs a power of two of at least 4, so that calls of different lengths share graphs.
     """
     if chosen is not None:
         return chosen
@@ -36,21 +35,21 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
 
 def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 255) -> int:
-    """The same in draft tokens: of all numbers the root is left out."""
+    """:func:`node_budget` in draft tokens: no number includes the root."""
     return node_budget(costs, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1
 
 
 def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
-    """How many draft tokens to verify, from the first on: while the next ones bring more than the time that they take.
+    """How many draft tokens to verify, from the first on: as long as they bring more tokens than their time is worth.
 
     Args:
         gains: tokens that each is expected to bring, all rows together.
         seconds: of a step by its nodes per row, the root included.
-        price: tokens that a second has to bring: the present rate, by the renewal-reward argument (Dinkelbach 1967, for the ratio
-            of tokens to seconds), and more out of caution.
+        price: tokens that a second must bring: the present rate (maximizing tokens per second, as Dinkelbach 1967 does for ratios),
+            times a factor of caution.
 
     Returns:
-        their number, the tokens that they are expected to bring, and how many of these are beyond the price.
+        their number, the tokens that they are expected to bring, and that gain less the price.
     """
     plain = seconds(1)
     count, gain, worth, total = 0, 0.0, 0.0, 0.0
@@ -62,22 +61,22 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Drafting for judgement alone, while drafts do not pay, may cost this share of the time.
+#: Share of the time that may be spent on trying a drafter whose drafts do not pay.
 LOOKING = 0.005
 #: Weight of the newest draft in the mean of what drafts bring.
 LOOK_WEIGHT = 1 / 8
-#: Multiples of it modulo one lie evenly wherever one stops.
+#: Its multiples modulo one are spread evenly, however many are taken.
 GOLDEN = 0.6180339887498949
 
 
 @dataclass
 class Looks:
-    """When to ask a drafter: in every step while that pays, and less and less often while it does not.
+    """When to ask a drafter: in every step while that pays, and ever less often while it does not.
 
     Attributes:
         count: how often it was asked.
-        net: mean of the tokens that a draft has brought beyond its price; None before the first.
-        wait: steps between two drafts, on average; 0 while they pay.
+        net: mean of the tokens that a draft brought less its price; None before the first.
+        wait: steps between two drafts, on average; 0 while drafts pay.
     """
 
     count: int = 0
@@ -87,11 +86,11 @@ class Looks:
     def due(self, waited: int, most: int) -> bool:
         """Whether to ask it in this step.
 
+        Waits vary, because in a periodic text equal waits would always end at the same place of a period.
+
         Args:
             waited: steps since it was asked.
             most: steps to wait at most, on average.
-
-        Waits vary: in a text that repeats itself every few steps, equal waits would always end at the same place.
         """
         return waited >= int(2 * min(self.wait, most) * (GOLDEN * self.count % 1) + 0.5)
 
@@ -101,19 +100,19 @@ class Looks:
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:
-        """Learns the gain of a draft beyond its price, in tokens. longest: steps to wait at most."""
+        """Learns the gain of a draft less its price, in tokens. longest: steps to wait at most."""
         self.count += 1
         self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
 def affordable(share: float, longest: int) -> int:
-    """Steps between two drafts that take `share` of a step each, for them to cost :data:`LOOKING` of the time; `longest` at most."""
+    """Steps between drafts that take `share` of a step, so that drafting takes :data:`LOOKING` of the time; at most `longest`."""
     return min(math.ceil(share / LOOKING), longest)
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
-    """A running mean with one more measurement, of this `weight`; any may have been interrupted, so four times the mean counts at most.
+    """A running mean with one more measurement of this `weight`, clipped to four times the mean because it may have been interrupted.
 
     Args:
         known: the mean so far; None or 0 before there is one.
@@ -123,7 +122,7 @@ def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
 
 #: The only drafter's bit.
 SOURCE = 1
-#: A draft is made once in so many steps at least.
+#: Most steps between two drafts.
 LONGEST_WAIT = 64
 #: Weight of the newest draft in the mean of what drafts cost.
 DRAFT_WEIGHT = 1 / 8
@@ -132,13 +131,13 @@ DRAFT_WEIGHT = 1 / 8
 class DraftWorth:
     """Decides how many nodes of a draft, from the first on, are worth their time in a step of several rows.
 
-    A block of B rows has as many nodes per row as the longest draft: where one row drafts eight tokens, 8 B nodes are run for them.
+    All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, 8 B nodes are run.
 
     Args:
-        costs: gives those of the batch as it is.
-        rows: how many there are.
+        costs: returns the batch's present costs.
+        rows: number of rows at first.
         ends: most tokens of each row, where all rows begin together, so that the call lasts as long as its slowest row.
-        grade_rates: how often draft tokens of each grade are right as a rule (:attr:`Strategy.grade_rates`).
+        grade_rates: the strategy's declared rates by grade (:attr:`Strategy.grade_rates`).
     """
 
     def __init__(
@@ -158,20 +157,20 @@ class DraftWorth:
         self.rebatch([-1] * rows)
 
     def rebatch(self, sources: Sequence[int]) -> None:
-        """Rows have come or gone. sources: which row each was before, -1 for one that is new."""
+        """Follows the batch after rows have joined or left. sources: which row each was before, -1 for a new one."""
         before = self._rows
         self._rows = [before[row] if row >= 0 else Follower(AcceptanceRates(self._common)) for row in sources]
         self._proposals.clear()
 
     def due(self) -> bool:
-        """Whether a draft is made in this step: making it takes time, and may have brought nothing for long."""
+        """Whether to draft in this step: not while drafting takes more time than it saves."""
         costs = self._costs()
         if self._drafting is None or not costs.known:
             return True
         return self._looks.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
-        """How many of the draft's tokens to verify: as many as make the step's tokens per second most.
+        """How many of the draft's tokens to verify to maximize the step's tokens per second.
 
         Args:
             lengths: tokens of each row.
@@ -181,7 +180,9 @@ class DraftWorth:
         gains = self._gains(draft, active, self._weights(lengths, active))
         seconds = self._costs().to_weigh()
         rate, best = len(active) / seconds(1), 0
-        while True:  # the rate is that of the best choice at the last rate, until it no longer rises
+        while (
+            True
+        ):  # Dinkelbach's iteration: take the rate of the best choice at the last rate until it no longer rises
             count, gain, _ = worthwhile(gains, seconds, CAUTION * rate)
             reached = (len(active) + gain / CAUTION) / seconds(count + 1)
             if count == 0 or reached <= rate:
@@ -189,12 +190,12 @@ class DraftWorth:
             rate, best = reached, count
 
     def observe(self, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
-        """Learns whether making a step's draft was worth the time; before the step is shown to the costs.
+        """Learns whether a step's draft was worth the time. Called before the costs observe the step.
 
         Args:
             seconds: of its core.
             emitted: how many tokens every row has written.
-            drafting: seconds that making the draft took; None if there was none to be made.
+            drafting: seconds that drafting took; None if the step had no draft.
         """
         if drafting is None:
             self._waited += 1
@@ -207,7 +208,7 @@ class DraftWorth:
             self._looks.judge(net, LONGEST_WAIT)
 
     def follow(self, written: Sequence[Sequence[int]]) -> None:
-        """Judges what was drafted. written: the new tokens of every row."""
+        """Judges the step's draft. written: the new tokens of every row."""
         for row, tokens in enumerate(written):
             if tokens and row in self._proposals:
                 self._rows[row].follow(self._proposals[row])
@@ -216,7 +217,7 @@ class DraftWorth:
         self._proposals.clear()
 
     def _weights(self, lengths: Sequence[int], active: Sequence[int]) -> list[float]:
-        """The value of a token in each row that has not ended."""
+        """The value of a token in each active row."""
         if self._ends is None:
             return [1.0] * len(active)
         return row_weights(
@@ -224,7 +225,7 @@ class DraftWorth:
         )
 
     def _gains(self, draft: Draft, active: Sequence[int], weights: Sequence[float]) -> list[float]:
-        """Of every draft token how many it is expected to bring, all rows together."""
+        """For every draft token, how many tokens it is expected to bring in all rows together."""
         tokens, parents = draft.tokens.tolist(), draft.parents
         grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
         gains = [0.0] * draft.tokens.shape[1]

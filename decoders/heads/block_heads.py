@@ -185,6 +185,10 @@ class _MarkovFields(FileConfig):
     confidence_head_with_markov: bool = False
 
 
+#: What a config says of a Markov head.
+MARKOV_FIELDS = tuple(_MarkovFields.model_fields)
+
+
 class _MarkovTables(nn.Module):
     def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, rank: int, kind: str) -> None:
         super().__init__()

@@ -151,6 +151,7 @@ class _Attention(nn.Module):
         assert config.head_dim is not None and config.num_key_value_heads is not None
         self.head_dim = config.head_dim
         width, queries, keys = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.num_key_value_groups = queries // keys
         self.q_proj = nn.Linear(width, queries * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, keys * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, keys * self.head_dim, bias=config.attention_bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Annotated, Any, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
+from ..common.files import write_whole
 from ..common.network_files import (
     Count,
     FileConfig,
@@ -25,9 +27,9 @@ from ..common.network_files import (
 )
 from ..drafting import DraftVocabulary
 from ..errors import SettingsError, UnsupportedError
-from .block_heads import BlockHead, DominoHead, HeadFields, MarkovHead, PathSelector
+from .block_heads import MARKOV_FIELDS, BlockHead, DominoHead, HeadFields, MarkovHead, PathSelector
 from .dflash import DFlashConfig, DFlashNetwork
-from .eagle3_files import read_vocabulary
+from .eagle3_files import layer_fields, read_vocabulary, speculators_fields, vocabulary_tables
 from .lattice_head import LatticeHead
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -208,10 +210,9 @@ def _load(
         state[name] = tensor
     vocabulary = _vocabulary(config, state, path, device)
     embedding, output = (state.pop(f"{name}.weight", None) for name in ("embed_tokens", "lm_head"))
-    assert config.head is not None
     with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
         network = DFlashNetwork(config)
-        head = next((found for kind in heads if (found := kind.of(config.head)) is not None), None)
+        head = head_of(config, heads)
     parts = set() if head is None else {name.partition(".")[0] for name in head.state_dict()}
     of_head = {name: state.pop(name) for name in list(state) if name.partition(".")[0] in parts}
     filled(network, state, path, "dflash", device, dtype)
@@ -223,6 +224,54 @@ def _load(
         None if output is None else _linear(output.to(device, dtype)),
         vocabulary,
     )  # fmt: skip
+
+
+def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) -> BlockHead | None:
+    """The first of `heads` that a config describes, its weights still to be filled; None: it describes none."""
+    fields = config.head
+    return None if fields is None else next((head for kind in heads if (head := kind.of(fields)) is not None), None)
+
+
+def save_draft_model(
+    files: DFlashFiles, ids: Tensor | None, folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Writes a draft model for `model` as `speculators` does; each file is written whole, the config last, as it makes a folder
+    one of a draft model.
+
+    The embedding is the target's, and so is the output head where all tokens are drafted: neither is among the weights.
+
+    Args:
+        files: network and head, and of a reduced vocabulary its output head.
+        ids: ``[D]`` int64, ascending, the tokens that it drafts; None: all.
+        dtype: of the weights.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save
+
+    config, parts = files.config, [files.network, *([] if files.head is None else [files.head])]
+    state = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
+    if files.lm_head is not None:
+        state["lm_head.weight"] = files.lm_head.weight
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
+    state |= vocabulary_tables(ids, config.layer.vocab_size)
+    kind = "dflash" if files.head is None else "dspark"
+    of_head = {name: value for name, value in (config.head.raw if config.head else {}).items() if name in MARKOV_FIELDS}
+    fields = {
+        "architectures": [f"{'DFlash' if files.head is None else 'DSpark'}Speculator"],
+        **speculators_fields(kind, model, config.places),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],  # numbered by what goes into a layer
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.from_last,
+        "transformer_layer_config": layer_fields(config.layer, "qwen3"),
+        **of_head,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
+    write_whole(folder / CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
 
 
 def _linear(weight: Tensor) -> nn.Linear:

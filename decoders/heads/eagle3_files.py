@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from ..common.files import write_whole
 from ..common.network_files import (
@@ -248,19 +248,24 @@ def save_head(
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in head.state_dict().items()}
     if form == "speculators":
         state = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in state.items()}
-    if ids is not None:
-        state["d2t"] = ids - torch.arange(len(ids))
-        state["t2d"] = torch.isin(torch.arange(head.head_config.layer.vocab_size), ids)
+    state |= vocabulary_tables(ids, head.head_config.layer.vocab_size)
     config = (_speculators if form == "speculators" else _authors)(head, model, depth)
     config["dtype" if form == "speculators" else "torch_dtype"] = str(dtype).removeprefix("torch.")
     write_whole(folder / WEIGHTS[0], save(state, metadata={"format": "pt"}))
     write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
-def _layer(head: Eagle3Head) -> dict[str, Any]:
-    """Of the decoder layer, rotary positions as transformers 5 writes them and as earlier versions do."""
-    layer = head.head_config.layer.to_dict()
-    fields = {"model_type": "llama", **{name: layer[name] for name in _FIELDS if name in layer}}
+def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
+    """The tables of a reduced vocabulary, as checkpoints hold them. ids: ``[D]`` int64, ascending; None: all of `size` tokens."""
+    if ids is None:
+        return {}
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}
+
+
+def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
+    """Of decoder layers, for a config of this `kind`; rotary positions as transformers 5 writes them and as earlier versions do."""
+    layer = config.to_dict()
+    fields = {"model_type": kind, **{name: layer[name] for name in _FIELDS if name in layer}}
     rope = layer.get("rope_parameters") or {}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
@@ -269,25 +274,32 @@ def _layer(head: Eagle3Head) -> dict[str, Any]:
     return fields
 
 
+def speculators_fields(kind: str, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+    """What every config in the format of `speculators` says. kind: of speculator. tokens: that a draft should have."""
+    return {
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "verifier": {"name_or_path": _public_name(model), "architectures": [type(model).__name__]},
+        },
+        "tie_word_embeddings": False,
+    }
+
+
 def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, Any]:
     config = head.head_config
     assert config.layers is not None
     return {
         "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
-            "verifier": {"name_or_path": _public_name(model), "architectures": [type(model).__name__]},
-        },
+        **speculators_fields("eagle3", model, depth),
         "draft_vocab_size": config.draft_vocab_size,
         # Layers are numbered by what goes into them.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "norm_before_residual": config.norm_before_residual,
         "target_hidden_size": config.target_hidden_size,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": _layer(head),
+        "transformer_layer_config": layer_fields(config.layer),
     }
 
 
@@ -301,7 +313,7 @@ def _authors(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, 
     config = head.head_config
     assert config.layers is not None
     return {
-        **_layer(head),
+        **layer_fields(config.layer),
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,

@@ -40,8 +40,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guidance_scale": (lambda v: v not in (None, 1, 1.0), "classifier-free guidance runs the model twice; drop strategy="),
     "output_attentions": (lambda v: bool(v), "fused attention has no weights to return; drop strategy="),
     "output_hidden_states": (lambda v: bool(v), "run model(sequences, output_hidden_states=True) on the result"),
-    "cache": (lambda v: v is not None, "the loop owns its static cache; pass the whole conversation as input_ids"),
-    "past_key_values": (lambda v: v is not None, "the loop owns its static cache; pass the whole conversation as input_ids"),
     "inputs_embeds": (lambda v: v is not None, "tokens are verified by id; pass input_ids"),
     "cache_implementation": (
         lambda v: v not in (None, "static", "dynamic", "hybrid"), "the loop always uses its own static cache"),
@@ -97,7 +95,7 @@ HONOURED = frozenset({
     "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "watermarking_config",
     "num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id",
-    "eos_token_id", "early_stopping", "length_penalty", "diversity_penalty", "decoder_start_token_id",
+    "eos_token_id", "past_key_values", "cache", "early_stopping", "length_penalty", "diversity_penalty", "decoder_start_token_id",
     "transformers_version",
 })  # fmt: skip
 
@@ -229,12 +227,13 @@ def first_of(configs: list[GenerationConfig], name: str) -> Any:
 ID_TYPES = (torch.int64, torch.int32)
 
 
-def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any) -> None:
+def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, cached: int = 0) -> None:
     """Raises what is wrong with the prompts, before anything is touched; None is left to transformers.
 
     Args:
         input_ids: ``[B, P]``.
         attention_mask: ``[B, P]`` of zeros and ones.
+        cached: tokens in a cache of the call, which the mask may be over as well.
 
     Raises:
         InputError: not a tensor, another shape or dtype, an id outside the vocabulary, a mask that is no mask.
@@ -261,16 +260,20 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any) ->
             f"0 to {vocabulary - 1}: was the text encoded with another model's tokenizer?"
         )
     if attention_mask is not None:
-        _check_mask(attention_mask, input_ids)
+        _check_mask(attention_mask, input_ids, cached)
 
 
-def _check_mask(mask: Any, input_ids: Tensor) -> None:
+def _check_mask(mask: Any, input_ids: Tensor, cached: int) -> None:
     if not isinstance(mask, Tensor):
         raise InputError(f"attention_mask must be a tensor of zeros and ones, not {_kind(mask)}")
-    if mask.shape != input_ids.shape:
-        raise InputError(
-            f"attention_mask is {list(mask.shape)} and input_ids are {list(input_ids.shape)}: shapes must be equal"
+    rows, count = input_ids.shape
+    if mask.shape not in ((rows, count), (rows, cached + count)):
+        wanted = (
+            f"it takes {[rows, count]}, or {[rows, cached + count]} with past_key_values"
+            if cached
+            else "shapes must be equal"
         )
+        raise InputError(f"attention_mask is {list(mask.shape)} and input_ids are {[rows, count]}: {wanted}")
     wrong = (mask != 0) & (mask != 1)  # NaN is neither
     if wrong.any():
         row, place = wrong.nonzero()[0].tolist()

@@ -28,6 +28,7 @@ from ..registry.resolve import resolve_strategy
 from ..report import Report
 from .arguments import HINTS, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
+from .given import CACHES, CallCache
 from .grammars import Grammars
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
@@ -35,6 +36,7 @@ from .preparation import LIMIT, Kind, Preparation, kind_of
 #: Arguments of ``generate`` that transformers is not given.
 _HANDLED = (
     "custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer", "stop_strings", "cache_implementation",
+    *CACHES,
 )  # fmt: skip
 
 
@@ -128,7 +130,7 @@ class PreparedCall:
 
 def prepare(
     model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None, engine_of: Callable[[], Engine],
-    assistants: Assistants, kept: dict[Kind, Preparation],
+    assistants: Assistants, kept: dict[Kind, Preparation], cache: CallCache | None = None,
 ) -> PreparedCall:  # fmt: skip
     """Turns a checked call into a request.
 
@@ -138,6 +140,7 @@ def prepare(
         engine_of: gives the model's engine, making it if need be; called once the call is known to be right.
         assistants: the draft models that are kept with `model`.
         kept: what transformers has prepared for earlier calls.
+        cache: the caller's own.
     """
     given, runtime = options.arguments, options.runtime
     kind = kind_of(model, options.configs, given)
@@ -153,9 +156,10 @@ def prepare(
             if len(kept) >= LIMIT:
                 kept.clear()
             kept[kind] = preparation
-    padded = input_ids.to(model.device)
+    padded, mask = input_ids.to(model.device), mask.to(model.device) if mask is not None else None
     inferred_from = None if given.get("attention_mask") is not None else preparation.pad_token
-    prompts = unpad(padded, mask if mask is None else mask.to(model.device), inferred_from)
+    text = padded if cache is None else cache.whole(padded, given.get("attention_mask"))
+    prompts = unpad(text, mask, inferred_from)
     new_tokens = preparation.length - padded.shape[1]
     check_lengths(model, prompts, new_tokens)
     if preparation.processors is not None and not options.verifier.coupled:
@@ -168,8 +172,10 @@ def prepare(
     engine = engine_of()
     engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
     config, plan = preparation.config, preparation.plan
+    copies = config.num_return_sequences or 1
+    beginnings = cache.beginnings(engine.target, mask, len(prompts), copies) if cache is not None else None
     grammars = Grammars.of(
-        options.grammar, len(prompts), config.num_return_sequences or 1, tokenizer, engine.target.vocab_size,
+        options.grammar, len(prompts), copies, tokenizer, engine.target.vocab_size,
         preparation.stop_tokens, runtime, options.thinking, prompts,
     )  # fmt: skip
     seed = resolve_seed(options.seed, options.generator, plan.sample)
@@ -185,7 +191,7 @@ def prepare(
         stop_tokens=preparation.stop_tokens, pad_token=preparation.pad_token, plan=replace(plan, masked=grammars.any),
         values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
         grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
-        on_step=aligner.step if aligner is not None else None, observers=registry().listening(),
+        on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=beginnings,
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,24 +15,29 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 
 from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
-from ..engine.decode.engine import Engine, MemoryKey
+from ..engine.decode.engine import TEXTS, Engine, MemoryKey
 from ..engine.decode.request import RequestOutput
 from ..engine.model.layout import refuse_capture, refuse_unfit
 from ..engine.model.layout import vocabulary_of as logits_of
 from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
+from ..errors import SettingsError
 from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
+from ..strategies.suffix_index import TextMemory
 from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
+from .given import CallCache
 from .grammars import vocabulary_of
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
 _DEFAULTS = RuntimeSettings.model_validate({})
+#: Most tokens of texts that are given to be remembered; about 25 MB.
+GIVEN_TOKENS = 1 << 18
 
 
 class Generate:
@@ -123,12 +129,16 @@ class Generate:
         given = options.arguments
         refuse_arguments(options.configs, given)
         input_ids = given.get("input_ids")
-        check_inputs(self.model, given.get("inputs") if input_ids is None else input_ids, given.get("attention_mask"))
+        cache = CallCache.of(given, options.strategy)
+        check_inputs(
+            self.model, given.get("inputs") if input_ids is None else input_ids, given.get("attention_mask"),
+            cache.length if cache is not None else 0,
+        )  # fmt: skip
         options.check()
         tokenizer = given.get("tokenizer") or self.tokenizer
         return prepare(
             self.model, options, tokenizer, lambda: ready or self.engine(options.runtime), self._assistants,
-            self._preparations,
+            self._preparations, cache,
         )  # fmt: skip
 
     def compiles_with(
@@ -178,9 +188,15 @@ class Generate:
             return None
         return present if present.serves(self.model, runtime.attention, *_formats(runtime)) else None
 
-    def give_way(self) -> None:
-        """Lets calls of other threads that wait for the model go first; a scheduler says so between two steps."""
-        self._lock.give_way()
+    @contextmanager
+    def ahead(self) -> Iterator[float]:
+        """Within it the model is this thread's, which goes before others that wait for it. Gives the seconds that others had it."""
+        begun = time.monotonic()
+        self._lock.acquire(first=True)
+        try:
+            yield time.monotonic() - begun
+        finally:
+            self._lock.release()
 
     def release(self) -> None:
         """See :func:`decoders.release`."""
@@ -209,6 +225,38 @@ class Generate:
                 self._engine.remember(memories)
             else:
                 self._remembered |= memories
+
+    def remember_texts(self, texts: Iterable[str | Sequence[int]]) -> int:
+        """Adds texts to those that were given before, see :func:`decoders.remember`; the tokens that there was no room for.
+
+        Raises:
+            SettingsError: they are no texts of this model.
+        """
+        if isinstance(texts, str):
+            raise SettingsError("remember() takes a list of texts: texts=[text]")
+        tokens = [self._tokens_of(number, text) for number, text in enumerate(texts)]
+        if not tokens:
+            return 0
+        with self._lock:
+            known = self._engine.texts if self._engine is not None else self._remembered.get(TEXTS)
+            kept: TextMemory = TextMemory(GIVEN_TOKENS) if known is None else known
+            before = kept.dropped
+            for text in tokens:
+                kept.add(text)
+            self.remember({TEXTS: kept})
+            return kept.dropped - before
+
+    def _tokens_of(self, number: int, text: str | Sequence[int]) -> array[int]:
+        if not isinstance(text, str):
+            tokens = array("i", text)
+        elif self.tokenizer is not None:
+            tokens = array("i", self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        else:
+            raise SettingsError("remember() reads texts with a tokenizer: decoders.enable(model, tokenizer=…)")
+        size = logits_of(self.model)
+        if not all(0 <= token < size for token in tokens):
+            raise SettingsError(f"texts[{number}] has token ids that the model does not have: they are 0 to {size - 1}")
+        return tokens
 
     def _drop(self) -> None:
         if self._engine is not None:

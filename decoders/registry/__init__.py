@@ -1,1 +1,1 @@
-"""Who provides what under which name, and what a user's word for it stands for. Its face is ``decoders.plugins``."""
+"""The registry of plugins: which plugin provides which name, and resolving names to objects. Public as ``decoders.plugins``."""

@@ -1,4 +1,4 @@
-"""The plugin that comes with this package: its strategies, verifiers and grammar backends, through the same hooks as anybody else's."""
+"""The plugin of this package: its strategies, verifiers and grammar backends, through the same hooks as other plugins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 
-#: Commands of this package; the command line has them itself, without loading plugins.
+#: Commands of this package, listed to reserve their names; the command line defines them without loading plugins.
 COMMANDS = (
     "demo", "generate", "warmup", "calibrate", "advise", "strategies", "verifiers", "grammar-backends", "plugins", "grammars",
     "config", "serve",
-    "new-plugin", "doctor", "bench", "bench load", "train", "train demo", "train ngram", "train medusa", "train eagle3", "train draft",
+    "new-plugin", "doctor", "bench", "bench load", "train", "train demo", "train ngram", "train medusa", "train eagle3",
+    "train dflash", "train draft",
 )  # fmt: skip
 
 
@@ -43,8 +44,8 @@ def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
 
 @hookimpl
 def decoders_commands() -> Mapping[str, Callable[[], None]]:
-    return dict.fromkeys(COMMANDS, _of_the_command_line)
+    return dict.fromkeys(COMMANDS, _reserved)
 
 
-def _of_the_command_line() -> None:
-    """Keeps a name for a command of this package."""
+def _reserved() -> None:
+    """Reserves a name for a command of this package."""

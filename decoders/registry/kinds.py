@@ -1,4 +1,4 @@
-"""What plugins can provide, a kind of class each with its hook and what it must satisfy; and who has which name of a kind."""
+"""The kinds of things that plugins can provide, each with its hook and checks, and the settling of names within a kind."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Kind(Generic[Provided]):
     """A kind of class that plugins provide. Names are unique within a kind.
 
     Attributes:
-        noun: the word for one, in messages.
-        plural: for several.
-        base: what the classes derive from.
-        hook: name of the hook that gives them.
-        check_more: raises PluginError if a class, shown as the text, lacks what only this kind needs.
+        noun: for messages.
+        plural: of the noun.
+        base: base class of the classes.
+        hook: name of the hook that provides them.
+        check_more: further checks of this kind: takes a class and how messages name it, raises PluginError.
     """
 
     noun: str
@@ -41,7 +41,7 @@ class Kind(Generic[Provided]):
     check_more: Callable[[type[Provided], str], None]
 
     def collect(self, provided: Iterable[object]) -> dict[str, type[Provided]]:
-        """What one plugin provides, by name.
+        """The classes that one plugin provides, by name.
 
         Raises:
             PluginError: a class cannot be registered, or two have one name.
@@ -75,14 +75,14 @@ class Kind(Generic[Provided]):
 
 
 class GrammarKind(Kind[Any]):
-    """Grammars: objects in the place of classes, given by name."""
+    """Grammars: objects by name instead of classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
             raise PluginError(f"{self.hook} must return a dict of grammars by name, not {type(provided).__name__}")
         for name, value in provided.items():
             _snake_case(name, "a grammar's name")
-            # What makes sense is known on first use; these never do.
+            # Other values are checked on first use.
             if value is None or isinstance(value, (bool, int, float, bytes, str, list, tuple)):
                 raise PluginError(
                     f"grammar {name!r} is {type(value).__name__}: what grammar= takes, or a function that makes it"
@@ -91,7 +91,7 @@ class GrammarKind(Kind[Any]):
 
 
 class CommandKind(Kind[Any]):
-    """Commands: functions in the place of classes, given by name."""
+    """Commands: functions by name instead of classes."""
 
     def collect(self, provided: Any) -> dict[str, Any]:
         if not isinstance(provided, Mapping):
@@ -109,13 +109,13 @@ class CommandKind(Kind[Any]):
 
 
 def is_maker(value: object) -> bool:
-    """Whether a plugin gave a function that makes a grammar. Types, and ``list[int]``, can be called too and are grammars."""
+    """Whether a plugin gave a function that returns a grammar. Types and ``list[int]``, which can be called too, are grammars."""
     return inspect.isroutine(value) or isinstance(value, partial)
 
 
-#: What is looked up by its name has one of this form.
+#: The form of all names but commands'.
 SNAKE_CASE = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
-#: A command as it is typed, in a group of commands or not.
+#: A command as it is typed, with its group if it is in one.
 COMMAND_NAME = re.compile("((bench|train) )?[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -164,7 +164,7 @@ COMMAND = CommandKind("command", "commands", ABC, "decoders_commands", lambda cl
 KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER, COMMAND)
 
 
-#: Plugin name of what this package provides itself, and the distribution it comes with.
+#: Name of this package's own plugin, and its distribution.
 BUILTIN, DISTRIBUTION = "builtin", "hf-decoders"
 #: Provider of plugins that were registered by hand.
 THIS_PROCESS = "(this process)"
@@ -178,8 +178,8 @@ class PluginInfo:
 
     Attributes:
         name: entry-point name.
-        version: of the distribution it comes with.
-        provider: the name of that distribution.
+        version: of its distribution.
+        provider: name of its distribution.
         hooks: hooks it implements.
         strategies: names it claims, usable or not.
         verifiers: likewise.
@@ -189,7 +189,7 @@ class PluginInfo:
         commands: likewise.
         status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed by
             another plugin; its other names are usable).
-        error: why it is not simply loaded.
+        error: the reason of any status but "loaded".
     """
 
     name: str
@@ -207,7 +207,7 @@ class PluginInfo:
 
     @property
     def key(self) -> str:
-        """What tells it from all other plugins: several distributions may use one entry-point name."""
+        """A unique key: several distributions may use one entry-point name."""
         return f"{self.provider}:{self.name}"
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """What is usable under a name: its class (of a grammar or command what the plugin gave), and its distribution and version."""
+    """A usable name: its class (for a grammar or command the plugin's object), its distribution and version."""
 
     name: str
     cls: type[Provided]
@@ -229,10 +229,10 @@ class Names(Generic[Provided]):
     """The settled names of one kind.
 
     Attributes:
-        kind: whose names these are.
+        kind: their kind.
         usable: entries by name.
-        conflicts: names that nobody has since several claim them, with the message.
-        lost: messages by plugin key, for each name that the plugin claims and did not get.
+        conflicts: names that several plugins claim, so that none has them, with the message.
+        lost: messages by plugin key, one for each name that the plugin claims and did not get.
     """
 
     kind: Kind[Provided]
@@ -245,7 +245,7 @@ class Names(Generic[Provided]):
 
         Raises:
             PluginError: several plugins claim the name.
-            UnknownNameError: nobody does.
+            UnknownNameError: no plugin claims it.
         """
         wanted = canonical(name)
         if wanted in self.conflicts:
@@ -256,7 +256,7 @@ class Names(Generic[Provided]):
 
 
 def settle(kind: Kind[Provided], claims: Iterable[tuple[PluginInfo, Mapping[str, type[Provided]]]]) -> Names[Provided]:
-    """Decides who gets each name. A built-in keeps its own; among others, a clash leaves nobody the name.
+    """Decides which plugin gets each name. The built-in plugin keeps its names; of other plugins that claim one name, none gets it.
 
     Args:
         claims: every plugin with its classes by name, in order of loading.
@@ -292,5 +292,5 @@ def _advice(plugin: PluginInfo) -> str:
 
 
 def canonical(name: str) -> str:
-    """`name` as registry and lists compare it: lower case, ``-`` and ``.`` as ``_``."""
+    """`name` in the form in which names are compared: lower case, ``-`` and ``.`` as ``_``."""
     return re.sub("[-_.]+", "_", name.strip()).lower()

@@ -1,4 +1,4 @@
-"""Who provides what: loads the built-ins and every installed plugin, and keeps a bad one from hurting.
+"""The registry: loads the built-ins and every installed plugin; a broken plugin is listed with its error and left out.
 
 Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-separated entry-point or distribution
 names), ``DECODERS_PLUGINS_STRICT=1`` (a plugin that fails or clashes is an error instead of a line in the list).
@@ -115,7 +115,7 @@ class Registry:
         return self._find(GRAMMAR, name)
 
     def commands(self) -> dict[str, Entry[Any]]:
-        """Every command by name; under a name of this package stands no function, since the command line has it itself."""
+        """Every command by name. Names of this package's own commands are only reserved: their functions do nothing."""
         return dict(self._names[COMMAND].usable)
 
     def observers(self) -> dict[str, Entry[Observer]]:
@@ -123,7 +123,7 @@ class Registry:
         return dict(self._names[OBSERVER].usable)
 
     def listening(self) -> tuple[Observer, ...]:
-        """The observers themselves, each made once."""
+        """The observer objects, each created once."""
         return self._listening
 
     def _find(self, kind: Kind[Provided], name: str) -> type[Provided]:
@@ -136,7 +136,7 @@ class Registry:
             raise
 
     def origin(self, cls: type) -> str:
-        """Distribution and version that `cls` was registered from; of another class its module."""
+        """Distribution and version of a registered class; the module of any other."""
         for kind in KINDS:
             for entry in self._names[kind].usable.values():
                 if entry.cls is cls:
@@ -144,11 +144,11 @@ class Registry:
         return cls.__module__
 
     def plugins(self) -> list[PluginInfo]:
-        """Every plugin found, whatever became of it."""
+        """Every plugin found, with its status."""
         return list(self._plugins.values())
 
     def unmatched(self) -> list[str]:
-        """What is wrong with the block and allow lists: names of no plugin that was found."""
+        """Messages for names in the block and allow lists that no found plugin has."""
         names = {canonical(name) for info in self._plugins.values() for name in (info.name, info.provider)}
         return [
             f"DECODERS_PLUGINS_{which} names {name!r}, which no plugin is called. {suggest(name, names)}"
@@ -208,7 +208,7 @@ class Registry:
             else:
                 try:
                     self._add(info, point.load())
-                except (Exception, SystemExit) as error:  # an import may well call sys.exit
+                except (Exception, SystemExit) as error:  # importing may call sys.exit
                     self._plugins[info.key] = replace(info, status="failed", error=_reason(error))
                     if strict:
                         raise PluginError(f"Plugin {info} failed to load: {_reason(error)}") from error
@@ -219,7 +219,7 @@ class Registry:
                 raise PluginError(clash.error)
 
     def _add(self, info: PluginInfo, plugin: object) -> None:
-        """Validates `plugin` on its own and, only if all of it is sound, makes it part of this registry."""
+        """Validates `plugin` in a manager of its own and, only if all of it is valid, adds it to this registry."""
         if self.manager.is_registered(plugin):
             raise PluginError(f"it is the same object as plugin {self.manager.get_name(plugin)!r}")
         trial = _manager()
@@ -246,7 +246,7 @@ class Registry:
         )  # fmt: skip
 
     def _settle(self) -> None:
-        """Shares the names out anew, and notes with each plugin those that it did not get."""
+        """Settles all names anew, and notes with each plugin those that it did not get."""
         names = {
             kind: settle(kind, [(self._plugins[key], found[kind]) for key, found in self._classes.items()])
             for kind in KINDS
@@ -284,7 +284,7 @@ def registry() -> Registry:
 
 
 def reset_registry() -> None:
-    """Forgets the shared registry, so that the next :func:`registry` looks again (tests, freshly installed plugins)."""
+    """Drops the shared registry, so that the next :func:`registry` loads it again (tests, freshly installed plugins)."""
     global _shared
     with _lock:
         _shared = None
@@ -306,7 +306,7 @@ def _provider(point: metadata.EntryPoint) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: what was raised and, if the plugin's own code raised it, where."""
+    """The error in one line, with the place if the plugin's own code raised it."""
     text = " ".join(str(error).split())
     if isinstance(error, PluginError | pluggy.PluginValidationError):
         return text

@@ -74,7 +74,7 @@ def with_hints(
     """The ``strategy_config`` `config` with transformers' drafting `hints` as the settings that they stand for.
 
     Args:
-        where: what an error adds about where a hint comes from.
+        where: returns what an error adds about the origin of a hint.
 
     Raises:
         UnsupportedError: a strategy has no setting for one. SettingsError: a setting is given twice.
@@ -150,8 +150,8 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
     """The grammar called `name`: of the library, or of a plugin.
 
     Raises:
-        UnknownNameError: nobody has one. PluginError: several plugins claim the name.
-        GrammarError: what the plugin gave is no grammar.
+        UnknownNameError: there is none. PluginError: several plugins claim the name.
+        GrammarError: the plugin's object is no grammar.
     """
     try:
         value = registry().grammar(name)
@@ -172,7 +172,7 @@ def grammar_or_file(text: str) -> Spec | CompiledGrammar:
     """The grammar in the file `text`, or else that of this name.
 
     Raises:
-        GrammarError: `text` can only be a file, and there is none. What :func:`resolve_grammar` raises.
+        GrammarError: `text` is clearly a file's name, and there is no such file. Also all that :func:`resolve_grammar` raises.
     """
     library.check_file(text)
     return spec_of_file(Path(text)) if Path(text).is_file() else resolve_grammar(text)
@@ -181,11 +181,10 @@ def grammar_or_file(text: str) -> Spec | CompiledGrammar:
 def _settings_of(
     strategy: type[Strategy], call: Mapping[str, Any] | None, configured: Mapping[str, Any] | None
 ) -> Settings:
-    """A strategy's settings in force."""
     sections = (*registry().strategies(), Merged.name)
     return load_settings(strategy.settings_class, strategy.name, call or {}, configured or {}, sections=sections)
 
 
 def strategy_name(strategy: Any) -> str:
-    """The name that a strategy, class or spelling of a name stands for."""
+    """The name of a strategy, a class, or a name with dashes."""
     return (strategy if isinstance(strategy, str) else strategy.name).replace("-", "_")

@@ -41,7 +41,7 @@ class Written:
     """What was written, by row. The lists are those of the call, and grow with it.
 
     Attributes:
-        prompts: 1-D int64, without padding.
+        prompts: 1-D int64, without padding; -1 where the call named no token.
         tokens: the new ones.
         drafters: who drafted each of them, "" for those that are the target's own.
         steps: of rows that are traced, every step.
@@ -75,7 +75,7 @@ class Written:
         tokens, drafters = self.tokens[row], self.drafters[row]
         if self.tokenizer is None:
             return [(f"{token} ", who) for token, who in zip(tokens, drafters, strict=True)]
-        texts = TextPieces(self.tokenizer, self.prompts[row].tolist())
+        texts = TextPieces(self.tokenizer, [token for token in self.prompts[row].tolist() if token >= 0])
         cut = (
             (texts.next(tokens[:end], ended=end == len(tokens)), drafters[end - 1]) for end in range(1, len(tokens) + 1)
         )

@@ -1,7 +1,7 @@
 """Choosing a token: processed scores, plus noise that depends on the seed, the row, the position and the token alone.
 
-For strategies that have scores of their own: ``process`` treats them as the target's are treated, ``candidates`` and
-``largest`` find the best of them without sorting the vocabulary, ``gumbel_noise`` is what the target draws with.
+For strategies that have scores of their own: ``process`` applies the target's processors, ``candidates`` and ``largest`` find the
+best tokens without sorting the vocabulary, ``gumbel_noise`` is the noise that the target draws with.
 """
 
 from .choice import Candidates, candidates

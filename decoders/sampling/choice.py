@@ -1,4 +1,4 @@
-"""What may follow each node, and the draw from it: a few tokens where processors leave only these, or all of them."""
+"""The candidates after each node, and the draw from them: a few tokens where the processors leave few, else all."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .processors import choose as choose_of_all
 from .selection import NEVER, Operations, Selection, by_reference, select
 from .top import first_largest, largest
 
-#: Vocabularies up to this are drawn from with the noise of all their tokens.
+#: Up to this vocabulary the noise of all tokens is computed.
 _FEW = 4096
-#: Numbers that one pass works on: what stays in a core's cache.
+#: Numbers per pass, so that they stay in a core's cache.
 _CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The processed scores of every node, of the tokens that may follow it.
+    """The tokens that may follow every node, with their processed scores.
 
     Attributes:
         scores: ``[B, N, K]`` float32, ``-inf`` for what is ruled out.
-        tokens: ``[B, N, K]`` int64, each once, -1 in columns that a node does not use; None if they are all, in order.
+        tokens: ``[B, N, K]`` int64, each once, -1 in columns that a node does not use; None for the whole vocabulary.
         vocab: ``V``.
-        selection: ``[B * N, K]``, where some of the scores are in doubt; `reference` settles the rows it is given.
+        selection: ``[B * N, K]``, where some tokens are uncertain; `reference` decides about the rows it is given.
     """
 
     scores: Tensor
@@ -66,7 +66,7 @@ class Candidates:
         tied = (noisy == best) & (self.tokens >= 0)
         token = torch.where(tied, self.tokens, self.vocab).amin(-1)
         if self.selection is not None:
-            # Whatever is in doubt, the draw is certain if its token is not.
+            # The draw is certain if the drawn token is, whatever else is uncertain.
             doubtful = self.selection.open | (
                 self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)
             ).any(-1)
@@ -91,7 +91,7 @@ class Candidates:
             values, tokens = values.view(*noisy.shape[:2], count), tokens.view(*noisy.shape[:2], count)
             return tokens, values - values[..., :1] - _log_total(noisy, values[..., :1])
         noisy = settled._noisy(settled.tokens, plan, inputs, positions)
-        # What is ruled out comes after everything else, but before columns without a token.
+        # Tokens that are ruled out come last, but before columns without a token.
         rank = noisy.clamp(min=torch.finfo(noisy.dtype).min).masked_fill(settled.tokens < 0, NEVER)
         column = rank.topk(count).indices
         return settled.tokens.gather(-1, column), noisy.log_softmax(-1).gather(-1, column)
@@ -115,14 +115,14 @@ class Candidates:
             return settled.scores.float()
         scores = settled.scores
         best = scores.max(-1, keepdim=True)
-        # What has no score writes the best one's again: no two columns disagree about a token.
+        # Columns without a score write the best token's again, so that no two columns disagree about a token.
         out = scores == NEVER
         tokens = torch.where(out, settled.tokens.gather(-1, best.indices), settled.tokens)
         dense = torch.full((*scores.shape[:2], self.vocab), NEVER)
         return dense.scatter_(-1, tokens.clamp(min=0), torch.where(out, best.values, scores))
 
     def settled(self) -> Candidates:
-        """The same without doubt: exactly the tokens that the processors' definitions leave."""
+        """The same without uncertain tokens: exactly those that the processors' definitions leave."""
         if self.selection is None:
             return self
         doubtful = ~self.selection.settled
@@ -143,13 +143,13 @@ def candidates(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     at_least: int = 1,
 ) -> Candidates:  # fmt: skip
-    """What the plan's operations leave of every node: logits ``[B, N, V]``, positions ``[B, N]``.
+    """The tokens that the plan's operations leave after every node: logits ``[B, N, V]``, positions ``[B, N]``.
 
-    Equal to :func:`~decoders.sampling.processors.process`, which is what runs where the host cannot read the device or the
+    Equal to :func:`~decoders.sampling.processors.process`, which runs instead where the host cannot read the device or the
     code is being traced.
 
     Args:
-        at_least: fewest tokens to give per node, those that are ruled out included.
+        at_least: fewest tokens per node, those that are ruled out included.
     """
     names = plan.operations
     ends = next((i for i, name in enumerate(names) if name != "min_new_tokens"), len(names))
@@ -174,7 +174,7 @@ def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
 
 
 def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """What the operations `names` leave of the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]``, those of each row."""
+    """The tokens that the operations `names` leave of the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]`` by row."""
     if all(name == "temperature" for name in names):
         for value in values.unbind(-1):
             legal = at_temperature(legal.float(), value.view(-1, 1, 1))
@@ -191,7 +191,7 @@ def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) ->
 
 
 def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """:func:`_left` where every row has values of its own, ``[B, K]``: rows with the same ones are looked at together."""
+    """:func:`_left` with values per row, ``[B, K]``: rows with equal values are processed together."""
     kinds, kind_of = values.unique(dim=0, return_inverse=True)
     if len(kinds) == 1:
         return _left(legal, names, kinds[0], at_least)
@@ -210,7 +210,7 @@ def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) 
 
 
 def _log_total(scores: Tensor, best: Tensor) -> Tensor:
-    """Logarithm of the sum of exponentials less `best` ``[..., 1]``: log-softmax's way, precise where scores are large."""
+    """Logarithm of the sum of exponentials less `best` ``[..., 1]``, as log-softmax computes it: precise where scores are large."""
     return (scores - best).exp_().sum(-1, keepdim=True).log_()
 
 
@@ -222,7 +222,7 @@ def _selected(
 
 
 def _allowed(logits: Tensor, masks: Masks) -> Tensor:
-    """:meth:`Masks.allow`, in arithmetic that runs at the speed of memory."""
+    """:meth:`Masks.allow` in vectorized arithmetic, limited by memory bandwidth."""
     if masks.allowed is None:
         return logits
     bound = masks.allowed[..., : logits.shape[-1]].to(logits.dtype)
@@ -230,10 +230,10 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 
 
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """``argmax(scores + noise)`` over ``[B, N, V]``, of equals the first, with the noise of few tokens.
+    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals, with the noise of few tokens.
 
-    Noise is ``-log E`` with ``E >= u``, the hash's upper bits over 2^32: a token whose bits say ``u > exp(score - bound)``
-    stays below `bound`, and the best of a few likely tokens is one. Only the bits are made for all tokens.
+    Noise is ``-log E`` with ``E >= u``, the hash's upper bits over 2^32: a token with ``u > exp(score - bound)`` stays below
+    `bound`, and the best noisy score of a few likely tokens is such a bound. Only the bits are computed for all tokens.
     """
     vocab = scores.shape[-1]
     if vocab <= _FEW:
@@ -244,7 +244,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     noisy = likely.float() + noise_of(keys, positions, tokens.view(*shape, -1)).view_as(likely)
     bound, column = noisy.max(-1)
     start = noise_keys(keys, positions).flatten()  # [R]
-    # Bits are compared before they are final and in float32, scores are rounded when noise is added: hence the slack.
+    # The slack covers bits that are not final and compared in float32, and the rounding of scores when noise is added.
     level = (bound - 1e-3 - 4e-7 * bound.abs()).clamp(min=-1e30)[:, None]
     candidates_found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
     width = max(_CHUNK // len(rows), 1024)
@@ -265,7 +265,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _upper_bits(start: Tensor, begin: int, count: int) -> Tensor:
-    """The hash's upper 32 bits of ``count`` tokens from `begin` on, ``[R, count]`` float32, up to the last of the bits.
+    """The hash's upper 32 bits of ``count`` tokens from `begin` on, ``[R, count]`` float32; the last mixing round is left out.
 
     start: ``[R]`` int64. As in :func:`~decoders.sampling.processors.mix64`, in two buffers.
     """

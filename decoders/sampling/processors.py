@@ -21,13 +21,13 @@ GOLDEN_INVERSE = 0xF1DE83E19937733D - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Which processors run inside the step, in order. Hashable: a new plan is a new graph, new values are not.
+    """Which processors run inside the step, in order. Hashable: a new plan needs a new graph, new values do not.
 
     Attributes:
-        operations: names out of :data:`OPERATIONS`; each takes one entry of the `values` tensor.
+        operations: names of :data:`OPERATIONS`; each takes one entry of the `values` tensor.
         sample: draw with noise; otherwise take the argmax.
-        keep_scores: hand the processed scores out of the step.
-        masked: a grammar says which tokens may come next (:class:`Masks`), before any operation.
+        keep_scores: return the processed scores.
+        masked: whether a grammar masks tokens (:class:`Masks`) before any operation.
     """
 
     operations: tuple[str, ...] = ()
@@ -41,10 +41,10 @@ class SamplingInputs:
     """The tensors a plan reads.
 
     Attributes:
-        values: ``[max(1, len(operations))]`` float32, one parameter per operation, or ``[B, …]``, those of each row; for top_p
-            it is ``1 - top_p``, subtracted in double precision as transformers does.
+        values: ``[max(1, len(operations))]`` float32, one parameter per operation, or ``[B, …]``, by row; for top_p it is
+            ``1 - top_p``, subtracted in double precision as transformers does.
         keys: ``[B]`` int64, noise key of each row.
-        stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]``, those of each row; -1 stands for none.
+        stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]``, by row; -1 for none.
     """
 
     values: Tensor
@@ -52,29 +52,29 @@ class SamplingInputs:
     stop_tokens: Tensor
 
     def of_rows(self, begin: int, end: int) -> SamplingInputs:
-        """Those of some of the rows."""
+        """The inputs of some of the rows."""
         return self.of(slice(begin, end))
 
     def of(self, rows: slice | Tensor) -> SamplingInputs:
-        """Those of `rows`."""
+        """The inputs of `rows`."""
         values, stops = self.values, self.stop_tokens
         return SamplingInputs(
             values[rows] if values.dim() > 1 else values, self.keys[rows], stops[rows] if stops.dim() > 1 else stops
         )
 
     def value(self, operation: int) -> Tensor:
-        """The parameter of an operation, to go with scores ``[B, N, V]``: ``[]``, or ``[B, 1, 1]``."""
+        """The parameter of an operation, ``[]`` or ``[B, 1, 1]`` to broadcast over scores ``[B, N, V]``."""
         return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
 
 
 @dataclass(frozen=True)
 class Replacements:
-    """Tokens that are drawn and not written, and what is written instead of each. They depend on the node.
+    """Drawn tokens that are replaced by others, depending on the node.
 
     Attributes:
-        keys: ``[M]`` int64, ``kind * V + token`` in ascending order.
-        tokens: ``[M]`` int64, what is written instead.
-        kinds: ``[B, N]`` int64, ``kind * V`` of each node; of kind 0 nothing is replaced.
+        keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.
+        tokens: ``[M]`` int64, the replacement of each.
+        kinds: ``[B, N]`` int64, ``kind * V`` of each node; at kind 0 nothing is replaced.
     """
 
     keys: Tensor
@@ -82,13 +82,13 @@ class Replacements:
     kinds: Tensor
 
     def of(self, tokens: Tensor) -> Tensor:
-        """What is written where `tokens` ``[B, N]`` were drawn."""
+        """`tokens` ``[B, N]`` with replacements applied."""
         keys = self.kinds + tokens
         place = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
         return torch.where(self.keys[place] == keys, self.tokens[place], tokens)
 
     def moved(self, probabilities: Tensor) -> Tensor:
-        """The distribution ``[B, N, V]`` of what is written, from that of what is drawn."""
+        """The distribution ``[B, N, V]`` after replacement, from that of the drawn tokens."""
         drawn = self.keys % probabilities.shape[-1]
         here = self.kinds[..., None] == self.keys - drawn
         mass = torch.where(here, probabilities[..., drawn], 0.0)
@@ -100,9 +100,9 @@ class Masks:
     """Which tokens may follow each node of a block.
 
     Attributes:
-        allowed: ``[B, N, V]`` bool; None: all may follow every node. Unpacked outside the step: inductor's CPU code for bit
-            tests beside 64-bit noise is miscompiled by gcc 12 (torch 2.13).
-        replacements: what is written instead of some tokens that may be drawn.
+        allowed: ``[B, N, V]`` bool; None allows everything. Unpacked outside the step, because gcc 12 miscompiles inductor's
+            CPU code for bit tests beside 64-bit noise (torch 2.13).
+        replacements: of drawn tokens; None for none.
     """
 
     allowed: Tensor | None
@@ -115,11 +115,11 @@ class Masks:
         return logits.masked_fill(~self.allowed[..., : logits.shape[-1]], float("-inf"))
 
     def written(self, tokens: Tensor) -> Tensor:
-        """What is written where `tokens` ``[B, N]`` were drawn."""
+        """`tokens` ``[B, N]`` with replacements applied, if there are any."""
         return tokens if self.replacements is None else self.replacements.of(tokens)
 
     def of_rows(self, begin: int, end: int) -> Masks:
-        """Those of some rows."""
+        """The masks of some rows."""
         allowed, replaced = self.allowed, self.replacements
         return Masks(
             None if allowed is None else allowed[begin:end],
@@ -137,8 +137,8 @@ def mix64(z: Tensor) -> Tensor:
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
     """``start + steps * GOLDEN``: splitmix64's state `steps` draws later.
 
-    Multiplied after the sum. Steps out of ``arange`` are index arithmetic to inductor, of 32 bits in Triton, and their product with
-    a constant is as well: ``GOLDEN`` has 64. A sum with what is read from memory is not.
+    The product is taken after the sum: inductor treats values of ``arange`` as 32-bit index arithmetic in Triton, and so their
+    product with a constant, but ``GOLDEN`` needs 64 bits. A sum with a value from memory has 64.
     """
     return (start * GOLDEN_INVERSE + steps) * GOLDEN
 
@@ -161,8 +161,7 @@ def _keys(start: Tensor, index: Tensor | int) -> Tensor:
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise as a pure function of (key, position, token id).
 
-    ``-log E`` with ``E = -log(1 - u)``: written this way the upper tail, which decides unlikely draws, has the full
-    resolution of 32 bits.
+    ``-log E`` with ``E = -log(1 - u)``: in this form the upper tail, which decides unlikely draws, has all 32 bits of resolution.
 
     Args:
         keys: ``[B]`` int64.
@@ -176,24 +175,24 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def noise_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64 alone, ``[B, N, K]`` float32."""
+    """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64 only, ``[B, N, K]`` float32."""
     bits = mix64(advanced(noise_keys(keys, positions)[..., None], tokens + 1))
     u = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24)))
 
 
 def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """``[B, N]`` int64: what the noise of a position is made of, besides the token."""
+    """``[B, N]`` int64: the key of a position, which with a token gives its noise."""
     return mix64(advanced(keys[:, None], positions))
 
 
-#: Scores up to 2^17 stay finite when they are divided by it. At temperatures below, the best token is all that is left, and where
-#: transformers divides by them it has infinities to draw from, and raises.
+#: Scores up to 2^17 stay finite when divided by it. At lower temperatures only the best token would be left, and the quotients
+#: would be infinite; transformers raises there.
 LEAST_TEMPERATURE = 2.0**-111
 
 
 def at_temperature(scores: Tensor, value: Tensor) -> Tensor:
-    """float32 `scores` divided by a temperature, which is :data:`LEAST_TEMPERATURE` or more, or is taken for that."""
+    """float32 `scores` divided by a temperature, or by :data:`LEAST_TEMPERATURE` if that is larger."""
     return scores / value.clamp(min=LEAST_TEMPERATURE)
 
 
@@ -245,7 +244,8 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
     return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: What can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]`` or ``[B, 1, 1]``), equal to transformers' own.
+#: Operations that can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]`` or ``[B, 1, 1]``); results equal
+#: transformers' own.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_new_tokens": _min_new_tokens,
     "temperature": _temperature,
@@ -275,15 +275,14 @@ def process(
 
 
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`, but `legal` where nothing is left of them: a text that its grammar ends cannot be made longer."""
+    """`scores`, but `legal` where no token is left: ``min_new_tokens`` cannot prolong a text that its grammar ends."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 
 def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
     """The token after each node, ``[B, N]`` int64: ``argmax(scores + noise)``, noise 0 when greedy.
 
-    With Gumbel noise the argmax is an exact draw from ``softmax(scores)`` (Gumbel-max), and the same draw whatever
-    was proposed.
+    With Gumbel noise the argmax is an exact draw from ``softmax(scores)`` (Gumbel-max), and does not depend on the draft.
     """
     if not plan.sample:
         return first_best(scores) if plan.masked else scores.argmax(-1)
@@ -291,7 +290,7 @@ def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions
 
 
 def first_best(noisy: Tensor) -> Tensor:
-    """Index of the largest entry of the last axis, of equals the first: what argmax says, for scores with noise or masks.
+    """Index of the largest entry of the last axis, the first of equals: argmax for scores with noise or masks.
 
     Not argmax: inductor's CPU code for an argmax fused with integer arithmetic returns garbage (torch 2.13).
     """

@@ -1,9 +1,9 @@
-"""Which tokens the processors keep, found without sorting the vocabulary: for devices that Python may read at no cost.
+"""The tokens that the processors keep, found without sorting the vocabulary, on devices whose values Python can read at no cost.
 
-The functions of :data:`~decoders.sampling.processors.OPERATIONS` say what is kept. Here the few tokens that can be kept are
-selected first and the same decisions are taken among them. A decision that hangs on how the reference rounds a sum, or on
-the order in which its sort leaves equal scores (torch's is not stable), is not decided here: the token is marked as unsure,
-and the reference decides about the row if anything comes to depend on it.
+The reference are the functions of :data:`~decoders.sampling.processors.OPERATIONS`. Here the few tokens that can be kept are selected
+first, and the same rules are applied to them. Where a decision depends on how the reference rounds a sum, or on the order in which
+its sort leaves equal scores (torch's is not stable), the token is marked as unsure, and the reference decides about the row if a
+result depends on it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 from .processors import OPERATIONS, at_temperature
 from .top import first_largest, largest
 
-#: How many of the largest are looked at first: mostly enough.
+#: How many of the largest scores are tried first; mostly enough.
 FIRST = 64
 #: Half the distance from 1 to the next float32: the largest relative error of one operation.
 _ROUNDING = 2.0**-24
-#: float32 numbers that a vector register holds: as many partial sums softmax adds up. 4 is the least of any CPU.
+#: float32 numbers per vector register, which is the number of partial sums of torch's softmax; at least 4 on any CPU.
 _LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NEVER = float("-inf")
 
-#: Names out of :data:`OPERATIONS`, but for ``min_new_tokens``, with their values ``[]``.
+#: Names of :data:`OPERATIONS` without ``min_new_tokens``, with their values ``[]``.
 Operations = list[tuple[str, Tensor]]
 
 
@@ -36,8 +36,8 @@ class Selection:
     Attributes:
         scores: ``[R, K]`` float32, ``-inf`` for what is not kept.
         tokens: ``[R, K]`` int64, -1 in columns that a row does not use.
-        unsure: ``[R, K]`` bool, tokens that are kept for all that is known.
-        open: ``[R]`` bool, rows about which nothing is known: the reference has to decide.
+        unsure: ``[R, K]`` bool, tokens that the reference may or may not keep.
+        open: ``[R]`` bool, rows that only the reference can decide.
     """
 
     scores: Tensor
@@ -47,7 +47,7 @@ class Selection:
 
     @property
     def settled(self) -> Tensor:
-        """``[R]`` bool, whether the row is what the reference gives."""
+        """``[R]`` bool, whether the row certainly equals the reference's."""
         return ~(self.open | self.unsure.any(-1))
 
     def put(self, index: Tensor, better: Selection) -> Selection:
@@ -72,7 +72,7 @@ def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
     """What the operations leave of ``[R, V]`` scores; at least one of them must truncate.
 
     Args:
-        at_least: fewest columns ``K``, should there be as many tokens.
+        at_least: fewest columns ``K``, as far as the vocabulary has so many tokens.
     """
     first = next(i for i, (name, _) in enumerate(operations) if name != "temperature")
     scale, (name, value) = [value for _, value in operations[:first]], operations[first]
@@ -91,7 +91,7 @@ def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
 
 
 def by_reference(scores: Tensor, operations: Operations, at_least: int) -> Selection:
-    """What :func:`select` finds, from the operations' own definitions."""
+    """As :func:`select`, by the reference."""
     dense = scores.float()
     for name, value in operations:
         if name in ("top_k", "large_top_k"):  # the k-th is what it is, sorted or not
@@ -119,7 +119,7 @@ def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Sel
         values, tokens = largest(scores, count)
         values = _scaled(values, scale)
         kth = values[:, k - 1 : k]
-        # A tie with the last column may go on outside; of -inf nothing is kept anyway.
+        # If the last column equals the k-th, further ties may be outside; scores of -inf are never kept.
         if count >= vocab or bool(((values[:, -1:] < kth) | (kth == NEVER)).all()):
             return _sure(values.masked_fill(values < kth, NEVER), tokens)
         count *= 4
@@ -135,11 +135,11 @@ def _enough(
     whole: Tensor, order: Tensor, probabilities: Tensor, wanted: float, at_least: int,
     decide: Callable[[Tensor, Tensor, Tensor, bool], Selection],
 ) -> Selection:  # fmt: skip
-    """Decides among the first of `order` ``[R, V]``, larger ones first: a few, and where these do not do, as many as must be.
+    """Decides among the tokens with the largest `order` ``[R, V]``: first a few, then as many as needed in rows left open.
 
     Args:
-        wanted: how much probability tokens must have to be enough.
-        decide: takes the scores ``[Q, K]`` of some rows, the tokens, the rows ``[Q, 1]`` and whether that is all there is.
+        wanted: the probability that suffices to decide.
+        decide: takes the scores ``[Q, K]`` of some rows, the tokens, the rows ``[Q, 1]`` and whether these are all tokens.
             In columns that a row does not use the score is ``-inf`` and the token -1.
     """
     vocab = whole.shape[-1]
@@ -157,7 +157,7 @@ def _enough(
 
 
 def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
-    """``[K]`` tokens, the first of `order` ``[V]``, in order, which have `wanted` of the probability or a little more."""
+    """``[K]`` tokens with the largest `order` ``[V]``, in order, which have at least the probability `wanted` together."""
     bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
     mass = torch.bincount(bins, weights=probabilities, minlength=1024)
     last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
@@ -168,7 +168,7 @@ def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
 def _top_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
     vocab = whole.shape[-1]
     probabilities = whole.softmax(-1)
-    # Row by row: casting all of it at once is memory that the cache does not hold.
+    # Row by row: a float64 copy of all rows would not fit the processor's cache.
     total = torch.stack([row.sum(dtype=torch.float64) for row in probabilities])
 
     def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
@@ -188,11 +188,11 @@ def _top_p(selection: Selection, value: Tensor) -> Selection:
 def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value: Tensor) -> Selection:
     """What top_p keeps of the largest scores ``[R, K]``, descending.
 
-    The reference adds up softmax from the smallest score on and drops what does not get beyond ``value = 1 - p``. Its sum
-    up to a token is what all of them have less what the larger ones have, known here in double precision but for one
-    factor: the float32 sum S that softmax divides by. An addition is off by at most 2^-24 of its result, and a score that
-    is r-th from the top goes through about r / lanes of them; so S is off by at most 2^-24 (E[r] / lanes + a few), E[r]
-    being the mean rank under the probabilities, of which the top K are known and the rest are at most V.
+    The reference sums probabilities from the smallest score on and drops tokens while the sum is at most ``value = 1 - p``. Its
+    sum up to a token is the total less the probabilities of larger scores, known here in double precision but for one factor: the
+    float32 sum S that softmax divides by. An addition has an error of at most 2^-24 of its result, and the r-th largest score
+    passes through about r / lanes additions; so the relative error of S is at most 2^-24 (E[r] / lanes + a few), where E[r] is the
+    mean rank under the probabilities: the ranks of the top K are known, the rest are at most V.
 
     Args:
         share: ``[R, K]`` float64, probabilities.
@@ -200,32 +200,32 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     """
     count = scores.shape[1]
     cumulative = share.cumsum(-1)
-    up_to = 1 - (cumulative - share)  # what it has with all that is smaller
+    up_to = 1 - (cumulative - share)  # the token and all smaller ones
     rank = torch.arange(1, count + 1, dtype=torch.float64)
     mean_rank = (share * rank).sum(-1, keepdim=True) + (1 - cumulative[:, -1:]).clamp(min=0) * outside
     limit = value.double()
-    # The 16: adding up the lanes, rounding of the probabilities here and there, and of the reference's running sum.
+    # 16 covers adding up the lanes, rounding of the probabilities on both sides, and the reference's running sum.
     margin = limit * _ROUNDING * (mean_rank / _LANES + 16) + 1e-12
     certain, dropped = up_to > limit + margin, up_to <= limit - margin
-    certain[:, 0], dropped[:, 0] = True, False  # the best stays
+    certain[:, 0], dropped[:, 0] = True, False  # the best token is always kept
     unsure = ~certain & ~dropped
     left_open = torch.zeros(len(scores), dtype=torch.bool)
     if outside:
         left_open = ~dropped[:, -1]
-    # Which of equal scores are dropped is for the reference's sort to say: of those where certainty ends, and where dropping begins.
+    # Which of equal scores are dropped depends on the reference's sort: at the end of the certain and at the begin of the dropped.
     ends = certain.sum(-1, keepdim=True).clamp(max=count - 1), (~dropped).sum(-1, keepdim=True) - 1
     for border in [scores.gather(1, end) for end in ends]:
         equal = (scores == border) & (border > NEVER)
         split = (equal & ~certain).any(-1, keepdim=True) & (equal & ~dropped).any(-1, keepdim=True)
         unsure = unsure | (equal & split)
         if outside:
-            left_open = left_open | (split & equal[:, -1:])[:, 0]  # equals may go on outside
+            left_open = left_open | (split & equal[:, -1:])[:, 0]  # further equal scores may be outside
     scores = scores.masked_fill(dropped & ~unsure, NEVER)
     return Selection(scores, tokens, unsure & (scores > NEVER), left_open)
 
 
 def _min_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
-    """The reference's own comparison, taken of all tokens; only what it leaves is looked for."""
+    # The reference's own comparison over all tokens; only what it keeps is sorted.
     vocab = whole.shape[-1]
     probabilities = whole.softmax(-1)
     limit = value * probabilities.amax(-1, keepdim=True)
@@ -242,7 +242,7 @@ def _min_p(selection: Selection, value: Tensor) -> Selection:
     limit = value * probabilities.amax(-1, keepdim=True)
     best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.argmax(-1, keepdim=True), True)
     above = (probabilities >= limit) | best
-    # Both sides are divided by one sum, here and there: what differs is how the quotients are rounded.
+    # Both sides are divided by one sum, here and in the reference: only the rounding of the quotients can differ.
     close = ((probabilities - limit).abs() <= 1e-6 * limit) & ~best & (scores > NEVER)
     return replace(selection, scores=scores.masked_fill(~(above | close), NEVER), unsure=selection.unsure | close)
 
@@ -252,11 +252,11 @@ def _typical_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
     logp = whole.log_softmax(-1)
     probabilities = logp.exp()
     entropy = -(logp * probabilities).nansum(-1, keepdim=True)
-    near = (-logp - entropy).abs().neg()  # the reference's own numbers
+    near = (-logp - entropy).abs().neg()  # computed as in the reference
 
     def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
         share = probabilities[index, tokens.clamp(min=0)].masked_fill(tokens < 0, 0).double()
-        # The largest may come first in this order: then every addition is off by up to 2^-24 of the whole.
+        # The largest may come first in this order: then every addition has an error of up to 2^-24 of the total.
         margin = value.double() * _ROUNDING * (2 * vocab / _LANES + 64)
         surprise = -near[index, tokens.clamp(min=0)].masked_fill(tokens < 0, NEVER)
         return _typical(scores, tokens, surprise, torch.zeros(1), share, margin, everything, value)
@@ -270,7 +270,7 @@ def _typical_p(selection: Selection, value: Tensor) -> Selection:
     finite = logp.masked_fill(share == 0, 0)
     entropy = -(finite * share).sum(-1, keepdim=True)
     surprise, order = (-logp - entropy).abs().sort(-1)
-    # The reference's surprises are float32: two within this distance may stand in the other order there.
+    # The reference's surprises are float32: two within this distance may be ordered the other way there.
     blur = 2.0**-16 * (1 + finite.abs().amax(-1, keepdim=True))
     margin = value.double() * _ROUNDING * (surprise.shape[1] + 64)
     scores, tokens = selection.scores.gather(1, order), selection.tokens.gather(1, order)
@@ -283,18 +283,18 @@ def _typical(
 ) -> Selection:  # fmt: skip
     """What typical_p keeps of the least surprising ``[R, K]``, ascending.
 
-    Kept is what surprises no more than the token whose probability brings the sum to `value`.
+    Kept are tokens no more surprising than the one at which the sum of probabilities reaches `value`.
 
     Args:
-        surprise: ``[R, K]``, off by at most `blur` ``[R, 1]``.
-        share: ``[R, K]`` float64, whose sums are off by `margin`.
-        everything: nothing that could be kept is outside.
+        surprise: ``[R, K]``, with an error of at most `blur` ``[R, 1]``.
+        share: ``[R, K]`` float64, whose sums have an error of at most `margin`.
+        everything: no token that could be kept is outside.
     """
     count = scores.shape[1]
     mass, limit = share.cumsum(-1), value.double()
     # The token at the border is one of those from `first` to `last`.
     first, last = ((mass < bound).sum(-1, keepdim=True) for bound in (limit - margin, limit + margin))
-    low, high = (surprise.gather(1, at.clamp(max=count - 1)) for at in (first, last))
+    low, high = (surprise.gather(1, index.clamp(max=count - 1)) for index in (first, last))
     alone = ~(((surprise - low).abs() <= 2 * blur) & (surprise != low)).any(-1, keepdim=True)
     sure = (surprise <= low - 2 * blur) | (alone & (surprise <= low))
     possible = surprise <= high + 2 * blur

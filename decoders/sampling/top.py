@@ -6,18 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens that share one maximum in the search for the largest.
+#: Tokens per block whose maximum is taken in the search for the largest.
 BLOCK = 64
-#: So many scores are sorted sooner than looked through in several operations.
+#: Up to so many scores plain ``topk`` is faster.
 FEW = 2**17
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of every row of ``[R, V]``, in descending order, and their tokens, ``[R, count]`` int64.
 
-    What ``topk`` gives (of equal scores any may come first, and fewer than `count` come where the vocabulary is smaller), without a
-    pass that sorts: the `count` largest lie in the `count` blocks with the largest maxima, and maxima are taken at the speed of
-    memory. Made for the CPU.
+    Equals ``topk`` (any of equal scores may come first, and there are fewer than `count` if the vocabulary is smaller), without
+    sorting it all: the `count` largest lie in the `count` blocks with the largest maxima, and taking maxima is limited by memory
+    bandwidth only. For the CPU.
     """
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK
@@ -35,7 +35,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def first_largest(scores: Tensor) -> Tensor:
-    """``argmax`` over the last axis of ``[..., V]``: of equals the first."""
+    """``argmax`` over the last axis of ``[..., V]``: the first of equals."""
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK
     if blocks < BLOCK:
@@ -51,9 +51,9 @@ def first_largest(scores: Tensor) -> Tensor:
     return torch.where(rest.amax(-1) > maxima.amax(-1), blocks * BLOCK + rest.argmax(-1), best)
 
 
-#: The largest k of the operation ``top_k``. Beyond it is called ``large_top_k``, and the vocabulary is sorted.
+#: The largest k of the operation ``top_k``. For larger ones ``large_top_k`` sorts the vocabulary.
 MOST_OF_TOP_K = 1024
-#: Tokens that are counted one after the other; blocks of them side by side.
+#: Tokens per block of a running count; blocks are counted in parallel.
 _BLOCK = 1024
 
 
@@ -63,7 +63,7 @@ def best_of(scores: Tensor) -> Tensor:
 
 
 def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
-    """``[B, N, 1]``, the k-th of every node's scores. ordered: ``[B, N, K]``, descending; value: ``[]`` or ``[B, 1, 1]``, k."""
+    """``[B, N, 1]``, the k-th largest of every node's scores. ordered: ``[B, N, K]``, descending; value: k, ``[]`` or ``[B, 1, 1]``."""
     k = value.long().clamp(1, ordered.shape[-1])
     if k.dim():  # one per row
         return ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))
@@ -74,8 +74,8 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     """What ``top_k`` and then ``top_p`` leave of ``[B, N, V]`` scores.
 
     top_k leaves fewer than `k` tokens that are better than the k-th, and all that equal it. The former are among the best, the
-    latter need only be counted. Of equal scores on the border of top_p the first tokens go, as in a stable sort. Sums are
-    float64: transformers adds up float32, and may put the border elsewhere where the sum is `value` but for rounding.
+    latter need only be counted. Of equal scores at the border of top_p the first tokens are dropped, as in a stable sort. Sums are
+    float64; transformers sums in float32, and may put the border elsewhere where the sum equals `value` up to rounding.
 
     Args:
         k: ``[]`` or ``[B, 1, 1]``.
@@ -90,7 +90,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     sums = weights.cumsum(-1)
     total = sums[..., -1:] + torch.where(weight > 0, weight * equals, 0.0)
     limit = value.double() * total
-    # From the worst on: first the equals, then the better ones. The best stays.
+    # Dropped from the worst on: first the equals, then the better ones. The best stays.
     gone = torch.where(weight > 0, torch.minimum((limit / weight).floor(), equals.double()), equals.double()).long()
     gone = torch.where(better.any(-1, keepdim=True), gone, torch.minimum(gone, equals - 1))
     left = (better & (total - (sums - weights) > limit)).sum(-1, keepdim=True).clamp(min=1)
@@ -103,7 +103,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
 def counted(marked: Tensor) -> Tensor:
     """``[…, V]``: how many of the first tokens, up to and with each, are `marked` (``[…, V]`` bool).
 
-    A sum along a vocabulary is slow on a device where rows are few; blocks are rows too.
+    A sum along the vocabulary is slow on a device with few rows; splitting it into blocks makes more rows.
     """
     vocab = marked.shape[-1]
     blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))

@@ -7,6 +7,7 @@ import base64
 import functools
 import hashlib
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,9 +23,9 @@ from ..errors import suggest
 from . import chat, completions
 from .answers import Answer, EventStream, gone, settled
 from .bodies import Body, ChatBody, CompletionBody
-from .limits import CLIENT, TOKENS, App, Arrival, Gate, Receive, Scope
+from .limits import CLIENT, SPENT, TOKENS, App, Arrival, Gate, Receive, Scope
 from .refusals import Refusal, client_gone, parsed
-from .service import Service
+from .service import LARGE, Service
 
 B = TypeVar("B", bound=Body)
 _READ = ["GET", "HEAD"]
@@ -97,7 +98,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
     def refused(scope: Scope, error: Refusal) -> None:
         service.refused(_endpoint(scope["path"]), error)
 
-    return Gate(app, keys, hosts, service.limits.body, refused)
+    return Gate(app, keys, hosts, service.limits.body, refused, lambda: bool(service.pool.running))
 
 
 async def _answered(
@@ -113,9 +114,9 @@ async def _answered(
             raise Refusal(400, "something in the body is nested too deeply", code="invalid_value") from error
 
     def begin(content: bytes) -> B | Answer:
-        body = parsed(kind, content)
+        body = parsed(kind, content, service.list_checks)
         service.check(body)
-        return body if service.takes_long(body, len(content)) else submit(body)
+        return body if len(content) <= LARGE and service.takes_long(body) else submit(body)
 
     def counted(error: BaseException | None) -> Refusal | None:
         if error is not None:
@@ -124,11 +125,23 @@ async def _answered(
         return None
 
     async def prepared(pool: ThreadPoolExecutor, seconds: float, work: Callable[[], Any]) -> Any:
-        return await _prepared(service, pool, arrival, seconds, request.receive, work)
+        def timed() -> Any:
+            started = time.thread_time()
+            try:
+                return work()
+            finally:
+                request.scope[SPENT] = request.scope.get(SPENT, 0.0) + time.thread_time() - started
+
+        return await _prepared(service, pool, arrival, seconds, request.receive, timed)
 
     try:
         content = await request.body()
-        begun: Any = await prepared(service.threads, service.seconds(), lambda: begin(content))
+        if len(content) > LARGE:
+            with service.waits():
+                begun: Any = await prepared(service.patient, service.seconds(), lambda: begin(content))
+                await asyncio.sleep(service.pace.delay(request.scope[SPENT]))  # it is decoded meanwhile
+        else:
+            begun = await prepared(service.threads, service.seconds(), lambda: begin(content))
         if isinstance(begun, Body):
             with service.waits():
                 work = functools.partial(submit, cast(B, begun))

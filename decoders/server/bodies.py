@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 #: Fields of OpenAI's, or of other servers', that are refused with what to do instead.
 INSTEAD = {
@@ -42,10 +43,26 @@ SHAPES = {
 }
 
 
+#: More fields than any part of a body has. Of so many, none is looked at.
+MOST_FIELDS = 200
+T = TypeVar("T")
+#: Its first wrong item is the only one that is told: a megabyte of them would take seconds.
+Several = Annotated[list[T], Field(fail_fast=True)]
+
+
 class Part(BaseModel):
     """Base of everything in a body: unknown fields are errors, and nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise PydanticCustomError(
+                "too_many_fields", "{count} fields are more than there are", {"count": len(given)}
+            )
+        return given
 
 
 class StreamOptions(Part):
@@ -150,10 +167,13 @@ class Body(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_no_ops(cls, given: Any) -> Any:
-        """Null is what is not given; some values are likewise."""
+    def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
+        """Null is what is not given; some values are likewise. The context has, by name, what refuses too long a list."""
         if not isinstance(given, dict):
             return given
+        for name, check in (info.context or {}).items():
+            if isinstance(given.get(name), list):
+                check(given[name])
         known, no_ops = cls.model_fields.keys() | INSTEAD.keys(), NO_OPS | {"best_of": given.get("n") or 1}
         nulls = {name for name in known if name in given and given[name] is None}
         silent = {name for name, value in no_ops.items() if name in given and given[name] == value}
@@ -188,7 +208,7 @@ class Body(Part):
 class CompletionBody(Body):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Several[str] | Several[int] | Several[Several[int]]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -262,7 +282,7 @@ class Message(BaseModel):
 class ChatBody(Body):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

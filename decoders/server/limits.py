@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -14,8 +15,18 @@ from typing import Any
 from ..errors import CancelledError, DeadlineError
 from .refusals import Refusal, log
 
-#: Entries of a scope: the digest of the request's key, and what tells how many tokens were read and written.
-CLIENT, TOKENS = "decoders.client", "decoders.tokens"
+#: Entries of a scope: the digest of the request's key, what tells how many tokens were read and written, and the seconds that threads
+#: have spent on preparing it.
+CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
+#: Share of the time that goes into answers without tokens while others wait for theirs, and how many seconds of it may be at once.
+IDLE_SHARE, BURST = 0.1, 0.02
+#: Seconds that such an answer is held back at most: of the server's state, and of others.
+LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
+#: Most bodies of the largest size that are in memory at a time, in bytes of them all.
+BODIES = 64
+CLOSE = {"Connection": "close"}
+#: Seconds of the event loop that a request takes at least, and a byte of its body.
+HANDLING, BYTE = 4e-4, 4e-9
 
 
 @dataclass
@@ -65,6 +76,26 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+
+class Pace:
+    """Spreads answers that bring nobody a token, so that a flood of their requests leaves the time to others.
+
+    A client waits for its answer before it asks again. Holding answers back bounds how much of the time it can take.
+
+    Args:
+        longest: seconds that one is held back.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self.longest, self._until = longest, 0.0
+
+    def delay(self, seconds: float) -> float:
+        """How long an answer is to be held back that has taken so many `seconds`."""
+        now = time.monotonic()
+        self._until = min(max(self._until, now - BURST / IDLE_SHARE) + seconds / IDLE_SHARE, now + self.longest)
+        return max(self._until - now, 0.0)
+
+
 #: Paths that need no key: whether the server lives, and the page, which holds nothing.
 OPEN = ("/", "/health")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -111,6 +142,8 @@ class Limits:
 class Gate:
     """Refuses requests without a key, for a foreign host, with too large a body, or with one that a web page could send by itself.
 
+    Answers without tokens are held back (:class:`Pace`) while others are decoded.
+
     Args:
         app: who answers the others.
         keys: of which clients have to give one as ``Authorization: Bearer …``, or the only one; none: every client is served.
@@ -118,13 +151,16 @@ class Gate:
             name was made to point here.
         body: most bytes.
         refused: called with every refusal.
+        busy: whether others are decoded.
     """
 
     def __init__(
         self, app: App, keys: str | Collection[str] | None, hosts: Collection[str] | None, body: int,
-        refused: Callable[[Scope, Refusal], None],
+        refused: Callable[[Scope, Refusal], None], busy: Callable[[], bool] = bool,
     ) -> None:  # fmt: skip
-        self.app, self.body, self.refused = app, body, refused
+        self.app, self.body, self.refused, self.busy = app, body, refused, busy
+        self._refusals, self._looks = Pace(LONGEST_HOLD), Pace(LONGEST_LOOK)
+        self._bytes = 0  # of bodies whose answers have not begun
         every = [keys] if isinstance(keys, str) else keys or ()
         self.keys = {key.encode(): digest(key) for key in every}
         self.hosts = {host.lower() for host in hosts} if hosts is not None else None
@@ -132,15 +168,23 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        begun, status = time.monotonic(), 0
+        begun, status, size = time.monotonic(), 0, 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            return message
 
         async def noted(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                await self._hold(scope, status, scope.get(SPENT, 0.0) + HANDLING + BYTE * size)
             await send(message)
 
         try:
-            await self._pass(scope, receive, noted)
+            await self._pass(scope, counted, noted)
         finally:
             if log.isEnabledFor(logging.INFO):
                 read, written = scope[TOKENS]() if TOKENS in scope else (0, 0)
@@ -149,6 +193,14 @@ class Gate:
                 log.info(
                     "%s %s %s, %d + %d tokens, %.3f s", scope["method"], path, status or "gone", read, written, seconds
                 )
+
+    async def _hold(self, scope: Scope, status: int, seconds: float) -> None:
+        """Holds an answer back that has taken so many `seconds`, if it is none that brings tokens."""
+        if status < 400 and scope["method"] == "POST":
+            return
+        delay = (self._looks if status < 400 else self._refusals).delay(seconds)
+        if delay and self.busy():
+            await asyncio.sleep(delay)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -160,15 +212,20 @@ class Gate:
         async def counted() -> Message:
             nonlocal size
             message = await receive()
-            if message["type"] == "http.request":
-                size += len(message.get("body", b""))
+            if message["type"] == "http.request" and not begun:
+                count = len(message.get("body", b""))
+                size, self._bytes = size + count, self._bytes + count
                 if size > self.body:
                     raise self._too_large()
+                if self._bytes > BODIES * self.body:
+                    reason = "too many large bodies arrive at a time: try again later"
+                    raise Refusal(429, reason, code="too_many_bodies", headers={"Retry-After": "2", **CLOSE})
             return message
 
         async def noted(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, size
             begun = True
+            self._bytes, size = self._bytes - size, 0
             await send(message)
 
         try:
@@ -176,7 +233,9 @@ class Gate:
         except Refusal as error:
             if begun:
                 raise
-            await self._refuse(error, scope, send)
+            await self._refuse(error, scope, noted)
+        finally:
+            self._bytes -= size
 
     def _problem(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
         host = _name_of(headers.get(b"host", b"").decode("latin-1"))
@@ -202,7 +261,7 @@ class Gate:
 
     def _too_large(self) -> Refusal:
         message = f"the body has more than {self.body:,} bytes, which is all that this server takes"
-        return Refusal(413, message, code="body_too_large", headers={"Connection": "close"})
+        return Refusal(413, message, code="body_too_large", headers=CLOSE)
 
     async def _refuse(self, error: Refusal, scope: Scope, send: Send) -> None:
         self.refused(scope, error)

@@ -106,7 +106,9 @@ class SchedulerPool:
             if entry is None:
                 if key != self._default_key:
                     self._make_room()
-                entry = self._entries[key] = _Entry(key, name, self._scheduler(name, settings))
+                entry = self._entries[key] = _Entry(
+                    key, name, self._scheduler(name, settings, key == self._default_key)
+                )
             self._count += 1
             entry.used = self._count
             entry.leases += 1
@@ -145,12 +147,12 @@ class SchedulerPool:
         thread.start()
         self._closing.append(thread)
 
-    def _scheduler(self, name: str, settings: dict[str, Any]) -> Scheduler:
+    def _scheduler(self, name: str, settings: dict[str, Any], first: bool) -> Scheduler:
         strategy = resolve_strategy(name, settings)
         options = dict(self.options)
         if self.assistant is not None and (strategy.needs_assistant or strategy.takes_assistant):
             options["assistant_model"] = self.assistant
-        return Scheduler(self.model, tokenizer=self.tokenizer, strategy=strategy, **options)
+        return Scheduler(self.model, tokenizer=self.tokenizer, strategy=strategy, first=first, **options)
 
     @property
     def strategies(self) -> list[str]:

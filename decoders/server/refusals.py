@@ -10,7 +10,7 @@ import json
 import logging
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -105,14 +105,17 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
 B = TypeVar("B", bound=Body)
 
 
-def parsed(kind: type[B], content: bytes) -> B:
+def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[Any]], None]] | None = None) -> B:
     """The body of a request.
+
+    Args:
+        checks: what refuses lists that are too long, by the names of their fields, before their items are looked at.
 
     Raises:
         Refusal: it is no JSON, or a field is unknown, missing or has a value out of range.
     """
     try:
-        return kind.model_validate_json(content)
+        return kind.model_validate_json(content, context=checks)
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
         raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error

@@ -27,7 +27,7 @@ from .arguments import callbacks, sampling, wrapped
 from .bodies import Body
 from .client_settings import ClientSettings
 from .grammars import wanted_of
-from .limits import Arrival, Limits, digest
+from .limits import LONGEST_HOLD, Arrival, Limits, Pace, digest
 from .metrics import Metrics
 from .pool import SchedulerPool
 from .prompts import Conversations
@@ -61,6 +61,7 @@ class Service:
         config: ``decoders_config`` of every request.
 
     Attributes:
+        pace: of requests with large bodies.
         draining: whether no more requests are taken.
         ending: set once the requests that were taken are ended, too.
     """
@@ -96,6 +97,7 @@ class Service:
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
         self.ending = asyncio.Event()
         self._long = 0
+        self.pace = Pace(LONGEST_HOLD)
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -194,10 +196,10 @@ class Service:
                 raise
             raise self.shutting_down() from error
 
-    def takes_long(self, body: Body, size: int) -> bool:
-        """Whether a body of so many bytes is to be prepared by patient threads."""
+    def takes_long(self, body: Body) -> bool:
+        """Whether a body is to be prepared by patient threads, as large ones are in any case."""
         wanted = wanted_of(body, self.conversations.style)
-        return size > LARGE or (wanted is not None and not self.workshop.known(wanted))
+        return wanted is not None and not self.workshop.known(wanted)
 
     @contextmanager
     def waits(self) -> Iterator[None]:
@@ -235,12 +237,29 @@ class Service:
         Raises:
             Refusal: more than a request may, or more than ever fit.
         """
-        limits, count = self.limits, (body.n or 1) * prompts
-        most = min(limits.choices, limits.queue + limits.rows)
+        count = (body.n or 1) * prompts
+        self._check_texts(count)
+        return count
+
+    @property
+    def list_checks(self) -> dict[str, Callable[[list[Any]], None]]:
+        """What refuses lists in bodies that are too long whatever is in them, by the names of their fields."""
+
+        def prompt(given: list[Any]) -> None:
+            if given and not isinstance(given[0], int):
+                self._check_texts(len(given))
+
+        def messages(given: list[Any]) -> None:
+            if len(given) > self.limits.prompt_tokens:
+                raise self._too_long(f"more than {len(given)}")
+
+        return {"prompt": prompt, "messages": messages}
+
+    def _check_texts(self, count: int) -> None:
+        most = min(self.limits.choices, self.limits.queue + self.limits.rows)
         if count > most:
             message = f"{count} texts are asked for (n times prompts); the limit is {most}"
             raise Refusal(400, message, param="n", code="too_many_choices")
-        return count
 
     def seconds(self, body: Body | None = None) -> float:
         """How long a request may take, from its arrival on."""

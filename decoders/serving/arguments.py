@@ -14,10 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 
 _PROMPT = "the prompt is the first argument of submit(), and its token ids are all of it"
+_CACHE = "a scheduler keeps what it has read and goes on with it; generate(strategy=…) takes a cache"
 #: Arguments of ``generate`` that a request says otherwise: name → how.
 SAID_OTHERWISE = {
     "input_ids": _PROMPT,
     "inputs": _PROMPT,
+    "past_key_values": _CACHE,
+    "cache": _CACHE,
     "attention_mask": "a request is one prompt without padding: submit its token ids alone, padding removed",
 }
 

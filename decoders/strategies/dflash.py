@@ -18,7 +18,7 @@ from ..heads.dflash_files import HEADS, DFlashFiles, load_draft_model, read_conf
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, NodeBudget, shape_of
+from .draft_model import GRADE_RATES, Beam, Children, NodeBudget, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of, embeddings_of
 
 
@@ -34,14 +34,15 @@ class DFlashSettings(Settings):
         None,
         ge=1,
         le=127,
-        description="Tokens drafted in a pass; None: as many as in its training, which is the most.",
+        description="Tokens drafted in a pass; None: as many as in its training, which is the most, fewer where a step allows fewer "
+        "nodes by its measured costs.",
     )
     tree: Literal["none", "static", "dynamic"] = Field(
         "none",
         description="none: the best token of every place, a chain. static: the best ones of every place, in a tree of one shape. "
         "dynamic: the likeliest paths through them, chosen in every step.",
     )
-    nodes: NodeBudget = 32
+    nodes: NodeBudget = None
     children: Children = 4
     beam: Beam = 4
 
@@ -74,6 +75,7 @@ class DFlash(ReadsFeatures):
     needs = "network"
     settings_class = DFlashSettings
     hints = {"num_assistant_tokens": "length"}
+    grade_rates = GRADE_RATES
     heads: ClassVar[tuple[type[BlockHead], ...]] = HEADS
 
     def layers_of(self, count: int) -> tuple[int, ...]:
@@ -97,7 +99,7 @@ class DFlash(ReadsFeatures):
         files = load_draft_model(self._folder, context.device, dtype_of(context), self.heads)
         config, most = files.config, files.config.places
         _check_fit(files, context, self._folder)
-        length = s.length or most
+        length = levels_of(context, s.length, most)
         if length > most:
             raise SettingsError(
                 f"dflash: length is {length}, and the draft model in {self._folder} was trained to draft {most} tokens"
@@ -105,7 +107,7 @@ class DFlash(ReadsFeatures):
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:
             offered.append(files.head.candidates)
-        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context, graded=True)
+        tree = shape_of(self.name, s.tree, length, min(offered), s.nodes, s.beam, context)
         drafter = DFlashDrafter(context, files, length, tree.children)
         last = context.decoder_layers - 1
         return _State(drafter, tree, tuple(layer == last for layer in config.layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -19,6 +20,10 @@ from ..settings import Settings
 from ..strategy import Context, Draft, Strategy
 from ..tree import Topology, TreeTensors
 
+#: Probabilities at which the grade of a draft token goes up by one, and how often tokens of each grade are right as a rule.
+GRADES = (0.3, 0.6, 0.9, 0.98)
+GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
+
 #: Nodes of a tree where nothing says otherwise, root excluded.
 TREE_NODES = 24
 
@@ -33,7 +38,14 @@ TreeForm = Annotated[
         description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step."
     ),
 ]
-NodeBudget = Annotated[int, Field(ge=1, le=256, description="Node budget of a tree, root excluded.")]
+NodeBudget = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=256,
+        description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
+    ),
+]
 Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of a node of a tree.")]
 Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")]
 
@@ -57,12 +69,7 @@ class DraftModelSettings(Settings):
 class TreeSettings(Settings):
     """Settings of those whose drafts may be trees expanded level by level."""
 
-    nodes: int | None = Field(
-        None,
-        ge=2,
-        le=256,
-        description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
-    )
+    nodes: NodeBudget = None
     children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
     beam: Beam = 4
 
@@ -125,17 +132,15 @@ class Expands(Protocol):
 
 
 class DraftTree(ABC):
-    """The shape of drafts, or the rule by which it is found.
+    """The shape of drafts, or the rule by which it is found. Their tokens are graded, see :func:`grades_of`.
 
     Attributes:
         depth: levels.
         ahead: most slots that a draft model writes behind a row.
         children: continuations of a node that it asks for.
         least_children: continuations of a node that there must be.
-        graded: whether drafts have grades: how likely their tokens are by what the drafter says, see :func:`grades_of`.
     """
 
-    graded: bool
     depth: int
     ahead: int
     children: int
@@ -159,8 +164,8 @@ class StaticTree(DraftTree):
         paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device, graded: bool = False) -> None:
-        self.paths, self.graded = paths, graded
+    def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
+        self.paths = paths
         self.topology, picks = Topology.from_paths(paths)
         self.children = self.least_children = max(rank for _, rank in picks) + 1
         self.depth = self.topology.max_depth
@@ -179,7 +184,7 @@ class StaticTree(DraftTree):
             self._levels.append((expanded, above, taken, run))
 
     def of_rows(self, rows: int, device: torch.device) -> StaticTree:
-        return StaticTree(self.paths, rows, device, self.graded)
+        return StaticTree(self.paths, rows, device)
 
     def draft(self, drafter: Expands) -> Draft:
         """Fills the tree for every row, level by level."""
@@ -195,10 +200,10 @@ class StaticTree(DraftTree):
             weights.append(expansion.weights[:, where, ranks])
             if expansion.scores is not None:
                 scores.append(expansion.scores[:, where])
-        grades = grades_of(torch.cat(weights, dim=1)) if self.graded else None
         return Draft(
-            torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None, grades=grades
-        )
+            torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None,
+            grades=grades_of(torch.cat(weights, dim=1)),
+        )  # fmt: skip
 
 
 class DynamicTree(DraftTree):
@@ -221,10 +226,8 @@ class DynamicTree(DraftTree):
     least_children = 1
 
     def __init__(
-        self, depth: int, beam: int, nodes: int, children: int, compile: Callable[[Callable], Callable],
-        graded: bool = False,
-    ) -> None:  # fmt: skip
-        self.graded = graded
+        self, depth: int, beam: int, nodes: int, children: int, compile: Callable[[Callable], Callable]
+    ) -> None:
         self.depth, self.beam, self.nodes, self.children = depth, beam, nodes, children
         self.ahead = beam * depth + 1
         self._bound = depth_bound(depth)
@@ -270,16 +273,16 @@ class DynamicTree(DraftTree):
             count += level[0].shape[1]
         tokens, weights, above, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
-        shape, grades = TreeTensors(*tree), None
-        if self.graded:
-            above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
-            grades = grades_of((weights - above).nan_to_num(nan=float("-inf")))
-        return Draft(tokens, shape, depth=self.depth, grades=grades), weights
+        shape = TreeTensors(*tree)
+        above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
+        # Where nothing counts, the node above does not either.
+        own = (weights - above).nan_to_num(nan=float("-inf"))
+        return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
 
 
 def grades_of(weights: Tensor) -> Tensor:
-    """Grades 0 … 7 of draft tokens by their log-probabilities, given the token before: eighths of the probability."""
-    return (weights.exp() * 8).long().clamp(0, 7)
+    """Grades 0 … 4 of draft tokens by their log-probabilities, each given the token before."""
+    return sum(((weights > math.log(bound)).long() for bound in GRADES), torch.zeros_like(weights, dtype=torch.int64))
 
 
 def require_coupled(context: Context, strategy: str) -> None:
@@ -291,22 +294,31 @@ def require_coupled(context: Context, strategy: str) -> None:
         )
 
 
+def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
+    """Levels of a draft, which are passes of a network that drafts level by level: those `chosen`, else `otherwise`, and not more
+    than a step has draft tokens by its measured costs.
+    """
+    return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
+
+
 def shape_of(
-    strategy: str, tree: str, depth: int, children: int, nodes: int, beam: int, context: Context, graded: bool = False
+    strategy: str, tree: str, depth: int, children: int, nodes: int | None, beam: int, context: Context
 ) -> DraftTree:
     """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step.
 
     Args:
-        graded: see :class:`DraftTree`.
+        nodes: budget of a tree; None: what the measured costs of a step allow.
 
     Raises:
         UnsupportedError: a tree that is chosen by what was drawn would change the distribution.
     """
+    nodes = draft_budget(context.costs, nodes, TREE_NODES)
+    nodes = draft_budget(context.costs, nodes, TREE_NODES)
     if tree == "dynamic":
         require_coupled(context, strategy)
-        return DynamicTree(depth, beam, nodes, children, context.compile, graded)
+        return DynamicTree(depth, beam, nodes, children, context.compile)
     paths = [(0,) * (level + 1) for level in range(depth)] if tree == "none" else likely_paths(depth, children, nodes)
-    return StaticTree(paths, context.rows, context.device, graded)
+    return StaticTree(paths, context.rows, context.device)
 
 
 def depth_bound(depth: int) -> int:

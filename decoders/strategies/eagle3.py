@@ -16,8 +16,11 @@ from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, NodeBudget, TreeForm, shape_of
+from .draft_model import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
+
+#: Levels of a draft where nothing says otherwise.
+LENGTH = 5
 
 
 class Eagle3Settings(Settings):
@@ -33,9 +36,15 @@ class Eagle3Settings(Settings):
         description="Decoder layers whose outputs the head reads, where its config does not say so; -1 is the last. None: what the "
         "config says, else the authors' choice for the target's depth.",
     )
-    length: int = Field(5, ge=1, le=32, description="Tokens drafted per path; the depth of a tree.")
+    length: int | None = Field(
+        None,
+        ge=1,
+        le=32,
+        description="Tokens drafted per path, the depth of a tree: passes of the head. None: 5, fewer where a step allows fewer nodes "
+        "by its measured costs.",
+    )
     tree: TreeForm = "dynamic"
-    nodes: NodeBudget = 24
+    nodes: NodeBudget = None
     children: Children = 8
     beam: Beam = 8
 
@@ -84,10 +93,11 @@ class Eagle3(ReadsFeatures):
         files = load_head(folder, context.device, dtype_of(context))
         _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
         children = min(s.children, len(files.vocabulary))
-        tree = shape_of(self.name, s.tree, s.length, children, s.nodes, s.beam, context)
+        length = levels_of(context, s.length, LENGTH)
+        tree = shape_of(self.name, s.tree, length, children, s.nodes, s.beam, context)
         head = files.head.head_config
         parallel = isinstance(head, Eagle3Config) and head.mask_token_id is not None
-        drafter = (ParallelDrafter if parallel else Eagle3Drafter)(context, files, s.length, tree.children, tree.ahead)
+        drafter = (ParallelDrafter if parallel else Eagle3Drafter)(context, files, length, tree.children, tree.ahead)
         return FeatureState(drafter, tree)
 
     def features(self, state: FeatureState, given: Step | PromptChunk) -> Tensor:

@@ -16,7 +16,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Sequences
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, NodeBudget, TreeForm, shape_of
+from .draft_model import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
 from .feature_drafter import FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 if TYPE_CHECKING:
@@ -35,10 +35,11 @@ class MtpSettings(Settings):
         None,
         ge=1,
         le=32,
-        description="Tokens drafted per path; None: as many as the model has layers for, which is the most.",
+        description="Tokens drafted per path; None: as many as the model has layers for, which is the most; fewer where a step allows "
+        "fewer nodes by its measured costs.",
     )
     tree: TreeForm = "none"
-    nodes: NodeBudget = 16
+    nodes: NodeBudget = None
     children: Children = 4
     beam: Beam = 4
 
@@ -62,7 +63,7 @@ class Mtp(ReadsFeatures):
         if context.level > 0:
             raise UnsupportedError("mtp cannot draft for a draft model: its layers read the target's hidden states")
         layers = mtp_layers(context.model)
-        depth = s.length or layers.num_mtp_layers
+        depth = levels_of(context, s.length, layers.num_mtp_layers)
         if depth > layers.num_mtp_layers:
             raise SettingsError(f"mtp: length is {depth}, and the model predicts {layers.num_mtp_layers} tokens ahead")
         tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)

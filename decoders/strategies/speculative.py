@@ -16,20 +16,20 @@ from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import TreeTensors
 from .draft_model import (
+    GRADE_RATES,
     DraftModelSettings,
     DraftModelStrategy,
     DraftTree,
     StaticTree,
     TreeForm,
     TreeSettings,
+    grades_of,
     shape_of,
 )
 from .text_drafter import TextDrafter
 
 #: Share of the target's tokens from which on a draft model drafts through these: then its texts have the target's token borders.
 NEARLY_ALL = 0.98
-#: Log-probabilities between which a draft token's grade goes up by one.
-GRADES = torch.tensor([0.3, 0.6, 0.9, 0.98]).log()
 
 
 class ShapeSettings(TreeSettings):
@@ -79,7 +79,6 @@ class _State:
         lengths: ``[B]`` int64, tokens that each row drafts (schedule heuristic).
         own_nodes: of the last draft, root included.
         limit: most tokens of the next draft, None for no limit.
-        grades: bounds between the grades of draft tokens, once somebody asks for grades.
         other: what the draft model's tokens are, where they are others than the target's.
         mask: the mask token of a model that drafts a chain in one pass; None: token by token.
     """
@@ -89,7 +88,6 @@ class _State:
     lengths: Tensor
     own_nodes: int = 1
     limit: int | None = None
-    grades: Tensor | None = None
     other: OtherVocabulary | None = None
     mask: int | None = None
 
@@ -111,7 +109,7 @@ class Speculative(DraftModelStrategy):
     hints = {"num_assistant_tokens": "length", "num_assistant_tokens_schedule": "schedule"}
     on_device = True
     rests = True
-    grade_rates = (0.45, 0.8, 0.92, 0.98, 1.0)  # by the draft model's probability
+    grade_rates = GRADE_RATES
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
@@ -129,7 +127,7 @@ class Speculative(DraftModelStrategy):
         if s.template is not None:
             tree = StaticTree(s.template, context.rows, context.device)
         elif s.tree != "none":
-            tree = shape_of(self.name, s.tree, s.length, s.children, self.tree_nodes(context), s.beam, context)
+            tree = shape_of(self.name, s.tree, s.length, s.children, s.nodes, s.beam, context)
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
@@ -196,8 +194,6 @@ class Speculative(DraftModelStrategy):
 
     def limit(self, state: _State, tokens: int) -> None:
         state.limit = tokens
-        if state.grades is None:
-            state.grades = GRADES.to(state.lengths.device)
 
     def details(self, state: _State) -> Mapping[str, Any]:
         if state.other is None:
@@ -227,10 +223,7 @@ class Speculative(DraftModelStrategy):
             tokens = torch.where(index < state.lengths[:, None], tokens, -1)
         drawn_from = [p.scores for p in passes if p.scores is not None]
         draft = Draft.chain(tokens, torch.cat(drawn_from, dim=1) if drawn_from else None)
-        if state.grades is None:
-            return draft
-        weights = torch.cat([p.weights[:, :, 0] for p in passes], dim=1)
-        return replace(draft, grades=torch.bucketize(weights, state.grades))
+        return replace(draft, grades=grades_of(torch.cat([p.weights[:, :, 0] for p in passes], dim=1)))
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ class SuffixSettings(Settings):
         16,
         ge=1,
         le=1024,
-        description="Most occurrences that are counted, in the row and in earlier outputs each: the latest.",
+        description="Most occurrences that are counted, in the row, in earlier outputs and in given texts each: the latest.",
     )
     remember: int = Field(
         65536,
@@ -62,24 +63,29 @@ class _State:
     Attributes:
         rows: the text of each row.
         memory: of earlier calls; empty where nothing is remembered.
+        given: texts that the user gave; None without.
         append_only: whether a row's text is never taken back.
         matches: drafts that a match gave.
         matched: tokens of these matches.
         drafted: draft tokens of these drafts.
         used: numbers of the remembered texts that gave draft tokens.
+        used_given: of the given ones.
     """
 
     rows: list[RowText]
     memory: TextMemory
+    given: TextMemory | None
     append_only: bool
     matches: int = 0
     matched: int = 0
     drafted: int = 0
     used: set[int] = field(default_factory=set)
+    used_given: set[int] = field(default_factory=set)
 
 
 class Suffix(Strategy):
-    """Drafts the tree of what followed the longest suffix that was met before, in the row itself or in what earlier calls wrote.
+    """Drafts the tree of what followed the longest suffix that was met before: in the row itself, in what earlier calls wrote, or in
+    texts that :func:`decoders.remember` was given.
 
     Of all lengths ``p`` of the match that have different occurrences, the one whose tree has the best score is taken: the sum of its
     nodes' probabilities, at most ``α p`` nodes (the paper's MAX_SPEC). A match that runs into the end of the row is
@@ -104,14 +110,15 @@ class Suffix(Strategy):
         s: SuffixSettings = self.settings
         memory: TextMemory = context.memory("texts", partial(TextMemory, s.remember))
         # What a draft model writes is taken back where the target disagrees.
-        state = _State([RowText() for _ in range(context.rows)], memory, append_only=context.level == 0)
+        rows = [RowText() for _ in range(context.rows)]
+        state = _State(rows, memory, context.texts, append_only=context.level == 0)
         if context.sequences is not None:
             _read(state, context.sequences)
         return state
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         finished = _read(state, sequences)
-        with state.memory.lock:
+        with state.memory.lock, nullcontext() if state.given is None else state.given.lock:
             trees = [
                 ([], []) if ended else self._tree(state, row) for row, ended in zip(state.rows, finished, strict=True)
             ]
@@ -140,6 +147,7 @@ class Suffix(Strategy):
         return {
             "mean_match": round(state.matched / max(state.matches, 1), 2), "drafted": state.drafted,
             "texts_used": len(state.used), "texts": state.memory.texts, "remembered": state.memory.tokens,
+            "given_used": len(state.used_given), "given": 0 if state.given is None else state.given.texts,
         }  # fmt: skip
 
     def _tree(self, state: _State, row: RowText) -> tuple[list[DraftedNode], list[int]]:
@@ -167,20 +175,22 @@ class Suffix(Strategy):
     def _matches(self, state: _State, row: RowText) -> list[_Match]:
         """What followed the occurrences of the row's end, the longest match first, then the row's own, then the latest."""
         s: SuffixSettings = self.settings
-        own, memory = row.index, state.memory
+        own = row.index
         suffix = own.tokens[-s.depth :]
         matches = [
             _Match(length, _continued(own, end, s.nodes))
             for length, end in own.occurrences(suffix, s.occurrences, len(own) - 1)
         ]
-        if memory.tokens:
+        for memory, used in ((state.memory, state.used), (state.given, state.used_given)):
+            if memory is None or not memory.tokens:
+                continue
             for length, end in memory.index.occurrences(suffix, s.occurrences, len(memory.index)):
                 number = memory.text_at(end)
                 if number is None or end + 1 == (stop := memory.end_of(number)):
                     continue
                 matches.append(_Match(length, memory.index.tokens[end + 1 : min(end + 1 + s.nodes, stop)]))
                 memory.use(number)
-                state.used.add(number)
+                used.add(number)
         matches.sort(key=lambda match: -match.length)
         return matches
 

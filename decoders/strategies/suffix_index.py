@@ -238,6 +238,7 @@ class TextMemory:
     Attributes:
         index: the texts, one after the other, some of them dropped already.
         tokens: how many are remembered.
+        dropped: tokens of texts that there was no room for, or no more.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -247,7 +248,7 @@ class TextMemory:
         self._begins: list[int] = []  # of every text, in order
         self._ends: list[int] = []
         self._used: dict[int, None] = {}  # the numbers of the texts that are remembered, the least recently used first
-        self.tokens = 0
+        self.tokens = self.dropped = 0
         self._numbers: dict[int, int] = {}  # of texts by the hash of their bytes
 
     @property
@@ -269,6 +270,7 @@ class TextMemory:
     def add(self, text: array[int]) -> None:
         """Remembers a text, of a long one the end; one that is known already counts as used."""
         with self.lock:
+            self.dropped += max(len(text) - self.capacity, 0)
             text = text[-self.capacity :] if self.capacity else text[:0]
             if len(text) < 2:  # nothing follows anything
                 return
@@ -312,7 +314,9 @@ class TextMemory:
 
     def _drop(self, number: int) -> None:
         del self._used[number]
-        self.tokens -= self._ends[number] - self._begins[number]
+        length = self._ends[number] - self._begins[number]
+        self.tokens -= length
+        self.dropped += length
 
     def _rebuild(self) -> None:
         """Without the texts that were dropped."""

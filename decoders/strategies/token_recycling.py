@@ -247,6 +247,8 @@ def follow(matrix: Tensor, texts: list[list[int]], lengths: list[int]) -> None:
     successors: dict[int, dict[int, None]] = {}
     for text, length in zip(texts, lengths, strict=True):
         for token, successor in itertools.pairwise(text[:length]):
+            if token < 0 or successor < 0:  # no token of the call's
+                continue
             known = successors.setdefault(token, {})
             known.pop(successor, None)
             known[successor] = None

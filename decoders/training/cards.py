@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..heads.dflash import DFlashConfig
 from ..heads.eagle3 import Eagle3Config
 from ..heads.medusa import HeadsConfig
-from .recipes import DraftTraining, HeadsTraining, HeadTraining, Measurement
+from .recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining, Measurement
 
 #: Titles of the texts that are judged.
 NAMES = {
@@ -107,14 +108,49 @@ what the head gave for the one before; cross entropy against the model's distrib
 {figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
 acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps.
 {_command_lines(command)}
-## Held-out figures
-Of chains that are drafted at every position: the share whose first tokens are all accepted when greedy, up to the token named.
+{_chains(figures, run.depth)}"""
 
-{_shares(figures, run.depth, "reached", sums=True)}
+
+def dflash_card(
+    config: DFlashConfig, model: PreTrainedModel, run: BlockTraining, figures: Mapping[str, Any], command: str | None
+) -> str:
+    """The card of a block draft model for `model`. command: that trained it."""
+    layer = config.layer
+    layers = ", ".join(map(str, config.layers))
+    bias = f"and a head adds a bias of rank {run.rank} by the token before (DSpark, arXiv 2607.05147)"
+    head = bias if run.rank else "without a head"
+    return f"""---
+library_name: hf-decoders
+tags: [dflash, speculative-decoding]
+---
+# Block draft model
+
+{layer.num_hidden_layers} decoder layers for a {type(model).__name__} of hidden size {layer.hidden_size} and {layer.vocab_size:,}
+tokens: {figures["parameters"]:,} parameters. It reads what the model's layers {layers} give (counted from 0) and can propose
+{config.draft_vocab_size:,} of the model's tokens. {config.places} tokens are drafted in one pass (DFlash, arXiv 2602.06036),
+{head}. Used by `strategy="dflash"` of hf-decoders; it changes no output, only how fast it
+comes.
+
+## Training
+The model stays frozen. Blocks begin at {run.blocks:.1%} of the positions; cross entropy against the model's distribution, weighted
+{run.decay:g}^k.
+{figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the rows continued by the model itself (greedily);
+{figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
+acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of steps.
+{_command_lines(command)}
+{_chains(figures, config.places)}"""
+
+
+def _chains(figures: Mapping[str, Any], depth: int) -> str:
+    """How far chains of so many tokens were accepted."""
+    return f"""## Held-out figures
+Of chains that are drafted all over the text: the share whose first tokens are all accepted when greedy, up to the token named.
+
+{_shares(figures, depth, "reached", sums=True)}
 
 How likely a drafted token is accepted when sampling at temperature 1 with the best coupling (1 - total variation):
 
-{_shares(figures, run.depth, "overlaps")}
+{_shares(figures, depth, "overlaps")}
 
 "files" is the text of the files, "own" is what the model itself writes (greedily) after their beginnings. Only there are the
 chains those of decoding; in other text a draft is judged after tokens that the model would not have written.

@@ -1,36 +1,51 @@
-"""`train_eagle3`: an EAGLE-3 head for a model, which stays frozen, in one resumable run."""
+"""`train_eagle3`: an EAGLE-3 head for a model, which stays frozen, in one resumable run.
+
+It learns by training-time test (Li et al. 2025, section 3): a draft of several tokens at every position, all at once. At index ``t``
+of a row the draft begins at slot ``t``, whose feature is the target's. Simulated token ``k`` sits at slot ``t + k``; its feature is
+what the head gave for token ``k - 1`` of the same index. The attention of the draft at ``t`` sees what was read with the target's
+features up to slot ``t``, and of the slots behind only its own: what a chain sees in decoding.
+
+Letters: ``B`` rows, ``S`` indices, ``C`` of them with chains of more than one token, ``K`` simulated tokens, ``F`` width of the
+target's features.
+"""
 
 from __future__ import annotations
 
 import copy
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..common.layers import decoder_layers
-from ..common.transformers_compat import config_value
 from ..errors import SettingsError, TrainingError
-from ..heads.eagle3 import Eagle3Config, Eagle3Head
+from ..heads.eagle3 import DecoderLayer, Eagle3Config, Eagle3Head
 from ..heads.eagle3_files import Eagle3Files, Format, load_head, save_head
 from .cards import eagle3_card
-from .eagle3_lessons import Lesson, Teacher, unrolled
+from .feature_heads import (
+    Acceptance,
+    AcceptanceSums,
+    FeatureLearner,
+    Lesson,
+    Teacher,
+    draft_vocabulary,
+    drafted_size,
+    layer_config,
+    train_head,
+)
 from .recipes import HeadTraining
-from .texts import Texts, TextStore, digest, held_out_rows, stop_tokens, workplace
-from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, soft_cross_entropy, warmup_stable_decay
+from .texts import Texts, digest, stop_tokens
+from .trainer import soft_cross_entropy
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WARMUP_STEPS = 20
-DECAY_SHARE = 0.5
-#: Rows that acceptance is measured on between steps.
-WATCHED = 32
+Keys = tuple[Tensor, Tensor]
 
 
 def train_eagle3(
@@ -71,70 +86,37 @@ def train_eagle3(
         raise TrainingError(f"eagle3 reads hidden layers, and {type(model).__name__} has no list of decoder layers")
     config = head_config(model, run, run.layers_of(count))  # wrong settings are reported before hours of work
     given = load_head(start, model.device, torch.float32) if start is not None else None
-    work = workplace(out, resume)
-    store = TextStore(model, tokenizer, run, work, console)
-    rows = max(run.rows, run.tokens // run.length)
-    tested = {"test": store.rows("test", test, held_out_rows(rows))} if test else {}
-    train, judged = store.learnt_and_held(texts, held, rows)
-    sets = {"held": judged} | tested
-    ids = draft_vocabulary(train.ids, config.draft_vocab_size, config.layer.vocab_size, stop_tokens(model))
-    if given is not None:
-        head, ids = begin_with(given, config, ids)
-    else:
-        head = new_head(config, model, ids, run.seed)
-    learner = HeadLearner(run, head, Teacher(model, config.layers or (), run.bf16), ids.to(model.device), train, judged)
-    identity = {"text": train.digest(), "model": store.model_digest} | (
-        {"start": digest(head)} if given is not None else {}
-    )
-    trainer = Trainer(learner, learner.run(identity))
-    checkpoint = work / "checkpoint.pt"
-    trainer.train("head", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
-    head.load_state_dict({name: tensor.to(dtype) for name, tensor in head.state_dict().items()})  # as written
-    config = head.head_config
-    figures: dict[str, Any] = {
-        "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
-        "parameters": sum(p.numel() for p in head.parameters()),
-        **{name: texts.by_kind(lambda rows: acceptance(learner, rows).facts()) for name, texts in sets.items()},
-    }  # fmt: skip
-    whole = config.draft_vocab_size == config.layer.vocab_size
-    save_head(head, None if whole else ids, out, model, run.depth, form, dtype)
-    (out / "README.md").write_text(eagle3_card(config, model, run, figures, command), encoding="utf-8")
-    shutil.rmtree(work)
-    return figures
+
+    def make(train: Texts, judged: Texts) -> HeadLearner:
+        ids = draft_vocabulary(train.ids, config.draft_vocab_size, config.layer.vocab_size, stop_tokens(model))
+        if given is not None:
+            head, ids = begin_with(given, config, ids)
+        else:
+            head = new_head(config, model, ids, run.seed)
+        teacher = Teacher(model, config.layers or (), run.bf16)
+        return HeadLearner(run, head, teacher, ids.to(model.device), train, judged, given is not None)
+
+    def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
+        head: Any = learner.model
+        own = head.head_config
+        whole = own.draft_vocab_size == own.layer.vocab_size
+        save_head(head, None if whole else learner.ids.cpu(), out, model, run.depth, form, dtype)
+        return eagle3_card(own, model, run, figures, command)
+
+    return train_head(
+        model, tokenizer, texts, out, run, make, write, held=held, test=test, dtype=dtype, resume=resume,
+        checkpoint_minutes=checkpoint_minutes, console=console,
+    )  # fmt: skip
 
 
 def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ...]) -> Eagle3Config:
-    """The shape of a head for `model`: attention and rotary positions as the target's, where it says them as Llama does.
+    """The shape of a head for `model`.
 
     Raises:
         SettingsError: a draft vocabulary larger than the model's.
     """
-    text = model.config.get_text_config(decoder=True)
-    vocab, hidden = model.get_output_embeddings().weight.shape
-    if run.draft_vocab is not None and not 0 < run.draft_vocab <= vocab:
-        raise SettingsError(f"eagle3: the draft vocabulary has 1 … {vocab} tokens, not {run.draft_vocab}")
-    rope = getattr(text, "rope_parameters", None)
-    named: dict[str, Any] = {"rope_parameters": dict(rope)} if rope and "rope_theta" in rope else {}
-    for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"):
-        value = config_value(text, name)
-        if value is not None and not isinstance(value, tuple):  # else layers differ in it
-            named[name] = value
-    # Rotary positions of a part of each head are no matter of Llama's layer.
-    if (rope or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        named.pop("rope_parameters", None)
-    wide = config_value(text, "intermediate_size")
-    layer = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=run.intermediate or (wide if isinstance(wide, int) else 4 * hidden),
-        num_attention_heads=text.num_attention_heads,
-        vocab_size=vocab,
-        num_hidden_layers=1,
-        hidden_act="silu",
-        bos_token_id=getattr(text, "bos_token_id", None),
-        eos_token_id=getattr(text, "eos_token_id", None),
-        **named,
-    )
-    return Eagle3Config(layer, run.draft_vocab or vocab, hidden, layers)
+    size, layer = drafted_size(model, run.draft_vocab, "eagle3"), layer_config(model, run.intermediate)
+    return Eagle3Config(layer, size, layer.hidden_size, layers)
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
@@ -178,37 +160,18 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
     return head, given.vocabulary.ids.cpu() if given.vocabulary.ids is not None else ids
 
 
-def draft_vocabulary(ids: Tensor, size: int, vocab: int, always: Sequence[int] = ()) -> Tensor:
-    """``[D]`` int64, ascending: the `size` most frequent tokens of ``ids``, those of `always` among them."""
-    counts = torch.bincount(ids.flatten(), minlength=vocab)
-    counts[[token for token in always if token < vocab]] = ids.numel() + 1
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
-
-
-class HeadLearner(EpochLearner):
-    """A head and its optimizers: Muon for the layer's matrices, AdamW for the output matrix and norms, as for the demo models.
-
-    Args:
-        ids: ``[D]`` int64, the tokens that the head can propose.
-        train: text to learn from.
-        held_out: text to judge by; at most :data:`WATCHED` rows of it are, the model's own first.
-    """
+class HeadLearner(FeatureLearner):
+    """Teaches a head. goes_on: the head was one before, see :class:`FeatureLearner` for the rest."""
 
     model: Eagle3Head
 
     def __init__(
-        self, training: HeadTraining, head: Eagle3Head, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts
-    ) -> None:
-        super().__init__(training, len(train.ids), training.rows)
-        self.training, self.model, self.teacher, self.ids, self.train = training, head, teacher, ids, train
-        self.stops = stop_tokens(teacher.model)
+        self, training: HeadTraining, head: Eagle3Head, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts,
+        goes_on: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(training, training.rows, head, teacher, ids, train, held_out, [head.lm_head.weight])
+        self.training, self.identity = training, {"start": digest(head)} if goes_on else {}
         self.positions = training.rows * (training.length - training.depth)
-        self._watched = held_out.part(0, WATCHED)
-        self.optimizers = muon_and_adamw(head, training.rate, [head.lm_head.weight])
-
-    def run(self, identity: Mapping[str, Any]) -> Run:
-        """The run of this head. identity: fingerprints of text and model."""
-        return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
         lesson = self.teacher.lesson(self.train.chosen(self.examples_of(step)), self.stops)
@@ -254,65 +217,81 @@ class HeadLearner(EpochLearner):
         through.backward()
         return total
 
-    def scores(self) -> list[float]:
-        """Shares of the drafts whose first 1, 2, … tokens are all accepted, greedily."""
-        return acceptance(self, self._watched).reached
+    @torch.no_grad()
+    def acceptance(self, texts: Texts) -> Acceptance:
+        """What becomes of chains that are simulated at every position of `texts` that counts.
 
-    def in_words(self, scores: Sequence[float]) -> str:
-        shares = super().in_words(scores)
-        return f"drafts accepted up to token 1, 2, …: {shares}; {1 + sum(scores):.2f} tokens a step"
+        In the model's own greedy text this is what a chain meets in decoding, since its tokens are the target's; in other text a draft
+        is judged after the text's tokens, not the target's.
+        """
+        head, depth, known = self.model, self.training.depth, self.ids
+        sums = AcceptanceSums(depth)
+        for _, lesson in self.lessons(texts):
+            slots = lesson.features.shape[1] - depth
+            best, target = lesson.logits.argmax(-1), lesson.logits.softmax(-1)[..., known]
+            # A draft counts where all of its tokens would.
+            whole = torch.stack([lesson.counted[:, k + 1 : k + 1 + slots] for k in range(depth)]).all(0)
+            sums.begin(whole)
+            with self.teacher.precision():
+                drafted = unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth)
+                for k, states in enumerate(drafted):
+                    scores, places = head.lm_head(head.norm(states)).float(), slice(k + 1, k + 1 + slots)
+                    sums.add(scores, known[scores.argmax(-1)] == best[:, places], target[:, places])
+        return sums.acceptance
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """What becomes of simulated drafts.
+def unrolled(
+    head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int, chains: Tensor | None = None
+) -> Iterator[Tensor]:
+    """States of simulated token 0, 1, … ``depth - 1``, what the last norm reads: ``[B, S, H]``, and from token 1 on ``[B, C, H]``.
 
-    Attributes:
-        drafts: how many there are.
-        reached: per length, the share of drafts accepted up to there when greedy.
-        rates: per simulated token, how often it is the target's, after text that the target wrote or read.
-        overlaps: the same when sampling at temperature 1 with a coupled draw at its best: 1 - TV of both distributions.
+    Args:
+        embedded: ``[B, S + depth - 1, H]``, of the token that follows each slot; index ``t`` of token ``k`` reads slot ``t + k``.
+        features: ``[B, S, F]``, the target's, of the first ``S`` slots.
+        chains: ``[C]`` int64, ascending, the indices that go on after token 0; None: all ``S``.
     """
-
-    drafts: int
-    reached: list[float]
-    rates: list[float]
-    overlaps: list[float]
-
-    @property
-    def length(self) -> float:
-        """Mean tokens of a step that a chain of this depth gives, the target's own included."""
-        return 1 + sum(self.reached)
-
-    def facts(self) -> dict[str, Any]:
-        """JSON-safe."""
-        return {"tokens_per_step": self.length, **asdict(self)}
+    indices = torch.arange(features.shape[1], device=features.device)
+    chains = indices if chains is None else chains
+    states, seen = head.fc(features), list[Keys]()
+    for k in range(depth):
+        rotary = head.rotary_emb(states, (indices + k)[None])
+        states = _layer(head.midlayer, embedded[:, indices + k], states, rotary, seen, indices)
+        yield states
+        if head.head_config.norm_output:
+            states = head.norm(states)
+        if k == 0:
+            indices, states = chains, states[:, chains]
 
 
-@torch.no_grad()
-def acceptance(learner: HeadLearner, texts: Texts) -> Acceptance:
-    """Simulates a chain at every position of `texts` that counts.
+def _layer(
+    layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], indices: Tensor
+) -> Tensor:
+    """As :meth:`DecoderLayer.forward`, with the attention of a simulated token of the `indices`; `seen` gets its keys and values."""
+    normed = layer.hidden_norm(states)
+    residual = normed if layer.norm_before_residual else states
+    attention, shape = layer.self_attn, (*states.shape[:2], -1, layer.self_attn.head_dim)
+    read = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+    q, k, v = (getattr(attention, name)(read).view(shape).transpose(1, 2) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k = apply_rotary_pos_emb(q, k, *rotary)
+    groups = attention.num_key_value_groups
+    seen.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+    attended = _attention(q, seen, attention.scaling, indices).transpose(1, 2).flatten(2)
+    states = residual + attention.o_proj(attended)
+    return states + layer.mlp(layer.post_attention_layernorm(states))
 
-    In the model's own greedy text this is what a chain meets in decoding, since its tokens are the target's; in other text a draft is
-    judged after the text's tokens, not the target's.
-    """
-    head, depth, known = learner.model, learner.training.depth, learner.ids
-    sums, drafts = torch.zeros(3, depth, dtype=torch.float64), 0
-    for first in range(0, len(texts.ids), learner.training.rows):
-        lesson = learner.teacher.lesson(texts.part(first, first + learner.training.rows), learner.stops)
-        slots = lesson.features.shape[1] - depth
-        best, target = lesson.logits.argmax(-1), lesson.logits.softmax(-1)[..., known]
-        # A draft counts where all of its tokens would.
-        whole = torch.stack([lesson.counted[:, k + 1 : k + 1 + slots] for k in range(depth)]).all(0)
-        drafts += int(whole.sum())
-        accepted = whole
-        with learner.teacher.precision():
-            for k, states in enumerate(unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth)):
-                scores, places = head.lm_head(head.norm(states)).float(), slice(k + 1, k + 1 + slots)
-                right = known[scores.argmax(-1)] == best[:, places]
-                accepted = accepted & right
-                overlap = torch.minimum(scores.softmax(-1), target[:, places]).sum(-1)
-                for place, what in enumerate((accepted, right & whole, overlap * whole)):
-                    sums[place, k] += what.sum().cpu().double()
-    reached, rates, overlaps = (sums / max(drafts, 1)).tolist()
-    return Acceptance(drafts, reached, rates, overlaps)
+
+def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
+    """``[B, heads, S or C, d]``: causal over what was read with the target's features, and one key of each simulated token since."""
+    (keys, values), later = seen[0], seen[1:]
+    if not later:
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)
+    count = keys.shape[2]
+    scores = (q @ keys.transpose(2, 3)).float()
+    hidden = torch.arange(count, device=q.device) > indices[:, None]
+    own = torch.stack([(q * k).sum(-1) for k, _ in later], dim=-1).float()
+    scores = torch.cat([scores.masked_fill(hidden, float("-inf")), own], dim=-1) * scaling
+    weights = scores.softmax(-1).to(values.dtype)
+    attended = weights[..., :count] @ values
+    for place, (_, v) in enumerate(later, start=count):
+        attended = attended + weights[..., place : place + 1] * v
+    return attended

@@ -101,6 +101,55 @@ class HeadTraining(Recipe):
         return tuple(layer % count for layer in layers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockTraining(Recipe):
+    """All that decides what a block draft model learns from the same text; what is not listed is in :class:`Recipe`.
+
+    Attributes:
+        block: tokens that it drafts in one pass.
+        depth: its decoder layers.
+        layers: decoder layers of the target whose outputs are read; None: three, spread over all but the last.
+        intermediate: width of its layers' MLPs; None: the target's.
+        rank: of the head's bias by the token before (DSpark); 0: it has no head.
+        draft_vocab: tokens that it can propose, the most frequent ones of the data; None: all.
+        rows: per step.
+        blocks: share of a row's positions at which a block begins, drawn anew in every step.
+        decay: weight of the loss at a block's place k is ``decay ** k``.
+    """
+
+    block: int = 8
+    depth: int = 2
+    layers: tuple[int, ...] | None = None
+    intermediate: int | None = None
+    rank: int = 64
+    draft_vocab: int | None = None
+    rows: int = 8
+    rate: float = 2e-3
+    blocks: float = 1 / 16
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.block <= self.length // 2:
+            raise SettingsError(f"dflash: a block has 2 … {self.length // 2} tokens, half a row, not {self.block}")
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """The layers that are read of a target with `count`, counted from 0.
+
+        Raises:
+            SettingsError: the target has no such layer, or it is its last, of which engines take different states.
+        """
+        layers = self.layers
+        if layers is None:
+            first, last = min(1, count - 2), count - 2
+            layers = tuple(sorted({first, (first + last + 1) // 2, last}))
+        if count < 2 or not layers or not all(0 <= layer % count < count - 1 and layer >= -count for layer in layers):
+            raise SettingsError(
+                f"dflash: layers must lie in 0 … {count - 2}, of the last one engines take different states, not "
+                f"{', '.join(map(str, layers))}"
+            )
+        return tuple(layer % count for layer in layers)
+
+
 def default_layers(count: int) -> tuple[int, int, int]:
     """A low, a middle and a high layer: the authors' choice, which needs some depth; of fewer layers more of the upper ones."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)

@@ -1,4 +1,4 @@
-"""What passes between the loop and a strategy: the rows, the draft that it proposes for them, and what became of it."""
+"""The data exchanged between the loop and a strategy: the rows, the draft for them, and the verified step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Sequences:
     """The rows as committed so far; device tensors, updated in place by the loop between steps.
 
     Attributes:
-        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; what lies behind a row's length is undefined. ``L``
-            covers the longest row and may grow from step to step.
+        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined behind a row's length. ``L`` covers the longest
+            row and may grow from step to step. -1 stands in prompts where the call names no token, because the caller gave the
+            model's keys and values (``past_key_values``).
         length: ``[B]`` int64, committed tokens per row.
         prompt_length: ``[B]`` int64, how many of them are prompt.
-        finished: ``[B]`` bool, rows that generate no more.
+        finished: ``[B]`` bool, rows that have ended.
         noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
             (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
             target's own draws; with others they are fresh in every step.
@@ -42,7 +43,7 @@ class Sequences:
 
     @property
     def on_host(self) -> bool:
-        """Whether Python may look at these values, and those of the step, without waiting: on a CPU, unless the hook is recorded."""
+        """Whether Python may read these values, and the step's, without waiting: on a CPU, unless the hook is being recorded."""
         return host_reads(self.length)
 
 
@@ -54,13 +55,12 @@ class Draft:
         tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
             draft token here": such a node and whatever continues it is never accepted.
         topology: the block's shape, one for all rows (:class:`Topology`) or one per row (:class:`TreeTensors`).
-        scores: ``[B, N-1, V]`` float32, what each draft token was drawn from (``softmax``), given its parent; siblings are drawn
-            without replacement, in node order. None: the draft tokens were not drawn by chance. The coupled verifier needs
-            none.
-        depth: most draft tokens on a path, for trees per row whose proposer knows it; see :attr:`levels`.
-        grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, by a measure of its own with few
+        scores: ``[B, N-1, V]`` float32, whose ``softmax`` each draft token was sampled from, given its parent; siblings are sampled
+            without replacement, in node order. None: the draft tokens were not sampled. The coupled verifier needs none.
+        depth: most draft tokens on a path, if known, for trees per row; see :attr:`levels`.
+        grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, on a scale of its own with few
             values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
-        drafters: of every row the names of those whose draft tokens these are, where several have drafted; reports tell of it.
+        drafters: for every row the name of the strategy behind each draft token, where several have drafted, for reports.
     """
 
     tokens: Tensor
@@ -79,17 +79,17 @@ class Draft:
 
     @property
     def parents(self) -> Sequence[Sequence[int]]:
-        """Of every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+        """For every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
         return parents_by_row(self.topology, len(self.tokens))
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether its nodes may be left out: none is run for what it gives, whatever becomes of it."""
+        """Whether all nodes may be accepted; others, such as a lookahead window, are run for their outputs and cannot be left out."""
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """The first `count` draft tokens of every row: parents come before their children, so what is left are trees."""
+        """The first `count` draft tokens of every row, which are trees because parents come before their children."""
         if count >= self.tokens.shape[1]:
             return self
         return Draft(
@@ -104,7 +104,7 @@ class Draft:
         """One continuation per row: ``tokens`` is ``[B, K]``.
 
         Raises:
-            DraftError: `tokens` is something else.
+            DraftError: `tokens` has another shape.
         """
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             raise DraftError(f"a chain is made of a tensor [rows, length], not {described(tokens)}")
@@ -115,7 +115,7 @@ class Draft:
         """Several continuations per row, all from the root: ``tokens`` is ``[B, branches, K]``.
 
         Raises:
-            DraftError: `tokens` is something else.
+            DraftError: `tokens` has another shape.
         """
         if not isinstance(tokens, Tensor) or tokens.dim() != 3:
             raise DraftError(f"branches are made of a tensor [rows, branches, length], not {described(tokens)}")
@@ -127,7 +127,7 @@ class Draft:
         return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
 
     def check(self, rows: int) -> None:
-        """Raises DraftError if shapes or dtype break the contract (values are never trusted anyway)."""
+        """Raises DraftError if shapes or dtypes break the contract; values are checked on the device."""
         if not isinstance(self.tokens, Tensor):
             raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {described(self.tokens)}")
         if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
@@ -166,7 +166,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Step:
-    """What became of a draft.
+    """A verified draft.
 
     Attributes:
         nodes: ``[B, N]`` int64, the block as run: node 0 and the draft tokens. ``N`` may exceed the draft's (padding).
@@ -179,9 +179,9 @@ class Step:
         hidden: ``[B, N, H]``, the hidden states that the output head read.
         sequences: the rows with this step's tokens committed.
         own_nodes: None: the block is your draft, or begins with it. n: only its first n nodes, root included, are your draft,
-            in its order. 0: none can be told apart.
-        layers: ``[B, N, T, H]``, what the ``T`` decoder layers of :attr:`Strategy.hidden_layers` gave, in that order; None
-            where none was asked for.
+            in its order. 0: your draft's nodes cannot be told from others.
+        layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers of :attr:`Strategy.hidden_layers`, in that order; None
+            without any.
     """
 
     nodes: Tensor
@@ -198,16 +198,16 @@ class Step:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """A stretch of the rows' prompts that the target has just read.
+    """A chunk of the rows' prompts that the target has just read.
 
     Together the chunks of a call hold every prompt token but each row's last, which is node 0 of the first step; a call whose
-    prompts have one token each has none. Where requests come and go (:meth:`Strategy.rebatch`) a chunk is of the prompts of rows that
-    are new. In rows that stay no token of it is valid, and all lie behind what they have committed.
+    prompts have one token each has none. Where requests join and leave (:meth:`Strategy.rebatch`) a chunk is of the prompts of new
+    rows. In rows that stay none of its tokens is valid, and all positions are behind what they have committed.
 
     Attributes:
         tokens: ``[B, N]`` int64.
-        positions: ``[B, N]`` int64, where in its row each of them is; one after the other in every row.
-        valid: ``[B, N]`` bool, which of them are such tokens; the others lie behind their row's text and mean nothing.
+        positions: ``[B, N]`` int64, consecutive positions in the row.
+        valid: ``[B, N]`` bool, which tokens are the prompt's; the others are padding behind it.
         hidden: ``[B, N, H]``, the hidden states that the output head reads, as in :class:`Step`.
         layers: ``[B, N, T, H]``, as in :class:`Step`.
         logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` asks for them.
@@ -222,7 +222,7 @@ class PromptChunk:
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:
-    """Raises DraftError if what `proposer` proposed is no draft for so many rows; values are never trusted anyway."""
+    """Raises DraftError if what `proposer` proposed is no draft for so many rows; values are checked on the device."""
     if not isinstance(draft, Draft):
         raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
     try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import DraftError
 
 NO_PARENT = -1
-#: Most nodes of a block, the root included: attention among them, and masks, grow with the square.
+#: Most nodes of a block, the root included: attention among them and its masks grow with the square.
 MAX_NODES = 1024
 
 
@@ -22,7 +22,7 @@ class TreeTensors:
     """A block's topology on the device, per row, so that rows may hold trees of different shape.
 
     Attributes:
-        parents: ``[B, N]`` int64; 0 where there is none.
+        parents: ``[B, N]`` int64; 0 for none.
         offsets: ``[B, N]`` int64, position of each node relative to the root's.
         visible: ``[B, N, N]`` bool, ``visible[b, q, k]``: node ``q`` attends to node ``k``.
         ancestors: ``[B, N, N]`` bool, ``ancestors[b, q, k]``: ``k`` lies on the path from the root to candidate ``q``,
@@ -43,7 +43,7 @@ class TreeTensors:
         return self.ancestors.any(-1)
 
     def of_rows(self, begin: int, end: int) -> TreeTensors:
-        """Views of those of some rows."""
+        """Views of the trees of some rows."""
         rows = slice(begin, end)
         return TreeTensors(self.parents[rows], self.offsets[rows], self.visible[rows], self.ancestors[rows])
 
@@ -62,10 +62,10 @@ class TreeTensors:
                 )
 
     def sound(self, wait: bool = False) -> Tensor:
-        """``[B]`` bool, without a sync unless `wait` allows it: whether what is said of every candidate follows from its parent.
+        """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent. No sync without `wait`.
 
-        A candidate comes one position after its parent, and sees what lies on its path and nothing else: otherwise its
-        logits would not be those of its own text. Nodes that are never accepted may see anything.
+        A candidate comes one position after its parent and sees its own path only: otherwise its logits would not be those
+        of its own text. Nodes that are never accepted may see anything.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors
         rows, nodes = self.parents.shape
@@ -81,9 +81,9 @@ class TreeTensors:
         Args:
             parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent
                 comes before its child.
-            depth: bound of the trees' depth, if one is known that is smaller than ``N - 1``.
+            depth: upper bound of the trees' depth, if one below ``N - 1`` is known.
 
-        Trees of other parents have no candidate, not even the root: they are not :meth:`sound`.
+        Invalid parents give trees without candidates, which are not :meth:`sound`.
 
         Raises:
             DraftError: another shape or type.
@@ -108,7 +108,7 @@ class TreeTensors:
         return TreeTensors(parents.clamp(0, n - 1), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
 
     def padded(self, nodes: int) -> TreeTensors:
-        """These trees filled up to `nodes` with nodes that are never accepted and see themselves alone."""
+        """These trees padded to `nodes` with nodes that are never accepted and see only themselves."""
         n = len(self)
         extra = nodes - n
         if extra <= 0:
@@ -151,14 +151,14 @@ class TreeTensors:
 
 
 def described(value: object) -> str:
-    """What was given, for a message."""
+    """How a message describes a wrong value."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"
 
 
 def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
-    """:meth:`TreeTensors.sound` of arrays or tensors. tree: as the fields there. row: ``[B, 1]``, index: ``[N]``, each 0, 1, …"""
+    """:meth:`TreeTensors.sound` of arrays or tensors. tree: the fields in order. row: ``[B, 1]``, index: ``[N]``, each 0, 1, …"""
     parents, offsets, visible, ancestors = tree
     candidate = ancestors[..., :1]
     before = (parents < index) | ~candidate[..., 0] | (index == 0)
@@ -169,7 +169,7 @@ def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
     path[:, 0, 1:] = False
     depth = offsets[row, parents] + 1
     depth[:, 0] = 0
-    # What is no candidate must not be on a path to one either.
+    # A node that is no candidate must not be on the path to one.
     wrong = (candidate & ((ancestors ^ path) | (visible ^ path))) | (~candidate & ancestors)
     return (
         ~wrong.any(-1).any(-1) & ~(candidate[..., 0] & (depth != offsets)).any(-1) & inside.all(-1) & candidate[:, 0, 0]

@@ -14,13 +14,13 @@ from .tensors import NO_PARENT, TreeTensors
 
 @dataclass(frozen=True)
 class Topology:
-    """The static shape of a block of ``N`` nodes; hashable, so that its tensors are made once per device.
+    """The static shape of a block of ``N`` nodes; hashable, so that its tensors are created once per device.
 
     Attributes:
         parents: for each node the index of its parent, smaller than its own; ``-1`` for the root and for nodes that
             can never be accepted.
         offsets: for each node its position relative to the root's (the depth, for candidates).
-        extra_visible: for each node the further nodes it attends to, beyond its ancestors and itself.
+        extra_visible: for each node the nodes it attends to besides its ancestors and itself.
     """
 
     parents: tuple[int, ...]
@@ -48,7 +48,7 @@ class Topology:
         for node, seen in enumerate(self.extra_visible):
             if any(not 0 <= other < n for other in seen):
                 raise DraftError(f"node {node} attends to {seen}: nodes are numbered 0 to {n - 1}")
-            # A candidate's logits must be those of its own path alone, or accepted tokens would not be the target's.
+            # Otherwise the candidate's logits, and so an accepted token, would not be the target's.
             if seen and (node == 0 or self.parents[node] >= 0) and not set(seen) <= set(self.path_to(node)):
                 raise DraftError(f"node {node} may be accepted, so it may see its own ancestors only, not {seen}")
 
@@ -60,12 +60,12 @@ class Topology:
 
     @cached_property
     def _hash(self) -> int:
-        """Looked up in every step, so made once."""
+        # Needed in every step, so computed once.
         return hash((self.parents, self.offsets, self.extra_visible))
 
     @cached_property
     def width(self) -> int:
-        """Number of proposed nodes, ``N - 1``."""
+        """Number of nodes without the root, ``N - 1``."""
         return len(self.parents) - 1
 
     @cached_property
@@ -75,7 +75,7 @@ class Topology:
 
     @cached_property
     def max_siblings(self) -> int:
-        """Most children of one node that can be accepted."""
+        """Most children of one node."""
         children = [parent for parent in self.parents if parent >= 0]
         return max((children.count(parent) for parent in children), default=0)
 
@@ -116,11 +116,11 @@ class Topology:
 
     @staticmethod
     def from_paths(paths: Sequence[Sequence[int]]) -> tuple[Topology, tuple[tuple[int, int], ...]]:
-        """A tree in Medusa's notation: every path lists, level by level, which draft token (0 = best) is taken.
+        """A tree in Medusa's notation: every path lists the rank (0 = best) of the draft token at each level.
 
         Returns:
-            the topology with paths sorted by depth, and for every node after the root ``(level, rank)``: take the
-            `rank`-th best draft token for that level.
+            the topology with paths sorted by depth, and for every node after the root ``(level, rank)``: it holds the
+            `rank`-th best draft token of that level.
         """
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
         index = {(): 0} | {path: i + 1 for i, path in enumerate(ordered)}
@@ -147,19 +147,14 @@ class Topology:
         )
 
     def head(self, nodes: int) -> Topology:
-        """The first `nodes` nodes: parents come before children, so what is left is a tree."""
-        return (
-            self
-            if nodes >= len(self)
-            else Topology(
-                self.parents[:nodes],
-                self.offsets[:nodes],
-                tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_visible[:nodes]),
-            )
-        )
+        """The first `nodes` nodes, which are a tree because parents come before children."""
+        if nodes >= len(self):
+            return self
+        extra = tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_visible[:nodes])
+        return Topology(self.parents[:nodes], self.offsets[:nodes], extra)
 
     def padded(self, nodes: int) -> Topology:
-        """This block filled up to `nodes` with nodes that are never accepted."""
+        """This block padded to `nodes` with nodes that are never accepted."""
         extra = nodes - len(self)
         if extra <= 0:
             return self
@@ -171,7 +166,7 @@ class Topology:
 
     @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
     def tensors(self, rows: int, device: torch.device) -> TreeTensors:
-        """This topology as tensors for `rows` rows on `device`, made once."""
+        """This topology as tensors for `rows` rows on `device`, cached."""
         n = len(self)
         ancestors = torch.zeros(n, n, dtype=torch.bool)
         visible = torch.zeros(n, n, dtype=torch.bool)
@@ -191,7 +186,7 @@ class Topology:
 
 
 def parents_by_row(tree: Topology | TreeTensors, rows: int) -> Sequence[Sequence[int]]:
-    """Of every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+    """For every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
     if isinstance(tree, Topology):
         return [tree.parents] * rows
     index = torch.arange(len(tree), device=tree.parents.device)

@@ -14,12 +14,12 @@ from .verifier import Block, Outcomes, Verifier, normalised
 class Coupled(Verifier):
     """Token matching, the rule of :func:`decoders.engine.decode.verify.follow_matches`.
 
-    There the target's draw takes its noise from the seed and the position alone, and a draft that adds the same noise
+    The compiled rule draws the target's token with noise of seed and position alone, and a draft that adds the same noise
     tends to draw the same token: Daliri, Musco & Suresh 2024, "Coupling without Communication and Drafter-Invariant
-    Speculative Decoding" (arXiv 2408.07978). Here is the outcome distribution for drafts made without that noise, so that rules can be
-    compared: the target draws from p, and a child that holds the drawn token is followed. Of children that hold equal
-    tokens the outcome distribution follows the first; the compiled rule follows the one with the longest accepted path, which emits the
-    same tokens with the same probability.
+    Speculative Decoding" (arXiv 2408.07978). This class gives the outcome distribution for drafts made without that noise, to compare
+    rules: the target draws from p, and a child that holds the drawn token is followed. Of children with equal tokens it follows
+    the first; the compiled rule follows the one with the longest accepted path, which emits the same tokens with the same
+    probability.
     """
 
     name = "coupled"
@@ -71,8 +71,8 @@ class Rejection(Verifier):
 class BlockVerification(Verifier):
     """Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), Algorithm 2.
 
-    A later draft token that the target likes more than the draft does can pay for an earlier one that it likes less. The paper
-    proves the rule optimal in the expected number of tokens of a step, so never worse than the token rule.
+    A later draft token that is likelier to the target than to the draft can make up for an earlier one that is less likely. The paper
+    proves that the rule maximizes the expected number of tokens of a step.
 
     Our letters: p, q for the paper's ``M_b``, ``M_s``; its ``p_i`` is `weight`, with ``p_0 = 1`` and
     ``p_i = min(p_{i-1} · p(x_i) / q(x_i), 1)``. With ``S_i = Σ_x max(p_i · p(x | x_1 … x_i) - q(x | x_1 … x_i), 0)`` the
@@ -114,8 +114,7 @@ class TreeRejection(Verifier):
     ``q`` the draft's distribution (its D): ``x_j`` is accepted with probability ``min(1, r(x_j) / q(x_j))``; if it is
     not, ``r`` becomes ``norm(max(r - q, 0))``, and ``q`` loses ``x_j`` and is scaled to sum to 1 again. After the last
     child the token comes from ``r``. Where Sequoia's draft has run out of tokens and drafts uniformly, ours proposes
-    nothing. A tree of draft tokens made without chance (one-hot ``q``) is decided as
-    :class:`~decoders.verifiers.Coupled` decides.
+    nothing. For draft tokens that were not sampled (one-hot ``q``) the rule equals :class:`~decoders.verifiers.Coupled`.
 
     The loop runs over the rank among siblings, all parents at once; each turn reads and writes ``[B, N, V]`` a few times.
     """
@@ -156,7 +155,7 @@ class TreeRejection(Verifier):
 
     @staticmethod
     def left(q: Tensor, tried: Tensor) -> Tensor:
-        """What `q` becomes once some tokens are drawn, and none without them: ``[B, N, V]``."""
+        """`q` without the tokens already tried, ``[B, N, V]``; zero where none is left."""
         return normalised(q.masked_fill(tried, 0.0), 0.0)
 
 
@@ -174,13 +173,12 @@ class TypicalSettings(Settings):
 class TypicalAcceptance(Verifier):
     """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", section 2.3.1.
 
-    A draft token x is accepted if ``p(x) > min(ε, δ·exp(-H(p)))`` with the entropy H of the target's distribution p in its place,
-    and all draft tokens before it are: where the target is sure little passes, where anything could follow much does. The
-    longest accepted path is kept, of equally long ones the likeliest (as the authors' code does); the token after it is
-    drawn from p. Nothing is drawn for the path itself, so the text follows the drafter's taste within what is plausible:
-    the output is *not* distributed as the target's.
+    A draft token x is accepted if ``p(x) > min(ε, δ·exp(-H(p)))`` with the entropy H of the target's distribution p at its place,
+    and all draft tokens before it are accepted: few tokens pass where the target is sure, many where it is not. The longest accepted
+    path is kept, of equally long ones the likeliest (as in the authors' code); the token after it is drawn from p. The path itself
+    is not drawn, so among plausible tokens the drafter decides: the output is *not* distributed as the target's.
 
-    In greedy decoding p has all its mass on one token, and this is the exact rule; the report says lossy all the same.
+    In greedy decoding p has all its mass on one token, and the rule is exact; the report says lossy all the same.
     """
 
     name = "typical"
@@ -211,5 +209,5 @@ class TypicalAcceptance(Verifier):
 
 
 def entropy(p: Tensor) -> Tensor:
-    """In nats over the last axis; what has no probability adds nothing."""
+    """In nats over the last axis; a probability of zero adds nothing."""
     return -torch.where(p > 0, p * p.clamp(min=torch.finfo(p.dtype).tiny).log(), 0.0).sum(-1)

@@ -1,7 +1,7 @@
-"""The contract of a verifier: given what was proposed and both models' distributions, the outcome distribution of what comes out.
+"""The contract of a verifier: from a draft and both models' distributions it computes the outcome distribution of a step.
 
-A verifier draws nothing. It says with which probability the accepted path ends at each node, and what follows then;
-the engine draws from that (:func:`decoders.engine.decode.verify.draw`). So a rule is a pure function of tensors, and whether
+A verifier draws nothing. It gives the probability that the accepted path ends at each node, and the distribution of the next token
+there; the engine draws from these (:func:`decoders.engine.decode.verify.draw`). So a rule is a pure function of tensors, and whether
 it keeps the target's distribution can be computed instead of measured (:func:`decoders.testing.check_verifier`).
 
 Letters: ``B`` rows, ``N`` nodes of a block, ``V`` vocabulary, ``p`` the target's distribution, ``q`` the draft's.
@@ -25,18 +25,18 @@ from ..tree import TreeTensors, described
 class Block:
     """What a verifier judges.
 
-    Which token a node got may depend on its ``q`` alone, and whether it got one on the tokens before it alone: a
-    drafter that draws a token and then keeps it back because it is unlikely has not drawn from ``q``.
+    A node's token may depend only on its ``q``, and whether it has one only on the tokens before it: a drafter that
+    draws a token and then leaves it out because it is unlikely has not drawn from ``q``.
 
     Attributes:
         nodes: ``[B, N]`` int64; node 0 is the last committed token, ``-1`` means "no draft token".
-        tree: who continues whom.
+        tree: the block's tree.
         target: ``[B, N, V]`` float32, p: the processed distribution of the target after each node, sums to 1.
         draft: ``[B, N-1, V]`` float32, q: the processed distribution (given its parent) that the token of node ``i+1``
             was drawn from. Siblings share their ``q`` and are drawn without replacement, in the order of the nodes; a
-            draft token made without chance has a one-hot ``q``. Rows of ``-1`` nodes are not read.
-        siblings: the most children a node has, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`).
-            A verifier may pass over further ones: too small a number costs accepted tokens, never exactness. ``None``:
+            draft token that was not sampled has a one-hot ``q``. Rows of ``-1`` nodes are not read.
+        siblings: the most children of a node, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`).
+            A verifier may ignore further ones: too small a number costs accepted tokens, never exactness. ``None``:
             up to ``N - 1``.
     """
 
@@ -48,19 +48,18 @@ class Block:
 
     @property
     def drawn(self) -> Tensor:
-        """``[B, N-1]``: q of the token that each node after the root holds; 0 where it holds none."""
+        """``[B, N-1]``: q of the token of each node after the root; 0 without a token."""
         tokens = self.nodes[:, 1:]
         mass = self.draft.gather(2, tokens.clamp(min=0)[..., None])[..., 0]
         return torch.where(tokens >= 0, mass, 0.0)
 
     @property
     def drafted(self) -> Tensor:
-        """``[B, N]`` bool: nodes that propose something, the root is not among them.
+        """``[B, N]`` bool: nodes with a draft token, without the root.
 
-        A token to which the draft gives no probability cannot have been drawn from ``q``: it counts as no draft token, which
-        keeps every rule exact (what ``max(p - q, 0)`` takes away would not be what the draft token offered).
+        A token whose ``q`` is 0 cannot have been drawn from ``q``: it counts as no draft token, which keeps every rule exact.
         """
-        # Padded as floats: a padded mask that meets another does not compile (inductor's C++ code, torch 2.13).
+        # Padded as floats: inductor's C++ code for combined padded masks does not compile (torch 2.13).
         drawn = torch.nn.functional.pad(self.drawn, (1, 0))
         return self.tree.candidates & (drawn > 0)
 
@@ -72,10 +71,10 @@ class Block:
         return links.long().cumprod(1).bool()
 
     def reach(self, edges: Tensor) -> Tensor:
-        """``[B, N]``: probability to arrive at each node, from that of the step from its parent to it.
+        """``[B, N]``: probability that the accepted path reaches each node.
 
         Args:
-            edges: ``[B, N]``; the root's own entry is not read.
+            edges: ``[B, N]``, probability to go on to each node from its parent; the root's entry is not read.
         """
         root = torch.arange(edges.shape[1], device=edges.device) == 0
         arrived = torch.where(self.tree.ancestors & ~root, edges[:, None, :], 1.0).prod(-1)
@@ -98,7 +97,7 @@ class Outcomes:
 
 
 def check_outcomes(outcomes: Outcomes, block: Block, verifier: str) -> None:
-    """Raises VerifierError unless what `verifier` gave for `block` has the form that it must have; values are looked at later."""
+    """Raises VerifierError unless the `outcomes` of `verifier` have the right types and shapes; values are checked when drawn."""
     if not isinstance(outcomes, Outcomes):
         raise VerifierError(f"outcomes of verifier {verifier!r} must return Outcomes, not {described(outcomes)}")
     for name, wanted in (("end", block.nodes), ("next", block.target)):
@@ -121,8 +120,8 @@ class Verifier(Configured, ABC):
         summary: one line for listings.
         exact: the tokens that come out follow the target's distribution. A lossy rule is marked in every report.
         trees: judges trees; otherwise chains only (node ``i+1`` continues node ``i``; shorter rows end in ``-1``).
-        coupled: the target's own draw, with the noise that the draft used too, decides inside the compiled core;
-            :meth:`outcomes` is then the outcome distribution for drafts that were made without that noise.
+        coupled: whether the compiled core decides by the target's own draw, with the noise that the draft used too;
+            :meth:`outcomes` is then the outcome distribution for drafts made without that noise.
     """
 
     name: ClassVar[str]
@@ -133,7 +132,7 @@ class Verifier(Configured, ABC):
 
     @abstractmethod
     def outcomes(self, block: Block) -> Outcomes:
-        """The outcome distribution of what comes out of `block`; of the dtype of ``block.target``.
+        """The outcome distribution of `block`, in the dtype of ``block.target``.
 
         Plain tensor code on the block's device, rows independent of each other: no host read, no Python that depends
         on values, inputs left as they are.
@@ -141,10 +140,10 @@ class Verifier(Configured, ABC):
 
 
 def normalised(mass: Tensor, otherwise: Tensor | float) -> Tensor:
-    """`mass` scaled to sum to 1 over the last axis; `otherwise` where there is none.
+    """`mass` scaled to sum to 1 over the last axis; `otherwise` where it is zero.
 
-    What is left of ``p`` after a draft that agrees with it is zero, or rounding noise: such rows are reached with
-    probability (next to) zero, but must stay finite.
+    The residual of ``p`` after a draft that agrees with it is zero, or rounding noise: such rows are reached with
+    probability close to zero, but must stay finite.
     """
     total = mass.sum(-1, keepdim=True)
     # Not `> 0`: compiled code may divide by multiplying with the reciprocal, which overflows for subnormal numbers.

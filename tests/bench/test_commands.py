@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from decoders import bench
 from decoders.bench.plot import PlotError, plot
-from decoders.bench.prompts import INSTRUCTIONS, MADE_UP, encode, instructions, read_prompts
+from decoders.bench.prompts import INSTRUCTIONS, encode, instructions, read_prompts
 from decoders.bench.shapes import SHAPES, RandomShape
 from decoders.cli import app, live
 from decoders.cli.live import ACCEPTED, ColouredStream, show
@@ -166,14 +166,6 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
     assert set(samples) == {"code-01", "predictable-01", "predictable-02", "random-01", "random-02"}
 
 
-def test_made_up_prompts_are_the_same_in_every_run() -> None:
-    for kind, make in MADE_UP.items():
-        assert make() == make()
-        assert len(set(make())) == len(make()) == (10 if kind == "agent" else 4)
-    assert all(text.isascii() and text.isprintable() for text in MADE_UP["random"]())
-    assert all(text.count("\n") > 10 for text in MADE_UP["predictable"]())
-
-
 @pytest.mark.usefixtures("tiny_demo")
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -193,6 +185,10 @@ def test_made_up_prompts_are_the_same_in_every_run() -> None:
         (("-s", "prompt_lookup[lenght=3]"), "Did you mean 'length'?"),
         (("--baseline", "transformers-static[3]"), "only transformers-assisted takes"),
         (("--prompts", "code,random,poem"), "predictable, random"),
+        (("--suite", "specbench", "--data", "."), "Did you mean 'spec-bench'"),
+        (("--suite", "gsm8k", "--prompts", "code"), "in the place of --prompts"),
+        (("--data", "question.jsonl"), "--suite, with its --data"),
+        (("--suite", "gsm8k", "--shape", "llama-1b"), "prompts are random tokens"),
         (("--temperature", "0", "--top-k", "3"), "temperature 0 is greedy"),
         (("--dtype", "float23"), "float32"),
         (("--json", "no/such/directory.json", "-s", "prompt_lookup", "--prompts", "copy"), "directory.json"),

@@ -32,6 +32,7 @@ CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "bench": made_up.print_bench,
     "bench-groups": partial(made_up.print_bench, batches=(1, 4)),
     "bench-details": partial(made_up.print_bench, details=True),
+    "bench-suite": made_up.print_suite,
     "bench-load": made_up.print_load,
     "demo": made_up.print_demo,
     "advise": made_up.print_advice,

@@ -15,8 +15,8 @@ from decoders.errors import SettingsError, TrainingError
 from decoders.heads.eagle3_files import load_head, read_config
 from decoders.strategies import Eagle3
 from decoders.testing import decode, prompts, tiny_model
-from decoders.training.eagle3 import HeadLearner, acceptance, draft_vocabulary, head_config, new_head, train_eagle3
-from decoders.training.eagle3_lessons import Teacher, unrolled
+from decoders.training.eagle3 import HeadLearner, head_config, new_head, train_eagle3, unrolled
+from decoders.training.feature_heads import Teacher, draft_vocabulary
 from decoders.training.recipes import HeadTraining, default_layers
 from decoders.training.texts import Texts, counted
 
@@ -240,7 +240,7 @@ def test_acceptance_is_that_of_decoding(model) -> None:
         run(length=40), head, Teacher(model, head.head_config.layers, False), ids, Texts(text, torch.tensor([10])),
         Texts(text, torch.tensor([10])),
     )  # fmt: skip
-    outcome = acceptance(learner, learner.train)
+    outcome = learner.acceptance(learner.train)
     lesson = learner.teacher.lesson(learner.train, ())
     best, reached, drafts = lesson.logits.argmax(-1)[0], [0, 0, 0], 0
     with torch.no_grad():

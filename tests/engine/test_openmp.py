@@ -96,3 +96,53 @@ def test_who_waits_for_a_model_and_who_leaves_it_to_others_give_their_teams_back
         assert becomes(lambda: "other" in released)
     other.join()
     assert released == ["other", threading.current_thread().name]
+
+
+def test_a_lock_goes_to_who_waits_in_order_but_for_those_that_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, order = CallLock(), list[str]()
+    monkeypatch.setattr(threads, "release_threads", lambda: None)
+
+    def take(name: str, first: bool) -> None:
+        lock.acquire(first)
+        with lock:  # it is re-entrant
+            order.append(name)
+        lock.release()
+
+    def begin(name: str, first: bool = False) -> threading.Thread:
+        count = len(lock._waiting)
+        thread = threading.Thread(target=take, args=(name, first))
+        thread.start()
+        assert becomes(lambda: len(lock._waiting) == count + 1)
+        return thread
+
+    with lock:
+        others = [begin("a"), begin("b"), begin("first", first=True)]
+    take("again", False)  # whoever gives it back and wants it again waits for those that waited
+    for each in others:
+        each.join()
+    assert order == ["first", "a", "b", "again"] and lock._owner is None
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["while it waits", "as it is given"])
+def test_who_is_interrupted_leaves_a_lock_to_the_others(monkeypatch: pytest.MonkeyPatch, given: bool) -> None:
+    lock, interrupted, released = CallLock(), list[bool](), threading.Event()
+
+    def interrupt() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert not given or released.wait(60)
+            raise KeyboardInterrupt
+
+    def wait() -> None:
+        try:
+            lock.acquire()
+        except KeyboardInterrupt:
+            interrupted.append(True)
+
+    monkeypatch.setattr(threads, "release_threads", interrupt)
+    with lock:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert becomes(lambda: bool(lock._waiting if given else interrupted))
+    released.set()
+    thread.join()
+    assert interrupted and lock._owner is None and not lock._waiting

@@ -78,7 +78,7 @@ WRONG_TREES = {
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("wrong", WRONG_TREES)
 def test_a_tree_that_does_not_follow_from_its_parents(llama: PreTrainedModel, wrong: str, rows: int) -> None:
-    with pytest.raises(DraftError, match="'proposes' .* proposed a tree that is none: .* visible"):
+    with pytest.raises(DraftError, match="'proposes' .* proposed an invalid tree: .* visible"):
         llama.generate(
             **prompts(rows),
             strategy=Proposes(WRONG_TREES[wrong]),
@@ -152,7 +152,7 @@ def test_parents_that_make_no_tree(llama: PreTrainedModel, wrong: str) -> None:
     def make(sequences: Sequences, tokens: Tensor) -> Draft:
         return Draft(tokens, TreeTensors.from_parents(torch.tensor(WRONG_PARENTS[wrong]).expand(len(tokens), -1)))
 
-    with pytest.raises(DraftError, match="'proposes' .* proposed a tree that is none: a parent comes before"):
+    with pytest.raises(DraftError, match="'proposes' .* proposed an invalid tree: a parent comes before"):
         llama.generate(**prompts(2), strategy=Proposes(make), max_new_tokens=8, do_sample=False, decoders_config=EAGER)
 
 

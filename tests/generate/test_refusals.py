@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import decoders
 from decoders.engine.model import layout
@@ -54,8 +54,6 @@ def assert_refused(model: PreTrainedModel, error: type[Exception], message: str,
         (dict(guidance_scale=1.5), "guidance"),
         (dict(output_attentions=True), "attention"),
         (dict(output_hidden_states=True), "output_hidden_states=True"),
-        (dict(past_key_values=DynamicCache()), "input_ids"),
-        (dict(cache=DynamicCache()), "input_ids"),
         (dict(inputs_embeds=torch.zeros(1, 4, 32)), "input_ids"),
         (dict(cache_implementation="quantized"), "static cache"),
         (dict(custom_generate=lambda model, **kwargs: None), "custom_generate"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi")
 
@@ -73,3 +77,39 @@ def test_salts_are_kept_apart_in_one_batch(served: Any, service_of: Any) -> None
         assert cached(client, "one", prompt=SECRET[:10] + "other") in (0, 10)  # of its own texts, if at all
         for number in range(6):
             assert cached(client, "two", prompt=f"{number} {SECRET}") <= 1
+
+
+def test_a_corpus_is_drafted_from_for_all_clients(
+    llama: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    write_alone: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    served: Any,
+) -> None:
+    from decoders.cli import models, serve
+    from decoders.server.limits import Limits
+
+    written = tokenizer.decode(write_alone("one two", max_new_tokens=24, do_sample=False))
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"text": "one two" + written}) + "\n", encoding="utf-8")
+    monkeypatch.setattr(models, "load", lambda *_: (copy.deepcopy(llama), tokenizer))
+    limits = Limits(slots=400, prompt_tokens=300, new_tokens=200, sharing=False)
+    service = serve._service("x", None, "suffix", {}, None, None, None, serve._corpus(path), "auto", False, limits)
+    body = {"prompt": "one two", "max_tokens": 24, "temperature": 0}
+    with served(service) as client:
+        answers = [client.post("/v1/completions", json=body).json() for _ in range(2)]
+    assert {answer["usage"]["decoders"]["steps"] for answer in answers} <= set(range(1, 12)), answers
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [('{"prompt": "x"}\n', "neither text nor JSON lines"), ("", "there is no text in it")]
+)
+def test_a_corpus_that_is_none_is_told_before_a_model_is_loaded(content: str, said: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from decoders.cli import app
+
+    (tmp_path / "c.jsonl").write_text(content)
+    done = CliRunner().invoke(app, ["serve", "no/model", "--suffix-corpus", str(tmp_path / "c.jsonl")])
+    assert done.exit_code == 2 and said in " ".join(done.output.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from decoders.server import limits
 from decoders.server.limits import Limits
 from decoders.server.running import HEAD_BYTES, Seldom, most_connections, protocol
 
@@ -138,3 +140,63 @@ def test_what_strangers_bring_about_is_logged_once(served: Any, service_of: Any,
                 assert answer(connection)[:12] == b"HTTP/1.1 400"
     assert len([record for record in caplog.records if "Invalid HTTP" in record.getMessage()]) <= 1
     assert not any(isinstance(each, Seldom) for each in logging.getLogger("uvicorn.error").filters)
+
+
+def test_answers_without_tokens_are_held_back_while_others_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept = [100.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 3))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": scope["status"], "headers": []})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: dict[str, Any]) -> None: ...
+
+    monkeypatch.setattr(limits.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(limits.asyncio, "sleep", sleep)
+
+    def asked(method: str, status: int, times: int = 1, spent: float = 0.0, busy: bool = True) -> list[float]:
+        gate.busy = lambda: busy
+        slept.clear()
+        head = {"type": "http", "path": "/", "method": method, "headers": [(b"content-type", b"application/json")]}
+        for _ in range(times):
+            asyncio.run(gate(head | {"status": status, limits.SPENT: spent}, receive, send))
+        return list(slept)
+
+    gate = limits.Gate(app, None, None, 100, lambda scope, error: None)
+    assert asked("POST", 200, 1000, spent=1) == []  # it brings tokens
+    usual = int(limits.BURST / limits.HANDLING)
+    assert (
+        asked("POST", 400, usual, busy=False) == asked("GET", 200, usual - 1) == []
+    )  # some at once cost nobody anything
+    delays = asked("POST", 400, 1000)
+    assert delays[9] == pytest.approx(10 * limits.HANDLING / limits.IDLE_SHARE, abs=0.002)  # a tenth of the time
+    assert delays == sorted(delays) and delays[-1] == limits.LONGEST_HOLD
+    assert asked("GET", 200, 100)[-1] == limits.LONGEST_LOOK  # whoever asks whether it lives waits for no refusals
+    clock[0] += 60
+    assert asked("POST", 400) == []
+    assert asked("POST", 400, 2, spent=0.05) == [
+        pytest.approx(0.3, abs=0.02),
+        pytest.approx(0.8, abs=0.02),
+    ]  # dear ones wait longer
+
+
+def test_bodies_in_memory_are_bounded_together(served: Any, service_of: Any, wait_until: Any) -> None:
+    head = HEAD + b"Content-Length: 1000\r\n\r\n"
+    with served(service_of(body=1000)) as client, contextlib.ExitStack() as stack:
+        gate = client.server.config.app
+        several = [stack.enter_context(connected(client)) for _ in range(limits.BODIES + 1)]
+        for each in several[:-1]:
+            each.sendall(head + b"x" * 999)
+        wait_until(lambda: gate._bytes == limits.BODIES * 999)
+        several[-1].sendall(head + b"x" * 999)
+        assert b"429" in answer(several[-1])
+        for each in several[:-1]:
+            each.close()
+        wait_until(lambda: gate._bytes == 0)
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 pytest.importorskip("fastapi")
 
@@ -141,6 +143,35 @@ def test_texts_are_counted_before_prompts_are_read(served: Any, service_of: Any,
             response = client.post(ROUTE, json=PLAIN | body)
             assert response.status_code == 400 and response.json()["error"]["code"] == "too_many_choices"
     assert not read
+
+
+def test_lists_are_counted_before_their_items_are_looked_at(served: Any, service_of: Any) -> None:
+    with served(service_of()) as client:
+        for route, body, code in (
+            (ROUTE, {"prompt": [{}] * 9}, "too_many_choices"),
+            (CHAT, {"messages": [{"role": "nobody"}] * 301}, "context_length_exceeded"),
+        ):
+            response = client.post(route, json=body)
+            assert response.status_code == 400 and response.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": [{}] * 1000}, "prompt.0: Input should be a valid string"),
+        ({"prompt": ["a", *[1] * 1000]}, "prompt.1: Input should be a valid string"),
+        ({"prompt": [[1], *["a"] * 1000]}, "prompt.1"),
+        ({"prompt": "a", **{f"f{number}": 1 for number in range(1000)}}, "1001 fields are more than there are"),
+        ({"prompt": "a", "stream_options": {f"f{n}": 1 for n in range(1000)}}, "1000 fields are more than there are"),
+    ],
+)
+def test_a_body_is_given_up_at_its_first_mistake(body: dict[str, Any], words: str) -> None:
+    from decoders.server.bodies import CompletionBody
+    from decoders.server.refusals import Refusal, parsed
+
+    with pytest.raises(Refusal, match=words) as caught:
+        parsed(CompletionBody, json.dumps(body).encode())
+    assert isinstance(caught.value.__cause__, ValidationError) and caught.value.__cause__.error_count() <= 4
 
 
 def test_metrics_do_not_grow_with_the_ways_to_merge(service_of: Any) -> None:

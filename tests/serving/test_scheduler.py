@@ -626,6 +626,27 @@ def test_calls_of_generate_take_turns_with_the_scheduler(llama: PreTrainedModel)
         assert written(running, text_of(0, 6)) == long
 
 
+def test_a_scheduler_that_goes_first_has_twice_the_time_of_others(llama: PreTrainedModel) -> None:
+    with (
+        scheduler_of(llama) as other,
+        scheduler_of(llama, strategy="suffix") as third,
+        scheduler_of(llama, first=True) as first,
+    ):
+        behind = [each.submit(text_of(0, 6), max_new_tokens=800) for each in (other, third)]
+        for each in behind:
+            next(iter(each))
+        before = [len(each.tokens) for each in behind]
+        ahead = first.submit(text_of(0, 6), max_new_tokens=100)
+        ahead.result()
+        after = [len(each.tokens) for each in behind]
+        for each in behind:
+            each.cancel()
+    # Alike, each would have written about 100 tokens; as it is, both together write about 50. They do not stand still.
+    written_behind = [count - begun for begun, count in zip(before, after, strict=True)]
+    assert all(written_behind) and sum(written_behind) < 100
+    assert all(each.tokens[:5] == ahead.tokens[:5] for each in behind)
+
+
 def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel) -> None:
     scheduler = scheduler_of(llama, rows=1)
     done = [scheduler.submit(text_of(n, 6), max_new_tokens=4) for n in range(3)]

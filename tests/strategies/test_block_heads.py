@@ -22,6 +22,7 @@ from decoders.heads.block_heads import BlockHead, HeadFields, HeadScores, PathSe
 from decoders.heads.dflash import DFlashNetwork
 from decoders.heads.dflash_files import HEADS, load_draft_model, read_config
 from decoders.strategies import DFlash
+from decoders.strategies.draft_model import GRADES
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy
 from decoders.testing import Replay, checks_for, decode, prompts
@@ -373,7 +374,7 @@ def test_every_draft_is_what_the_equations_say(name: str) -> None:
                 path, sure = chain(name, model, out.sequences[row, padding : padding + step.lengths[row]])
                 assert step.draft.tokens[row].tolist() == path
                 if sure:
-                    assert step.draft.grades[row].tolist() == [min(int(8 * p), 7) for p in sure]
+                    assert step.draft.grades[row].tolist() == [sum(p > bound for bound in GRADES) for p in sure]
                 compared += 1
     assert compared > 12 and len({token for step in spy.seen for token in step.draft.tokens.flatten().tolist()}) > 3
 

@@ -9,12 +9,23 @@ import pytest
 import decoders
 from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode.calibration import Calibrator
-from decoders.strategies import Autoregressive, Lookahead, Medusa, PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies import (
+    Autoregressive,
+    DFlash,
+    Eagle3,
+    Lookahead,
+    Medusa,
+    PromptLookup,
+    Speculative,
+    Staged,
+    Threshold,
+)
 from decoders.strategies.lookahead import BlockShape, block_shape
 from decoders.strategies.merged import Merged, MergedSettings
 from decoders.strategy import Strategy
 from decoders.testing import decode, prompts, tiny_model
 
+from . import test_dflash, test_eagle3
 from .conftest import curve, random_heads
 
 EAGER = {"compile": False}
@@ -66,11 +77,13 @@ def test_the_lookahead_block_fills_what_a_step_affords(milliseconds, settings, s
     assert block_shape(Costs(milliseconds), Lookahead(**settings).settings) == BlockShape(*shape)  # type: ignore[arg-type]
 
 
-def nodes(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, milliseconds: dict[int, float] | None) -> int:
+def nodes(
+    monkeypatch: pytest.MonkeyPatch, strategy: Strategy, milliseconds: dict[int, float] | None, model: Any = None
+) -> int:
     """Nodes of the largest block of a call whose model has such a cost curve."""
     known = None if milliseconds is None else curve(milliseconds)
     monkeypatch.setattr(Calibrator, "known", lambda *_: known)
-    model = decoders.enable(tiny_model("llama"))
+    model = model or decoders.enable(tiny_model("llama"))
     draft = {"assistant_model": tiny_model("llama")} if strategy.needs_assistant else {}
     expected = decode(model, prompts(1), max_new_tokens=20).sequences
     out = decode(model, prompts(1), strategy, max_new_tokens=20, decoders_config=EAGER, **draft)
@@ -93,6 +106,28 @@ def nodes(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, milliseconds: dic
 def test_blocks_are_as_large_as_a_step_affords(monkeypatch, strategy, plain, steep):
     assert nodes(monkeypatch, strategy, None) == plain
     assert nodes(monkeypatch, strategy, STEEP) == steep
+
+
+@pytest.mark.parametrize(
+    "made, settings, plain, steep",
+    [
+        ("eagle3", {}, 25, 4),
+        ("eagle3", {"tree": "none"}, 6, 4),
+        ("eagle3", {"tree": "none", "length": 5}, 6, 6),
+        ("dflash", {}, 6, 4),
+    ],
+)
+def test_a_network_makes_as_many_passes_as_a_step_affords(monkeypatch, made, settings, plain, steep):
+    """Its draft has one level for each."""
+    if made == "eagle3":
+        model, strategy = (
+            test_eagle3.target(),
+            Eagle3(head=test_eagle3.written("authors"), layers=(0, 2, 4), **settings),
+        )
+    else:
+        model, strategy = test_dflash.target(), DFlash(draft_model=test_dflash.written("authors"), **settings)
+    assert nodes(monkeypatch, strategy, None, model) == plain
+    assert nodes(monkeypatch, strategy, STEEP, model) == steep
 
 
 def test_a_window_is_not_cut_by_what_a_step_affords(monkeypatch):

@@ -1,4 +1,4 @@
-"""Admission of requests to a batch: each gets a row of the pool, and its prompt is read there while others are decoded."""
+"""Admission of requests to a batch: each gets a row of the pool, where its prompt is read while others are decoded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .prompts import NOTHING, KeptText, PrefillPlan
 from .request import Request, RequestOutput
 from .session import Session
 
-#: Most tokens of a pass that several prompts share; longer ones keep the processor busy by themselves.
+#: Most tokens of a pass that several prompts share; a longer prompt keeps the processor busy by itself.
 SHARED_PASS = 512
 
 
@@ -30,11 +30,11 @@ class Seat:
         member: the request, with what is written for it.
         place: its row in the pool.
         plan: how its prompt is prefilled, None before that has begun.
-        to_read: chunks of the plan that are still to come.
-        chunks: the prompt as its strategy is shown it before the first step, if it reads prompts; without logits, which are large.
-        weights: those that its prompt is read with, None before that has begun.
+        to_read: chunks of the plan that are not read yet.
+        chunks: what its strategy is shown before the first step, if it reads prompts; without logits, which are large.
+        weights: the weights that its prompt is read with, None before that has begun.
         row: of the batch; None while the prompt is read.
-        turns: passes over its prompt so far; a new request begins with the fewest of those that wait. Fewest turns are served first.
+        turns: passes over its prompt so far. Fewest turns are served first; a new request begins with the fewest of those waiting.
     """
 
     member: RequestOutput
@@ -63,8 +63,8 @@ class Admission:
     """Finds places for requests and reads their prompts.
 
     Args:
-        batch: which they will join.
-        reserved: places of the pool that are no request's.
+        batch: the batch that they will join.
+        reserved: first places of the pool, which no request gets.
 
     Attributes:
         seats: all requests, in the order in which they came.
@@ -76,8 +76,9 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """A free place: the one whose text shares most with the prompt, else the least recently used. The rest of its text is
-        dropped, so that moving rows does not copy it.
+        """The free place whose text shares most with the prompt, else the least recently used.
+
+        What its text does not share is dropped, so that moving rows does not copy it.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
@@ -137,7 +138,7 @@ class Admission:
         return seat, seat.plan.starts[0] + done, count
 
     def was_read(self, seat: Seat, seconds: float, count: int) -> None:
-        """Books the seconds of a pass over `count` tokens, some of them this seat's prompt."""
+        """Books the seconds of a pass over `count` tokens, some of which are this seat's prompt."""
         self._pace = seconds / count if count >= 32 or not self._pace else self._pace
         seat.member.report.timings.prefill += seconds
 
@@ -145,7 +146,7 @@ class Admission:
         """The waiting request whose prompt has had the fewest passes; the first of equals.
 
         Args:
-            together: whether prompts may share passes.
+            together: whether several prompts may share passes.
         """
         while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
             seat = min(waiting, key=lambda each: each.turns)
@@ -166,7 +167,7 @@ class Admission:
         """The seats whose prompts are prefilled in the same passes as that of `seat`, itself included.
 
         A pass over one short prompt takes nearly as long as one over several. Their lengths are within a factor of two. Prompts that
-        share more than half of their text are not read together: there the common part is read once and copied.
+        share more than half of their text are not read together: their common part is read once and copied.
         """
         own, prompt = KeptText(seat.prompt.cpu(), salt=seat.salt), seat.prompt
 
@@ -202,7 +203,7 @@ class Admission:
         kept = []
         for seat in seats:
             request = seat.member.request
-            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # which is shown all of it
+            reuse = request.runtime.reuse and not request.strategy.reads_prompt  # else the whole prompt is shown to it
             self.pool.put(seat.place, seat.prompt)
             prompt = {seat.place: seat.prompt.cpu()}
             kept += self.pool.take_over(prompt, self._texts(seat), seat.salt) if reuse else [0]
@@ -218,7 +219,7 @@ class Admission:
             seat.member.report.reused = [start]
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a pass. For a strategy that reads prompts it keeps the results, which are shown later."""
+        """The function that runs a pass. For a strategy that reads prompts it keeps the results, to be shown later."""
         if not seat.member.request.strategy.reads_prompt:
             return self.batch.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
@@ -229,7 +230,7 @@ class Admission:
         return run
 
     def _texts(self, seat: Seat) -> list[tuple[Session, int, KeptText]]:
-        """The text in every place, used or free; in the place of `seat` it is the one that was there before."""
+        """The text in every place, used or free; in the place of `seat` the text from before."""
         texts = list(self.pool.texts)
         for other in self.seats:
             if other is not seat and other.plan is not None:

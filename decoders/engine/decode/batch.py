@@ -33,27 +33,27 @@ from .verify import step_keys
 
 
 class Batch(Roster):
-    """Rows that are decoded together, and what their steps need; what belongs to one request is its :class:`RequestOutput`.
+    """Rows that are decoded together, and what their steps need. What belongs to one request is in its :class:`RequestOutput`.
 
     A call of ``generate`` has one to itself (:mod:`~decoders.engine.decode.call`). In a scheduler's
     (:mod:`~decoders.engine.decode.lane`) requests of one row join and leave.
 
     Attributes:
-        resources: what the strategy may use.
+        resources: draft models, modules and costs that the strategy uses.
         state: the strategy's.
         decide: forward, verification and commit of a block.
-        worth: says how much of a draft is verified, where rows wait for one another and it is counted.
-        where: what is being done, for notes on errors.
-        arranged: whether there have been any rows.
-        skipped: whether this step goes without a draft, because making one does not pay.
-        next_piece: gives what the next step reads of another row's prompt, where it does.
-        piece_seconds: what such a step has spent on that.
-        learning_seconds: what the strategy has spent on observing what became of its last draft, where that goes with making one.
-        may_err: whether a hook can do wrong what only the device sees.
+        worth: decides how many nodes of a draft are verified; None for a single row, or with ``prune=False``.
+        where: the current phase, for notes on errors.
+        arranged: whether it has had rows yet.
+        skipped: whether this step has no draft, because drafting does not pay at present.
+        next_piece: returns the piece of a waiting prompt that the next step reads in its own pass (chunked prefill); None for none.
+        piece_seconds: the last step's share of time for such a piece.
+        learning_seconds: seconds of the strategy's last `observe`, where they count as part of drafting.
+        may_err: whether the device may hold faults of hooks (:meth:`raise_faults`).
 
     Args:
         stack: closes what is opened here.
-        capacity: given where requests join and leave.
+        capacity: most rows where requests join and leave; None for one call.
     """
 
     decide: Callable[[Draft, NodeBlock, Rows], StepOutput]
@@ -85,34 +85,35 @@ class Batch(Roster):
         Args:
             lengths: tokens per row.
             reusable: how many of them have their keys and values in place.
-            leave_last_chunk: whether the end of the prompts is left to the first step; a recorded one has one size.
+            leave_last_chunk: whether the end of the prompts is left to the first step. A recorded step has one size: there it is not.
         """
         shows = self.request.strategy.reads_prompt
         run = self._read_and_show if shows else self.prefill
         reused, left = self.session.prefill(
-            lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows
-        )
+            lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
+            given=self.request.given is not None,
+        )  # fmt: skip
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
         self.report.reused = reused[: self.row_count]
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
-        """Runs a stretch of the prompts and hands it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
+        """Runs a chunk of the prompts and shows it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
         logits = self.request.strategy.prompt_logits
         self.show(self.read_chunk(self.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest)
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
-        """Hands a stretch of the prompts to the strategy. latest: largest of the slots at which it begins."""
-        for module in self.resources.modules:  # what is read behind the prompts' ends needs room as well
+        """Shows a chunk of the prompts to the strategy. latest: largest of the slots at which it begins."""
+        for module in self.resources.modules:  # padding behind the prompts' ends needs room as well
             module.reserve(latest + chunk.tokens.shape[1])
         strategy = self.request.strategy
         with untouched("prefill", strategy, chunk):
             strategy.prefill(self.state, chunk)
 
     def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: list[int]) -> bool:
-        """Makes the rows those of `members`, whose tokens, keys and values are in the session, and starts or rebatches the strategy.
+        """Takes `members` as the rows, whose tokens, keys and values are in the session, and starts or rebatches the strategy.
 
         Args:
-            request: what they have in common.
+            request: what the members have in common.
             sources: which row of the batch before each row is, -1 for one that is new.
 
         Returns:
@@ -147,7 +148,7 @@ class Batch(Roster):
         return True
 
     def _guide(self, sources: list[int]) -> Guide | None:
-        """Where the rows stand in their grammars; those that stay go on where they are."""
+        """The guide of the rows; rows that stay keep their positions."""
         request, target = self.request, self.target
         if not request.plan.masked:
             return None
@@ -174,12 +175,12 @@ class Batch(Roster):
 
     @property
     def tiers(self) -> tuple:
-        """What of a step runs compiled now: of the target's pass, those of draft models, and the strategy's functions."""
+        """Which parts of a step run compiled now: the target's pass, those of draft models, and the strategy's functions."""
         target = self.forward_pass.tier(self.width, self.request.plan)
         return target, self.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
-        """Books the time of a replayed step with every model whose passes it may hold: after enough of it they are compiled."""
+        """Books the time of a replayed step with every model it may run: enough time makes their compilation worthwhile."""
         share = seconds / (1 + len(self.drafters))
         self.forward_pass.book_replay(share, self.width)
         for drafter in self.drafters:
@@ -187,7 +188,7 @@ class Batch(Roster):
 
     def propose(self) -> Draft:
         """What the strategy proposes, without the nodes at its end that are not worth verifying."""
-        if self.verifier is not None:  # other rules than the coupled one want noise that no step has seen before
+        if self.verifier is not None:  # verifiers other than the coupled one need fresh noise in every step
             self.rows.sampling.keys.copy_(step_keys(self.noise_keys, self.rows.length))
         strategy = self.request.strategy
         self.skipped = self._prunes and self.worth is not None and not self.worth.due()
@@ -205,12 +206,12 @@ class Batch(Roster):
 
     @property
     def _prunes(self) -> bool:
-        """Whether what is drafted need not be verified. Other verifiers, and strategies that learn from every step, see all of it."""
+        """Whether drafts may be cut or left out: not with verifiers of their own, nor for strategies that learn from every step."""
         strategy = self.request.strategy
         return not self.target.static and self.verifier is None and (strategy.rests or not strategy.observes)
 
     def _pruned(self, draft: Draft) -> Draft:
-        """`draft` without the nodes at its end that no row has a draft token for, or that are not worth verifying."""
+        """`draft` without the nodes at its end that have no draft token in any row, or that are not worth verifying."""
         strategy, self._verified = self.request.strategy, None
         if not self._prunes:
             return draft
@@ -226,13 +227,13 @@ class Batch(Roster):
         return draft
 
     def raise_faults(self, wait: bool) -> None:
-        """Raises the faults of hooks that the device has noted; without `wait` only where reading them does not wait."""
+        """Raises the faults of hooks that the device has noted. Without `wait` they are read only on a CPU."""
         if not self.may_err or (self.target.static and not wait):
             return
         guard.raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def block_of(self, draft: Draft) -> NodeBlock:
-        """A checked draft as the core wants it."""
+        """The draft, checked and padded to a block."""
         draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
         self.target.ranks.check_draft(draft, self.lengths)
         if isinstance(draft.topology, TreeTensors):
@@ -240,7 +241,7 @@ class Batch(Roster):
             check_tree(draft.topology, self.rows, self.culprit, wait=not self.target.static)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
-        # Where steps may be recorded there is room from the beginning: the host does not look at lengths later.
+        # Recorded steps get all their room at once, because the host does not read lengths between replays.
         end = (self.longest if self.target.static else max(self.lengths)) + draft_tokens.shape[1] + 1
         self.session.reserve(end)
         self.report.nodes = max(self.report.nodes, draft_tokens.shape[1] + 1)
@@ -250,15 +251,15 @@ class Batch(Roster):
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
+        """`block` with the grammars' masks after each node, and without the draft tokens that they forbid."""
         if self.guide is None:
             return block
         legal, masks = self.guide.block(block.draft_tokens, draft.topology, draft.levels)
-        # Other verifiers know what a draft token was drawn from: taking one out would change the distribution.
+        # A verifier of the draft's distribution must judge every token drawn from it: leaving one out would bias the output.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Recurrent states, which cannot be cut back, and grammars follow what was committed."""
+        """Moves recurrent states, which cannot be cut back, and grammars on to what was committed."""
         if (states := self.rows.buffers.states) is not None:
             states.commit(out.path, out.summary[0], self.rows.length)
         if self.guide is not None:

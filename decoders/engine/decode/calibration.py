@@ -1,4 +1,4 @@
-"""The cost curve of a model, measured: steps of many sizes on rows of made-up text."""
+"""Measuring the cost curve of a model: steps of many sizes on rows of dummy text."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .step import Parts, forward_verify_commit
 
 #: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
 NODES = (1, 2, 3, 5, 9, 17, 33, 65)
-#: Steps of one size that count.
+#: Timed steps per size.
 REPEATS = 5
 
 
 def subject_of(target: Target) -> Subject:
-    """What the curve of `target` depends on."""
+    """What the cost curve of `target` depends on."""
     config = target.model.config
     text = config.get_text_config()
     names = (
@@ -65,7 +65,7 @@ def subject_of(target: Target) -> Subject:
         f"ranks={target.ranks.size}" if target.ranks.several else "",
     ]
     on_cpu, device = target.device.type == "cpu", processor_name(target.device)
-    if on_cpu:  # a virtual one may hide some of what its name promises
+    if on_cpu:  # a virtual machine may hide instructions that the processor's name implies
         device = f"{device}, {torch_compat.instructions()}"
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
@@ -76,10 +76,10 @@ def subject_of(target: Target) -> Subject:
 
 
 class Calibrator:
-    """What is known of the costs of one engine's steps: in memory, and in a folder that outlives the process.
+    """The known costs of one engine's steps: in memory, and in a folder that outlives the process.
 
     Attributes:
-        line: through the steps of calls for which nothing was measured.
+        line: fitted to the steps of calls for which nothing was measured.
     """
 
     def __init__(self, forward_pass: StepPass, sessions: Sessions) -> None:
@@ -90,11 +90,11 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int) -> dict[bool, SizeRatios]:
-        """How steps of so many rows differ from the curve, by tier; written to by who sees steps. Not kept in files."""
+        """How steps of so many rows differ from the curve, by tier; updated by :class:`StepCosts`. Not kept in files."""
         return self._ratios.setdefault(rows, {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
-        """The curve as far as it was ever measured; None if it has no points. folder: None reads no files."""
+        """The curve measured so far; None if it has no points. folder: None reads no files."""
         if folder is not None and folder not in self._read:
             self._read.add(folder)
             kept = self.target.ranks.first_object(lambda: read(folder, self._empty().subject))
@@ -120,7 +120,7 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # Plain steps may have got a graph of their own since then; what was measured is the block in its place.
+            # Steps without a draft may have got a graph of their own since: what was measured is a padded block.
             elif (row_count, near, 1, compiled) not in places and self._runs_single(row_count, compile):
                 wanted.append((row_count, near, (1,)))
         if not wanted:
@@ -156,9 +156,9 @@ def measure(
     """Median seconds of steps of a greedy call, one point per size. Sizes for which there is no time until `end`, of
     the target's ``ranks.clock`` and compiling apart, are left out but for the smallest and one more.
 
-    The sizes take turns, so that a machine that is slower for a while does not make one of them look dear; in each turn the second
-    step counts, since the first one finds another size's work in the processor's caches. Keys and values of the rows are never
-    computed: what they are does not change how long a step takes.
+    The sizes take turns, so that a machine that is slower for a while does not slow one of them alone. In each turn the second
+    step counts, since the first one finds another size's data in the processor's caches. Keys and values of the rows are never
+    computed: their contents do not change how long a step takes.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock
@@ -202,7 +202,7 @@ def measure(
             needed = 2 * (REPEATS - 1) * sum(first for first, *_ in times.values())
             if index >= 2 and clock() + needed > end:
                 break
-            first = sum(seconds(size) for _ in range(runs))  # what compiles compiles, and what is recorded is
+            first = sum(seconds(size) for _ in range(runs))  # compiles and records
             passes = forward_pass.compiled_passes
             times[size] = [seconds(size)]
             end += max(first - times[size][0], 0.0)

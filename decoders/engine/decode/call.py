@@ -25,14 +25,14 @@ from .rows import sampling_inputs
 from .step import step
 from .watch import StepWatch, book
 
-#: Slots behind the prompts that a call takes at once. Longer texts get more: most texts end before they must.
+#: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; those that need more get it then.
 SLOTS_AHEAD = 2048
 
 
 def decode(engine: Engine, request: Request) -> RequestOutput:
-    """Runs a call to its end. Calls on one engine run one after the other.
+    """Decodes a request to its end. Calls on one engine run one after the other.
 
-    An exception on the way gets a note, and ``partial``: what was committed before.
+    An exception raised meanwhile gets a note, and the output so far as its attribute ``partial``.
     """
     called = time.perf_counter()
     try:
@@ -49,13 +49,13 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             try:
                 begin(batch, output, stack, stopwatch)
                 recording = StepRecording(batch) if recordable(batch) else None
-                named, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
+                booked, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
                     if recording is None:
                         step(batch, StepWatch(batch))
                     else:
                         recording.advance()
-                timings.host += stopwatch.next() - (timings.steps + timings.prefill - named)  # between the steps
+                timings.host += stopwatch.next() - (timings.steps + timings.prefill - booked)  # between the steps
                 end(batch)
             except BaseException as error:
                 batch.finish(error)
@@ -84,28 +84,32 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
     )
     # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
     reads = strategy.reads_prompt
-    reuse = request.runtime.reuse and not reads
+    reuse = request.runtime.reuse and not reads and request.given is None
     opened = stack.enter_context(engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse))
-    batch.session = opened.session
+    batch.session, reusable = opened.session, opened.reusable
+    if request.given is not None:
+        request.given.put(target, batch.rows.buffers)
+        reusable = request.given.reach + reusable[len(request.prompts) :]
     timings.start = stopwatch.next()
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
-        batch.read_prompts(opened.lengths, opened.reusable, leave_last_chunk=leave_last_chunk)
+        batch.read_prompts(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)
     timings.prefill = stopwatch.next()
     batch.arrange(request, list(batch.members), [-1] * batch.width)
     timings.start += stopwatch.next()
     if reads:
         batch.where = "prefill"
-        batch.read_prompts(opened.lengths, opened.reusable)
+        batch.read_prompts(opened.lengths, reusable)
     timings.prefill += stopwatch.next()
 
 
 def end(batch: Batch) -> None:
-    """All rows have ended: what only the device knows is looked at, and what outlives the call is kept."""
+    """Ends a call whose rows have ended: reads the faults on the device, and keeps the rows' texts for later calls."""
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths])
+    if batch.request.given is None:  # else this model has not read them
+        batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths])
     batch.report.peak_memory = batch.resources.peak_memory
     batch.where = "details"
     batch.report.details = dict(batch.request.strategy.details(batch.state))
@@ -114,7 +118,7 @@ def end(batch: Batch) -> None:
 
 
 def close(batch: Batch, output: RequestOutput, error: BaseException | None = None) -> None:
-    """Completes the report, and tells observers that the call is over."""
+    """Completes the report and calls the observers' `end`."""
     batch.report.stages = [drafter.report() for drafter in batch.drafters]
     batch.report.finished(output.request.begun)
     output.close(error)
@@ -144,7 +148,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
 
 
 def recordable(batch: Batch) -> bool:
-    """Whether nothing in a step of `batch` needs the host or varies in shape, so that a device that records can replay it."""
+    """Whether a step of `batch` can be recorded and replayed: it needs nothing from the host, and its shapes are fixed."""
     request = batch.request
     return (
         batch.session.recordings is not None and request.strategy.on_device
@@ -157,9 +161,9 @@ def recordable(batch: Batch) -> bool:
 
 
 class StepRecording:
-    """Makes the steps of a batch: the first ones as they are, the others as replays of one that it records, or finds recorded.
+    """Makes the steps of a batch. The first ones run as they are; later ones replay a recorded step, this call's or an earlier one's.
 
-    What has been compiled in the meantime is recorded anew, in the middle of a call where tokens do not depend on it.
+    Once more of the step is compiled it is recorded again, within a call only if tokens do not depend on the tier.
 
     Args:
         batch: recordable, and about to begin.
@@ -183,7 +187,7 @@ class StepRecording:
         self._failed = False
 
     def advance(self) -> None:
-        """The next step, or as many as one recording serves."""
+        """Makes the next step, or as many as one recording can replay."""
         key = self._key
         recorded = self._earlier(key) or self._new(key)
         if recorded is not None:
@@ -196,14 +200,14 @@ class StepRecording:
                 step(self.batch, StepWatch(self.batch))
 
     def _earlier(self, key: tuple) -> Recording | None:
-        """What an earlier call has recorded, if it fits; from then on its tensors are the state of this call."""
+        """A recording of an earlier call, if it fits; this call then keeps its state in the recording's tensors."""
         if key in self._seen:
             return None
         self._seen.add(key)
         return self.recordings.reuse(key, RecordedCapacity(self.batch.width, 0, self.batch.longest), self.inputs.root)
 
     def _new(self, key: tuple) -> Recording | None:
-        """A recording of a step like those so far, for this call and later ones, once there have been enough of them."""
+        """A recording of the step, for this call and later ones, once enough steps like it have run."""
         if self._plain[key] < WARM_UP_STEPS or self._failed:
             return None
         batch, nodes = self.batch, self.batch.report.nodes
@@ -214,7 +218,7 @@ class StepRecording:
             key, RecordedCapacity(batch.width, nodes, room), self.inputs, lambda: step(batch)
         )
         self._failed = recorded is None
-        if self._key != key:  # it has become ready in the middle of it
+        if self._key != key:  # something was compiled while the step was recorded
             self.recordings.drop(key)
             recorded = None
         for drafter in batch.drafters:
@@ -234,11 +238,11 @@ class StepRecording:
 
     @property
     def _key(self) -> tuple:
-        """What a recorded step depends on, besides the tensors that it reads: also on what of it is compiled."""
+        """What a recorded step depends on besides the tensors that it reads, which of its parts are compiled included."""
         return *self._depends_on, self.batch.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
-        """Steps as replays, until all rows have ended or more is compiled. Its parts cannot be told apart, all time is the core's."""
+        """Replays steps until all rows have ended or more is compiled. Phases of a replay cannot be timed: all time is the core's."""
         assert recorded.capacity is not None
         batch, report = self.batch, self.batch.report
         begun, first = time.perf_counter(), report.steps

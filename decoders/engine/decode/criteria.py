@@ -1,7 +1,7 @@
-"""What needs the host: stopping criteria, asked after every token, and logits processors that read the prefix.
+"""Callbacks on the host: stopping criteria, asked after every token, and logits processors that read the prefix.
 
-Processors run along the path that the target takes, depth by depth: exactly the calls that plain decoding would make, in the same
-order, however large the tree is. So processors with a state of their own work.
+Processors run along the path that the target takes, depth by depth: the calls that plain decoding would make, in the same
+order, however large the tree is. So processors that keep a state work, too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .rows import Rows
 
 @dataclass
 class Outcome:
-    """One step as the host knows it, each list by row.
+    """One step as read by the host, each list by row.
 
     Attributes:
-        emitted: tokens that the row has got.
+        emitted: tokens committed.
         accepted: draft tokens among them.
-        drafted: draft tokens that were put to the target.
+        drafted: draft tokens verified.
         ended: whether the row has ended, 0 or 1.
         new: tokens in order of commitment, `emitted` of them valid.
-        drafters: whose the accepted draft tokens are, where several have drafted; else nothing.
+        drafters: names of the strategies whose tokens were accepted, where several have drafted; else empty.
     """
 
     emitted: list[int]
@@ -43,7 +43,7 @@ class Outcome:
 
     @staticmethod
     def of(summary: list[list[int]], new: list[list[int]], rows: int) -> Outcome:
-        """The outcome of the first `rows` rows; see :class:`StepOutput`. The rows behind them only fill the batch up."""
+        """The outcome of the first `rows` rows; see :class:`StepOutput`. The rows behind them are padding."""
         emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
         return Outcome(emitted, accepted, drafted, ended, new[:rows])
 
@@ -59,13 +59,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Criteria:
-    """What the host asks after every token, besides lengths and stop tokens.
+    """Stopping criteria that are asked on the host after every token.
 
     Attributes:
         ask: ``(ids [B, P + t], scores)`` → ``[B]`` bool. scores: ``[B, V]`` per new token, None unless they are kept.
-        by_row: every criterion looks at one row and remembers none, so rows need not be level when they are asked.
-        ends_rows: whether a row ends when it is told to. transformers writes such a row on until all have been told, unless a
-            criterion has stop tokens.
+        by_row: whether every criterion judges one row at a time and keeps no state; then rows may be of different lengths.
+        ends_rows: whether a row ends when a criterion stops it. Otherwise, as in transformers, all rows are written on until every
+            one of them has been stopped.
         names: the criteria as messages name them.
     """
 
@@ -81,7 +81,7 @@ class CriteriaRun:
     Args:
         padded_rows: the rows as transformers would show them.
         scores: per row and token, where they are kept.
-        ranks: of the processes that decode, the first one's criteria are heard: a clock says something else in each.
+        ranks: the processes that share the model. The first one's criteria decide for all, since those that read a clock differ.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class CriteriaRun:
     ) -> None:
         self.criteria, self.padded_rows, self.scores, self.ranks = criteria, padded_rows, scores, ranks
         self.batch = len(padded_rows.generated)
-        self.told = torch.zeros((), dtype=torch.bool)
+        self.stopped = torch.zeros((), dtype=torch.bool)
 
     def apply(self, outcome: Outcome, out: StepOutput, rows: Rows, finished: list[bool]) -> None:
-        """Cuts what a step has written where a criterion says stop; `outcome`, `out` and `rows` are changed alike."""
+        """Cuts a step's tokens where a criterion says stop, in `outcome`, `out` and `rows`."""
         active = [row for row in range(self.batch) if not finished[row]]
         if self.criteria.by_row and self.criteria.ends_rows:
-            ends = self._each(outcome, active)
+            ends = self._ask_each_row(outcome, active)
         else:
-            ends = self._level(outcome, out, active)
+            ends = self._ask_all_rows(outcome, out, active)
         agreed = self.ranks.first([figure for row in active for figure in ends[row]])
         for row, count, ended in zip(active, agreed[::2], map(bool, agreed[1::2]), strict=True):
             rows.length[row] -= outcome.emitted[row] - count
@@ -107,8 +107,8 @@ class CriteriaRun:
         figures = torch.tensor([outcome.emitted, outcome.accepted, outcome.drafted, outcome.ended])
         out.summary[:, : self.batch] = figures.to(out.summary.device)
 
-    def _each(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """Per row, how many of its new tokens stay, and whether it has ended; each row is asked by itself."""
+    def _ask_each_row(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:
+        """Per row, how many of its new tokens stay, and whether it has ended."""
         ends = {}
         for row in active:
             done, tokens, count = len(self.padded_rows.generated[row]), tuple(outcome.new[row]), 0
@@ -119,8 +119,8 @@ class CriteriaRun:
             ends[row] = count, stop or bool(outcome.ended[row])
         return ends
 
-    def _level(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """As :meth:`_each`, where criteria see whole batches with all rows at one length: rows go as far as the slowest."""
+    def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
+        """As :meth:`_ask_each_row`, where criteria see whole batches with all rows at one length: that of the slowest row."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → its new tokens
         going = [emitted[row] for row in active if row not in ended]
@@ -130,30 +130,30 @@ class CriteriaRun:
             count += 1
             extra = {row: tuple(outcome.new[row][: written[row]]) for row in active}
             ids = torch.cat([self.padded_rows.of(row, done + count, extra.get(row, ())) for row in range(self.batch)])
-            self.told = self.told | self._ask(ids, self._scores(out, active, done + count))
+            self.stopped = self.stopped | self._ask(ids, self._scores(out, active, done + count))
             if self.criteria.ends_rows:
-                told = self.told.tolist()
+                stopped = self.stopped.tolist()
                 for row in active:
-                    if told[row] and ended.get(row, last) >= count:
+                    if stopped[row] and ended.get(row, last) >= count:
                         ended[row] = written[row] = count
-            elif self.told.all():
+            elif self.stopped.all():
                 ended = dict.fromkeys(active, count)
             if all(ended.get(row, last + 1) <= count for row in active):
                 break
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Which rows are told to stop, ``[B]`` bool.
+        """Which rows must stop, ``[B]`` bool.
 
-        Where rows end together it may be ``[B, B]``, which transformers makes of a criterion that returns ``[B, 1]``: it asks
-        whether all of it was true at some time.
+        Where rows end together it may be ``[B, B]``, which transformers makes of a criterion that returns ``[B, 1]``; rows end
+        once all of it was true at some time.
         """
-        told = self.criteria.ask(ids, scores).bool().cpu()
+        stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
-        if told.shape == (rows,) or (told.shape == (rows, rows) and not self.criteria.ends_rows):
-            return told
+        if stopped.shape == (rows,) or (stopped.shape == (rows, rows) and not self.criteria.ends_rows):
+            return stopped
         raise UnsupportedError(
-            f"stopping_criteria ({', '.join(self.criteria.names)}) made {list(told.shape)} of {rows} rows: each criterion "
+            f"stopping_criteria ({', '.join(self.criteria.names)}) made {list(stopped.shape)} of {rows} rows: each criterion "
             "must return a bool for every row, a tensor [rows]"
         )
 
@@ -168,13 +168,13 @@ class CriteriaRun:
         return tuple(torch.stack(rows) for rows in zip(*steps, strict=True))
 
 
-#: chosen token of nodes that the walk never reached: equals no proposal, not even "no draft token" (-1).
+#: Chosen token of nodes off the path: equals no draft token, not even "no draft token" (-1).
 NOT_REACHED = -2
 
 
 @dataclass
 class PaddedRows:
-    """Each row as transformers would show it: prompt with its left padding, then what has been generated.
+    """Each row in transformers' layout: the prompt with its left padding, then the generated tokens.
 
     Attributes:
         prompt: ``[B, P]`` int64 as passed to ``generate``.
@@ -198,10 +198,10 @@ Processors = Sequence[Callable[[Tensor, Tensor], Tensor]]
 
 
 def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
-    """What `processors` make of `scores` ``[B, V]`` float32, in their order.
+    """`scores` ``[B, V]`` float32 after the `processors`, in their order.
 
     Raises:
-        UnsupportedError: one returned anything else than scores of that shape; whatever one raises, with a note.
+        UnsupportedError: one returned something other than scores of that shape. What a processor raises gets a note.
     """
     for processor in processors:
         name = type(processor).__name__
@@ -231,12 +231,11 @@ def choose_along_path(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
 
-    Processors see whole batches at one length, as in plain decoding. The walk therefore ends for all rows where it ends
-    for the first: rows stay level, at the price of some accepted draft tokens. What a grammar forbids is masked already. Rows behind
-    those of `padded_rows` fill the batch up: processors are not asked about them.
+    Processors see whole batches at one length, as in plain decoding. So the walk ends for all rows where it ends for the first, at
+    the price of some accepted draft tokens. `logits` are already masked by grammars. Rows behind those of `padded_rows` are padding.
 
     Args:
-        masks: say what is written instead of some tokens.
+        masks: their replacements are applied to the chosen tokens.
 
     Returns:
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
@@ -284,15 +283,15 @@ def choose_along_path(
 def _scores_behind(
     ids: Tensor, logits: Tensor, active: list[int], processors: Processors, plan: SamplingPlan
 ) -> Tensor:  # fmt: skip
-    """What the processors make of the `logits` ``[B, V]`` behind the texts `ids` ``[B, T]``.
+    """The `logits` ``[B, V]`` behind the texts `ids` ``[B, T]`` after the processors.
 
     Raises:
         InputError: they leave nothing to draw in one of the rows that are `active`.
     """
     processed = processed_by(processors, ids, logits)
-    if plan.masked:  # a processor may force a token: the grammar wins
+    if plan.masked:  # a processor may force a token that the grammar forbids: the grammar wins
         processed = grammar_first(processed.masked_fill(logits == float("-inf"), float("-inf")), logits)
-    if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or nothing that is left
+    if plan.sample and not processed[active].amax(-1).isfinite().all():  # inf, NaN, or no token left
         raise InputError(
             f"nothing can be drawn behind {ids.shape[1]} tokens: the logits processors left inf, NaN or no token "
             f"({', '.join(type(each).__name__ for each in processors)})"

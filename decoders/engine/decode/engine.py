@@ -36,22 +36,24 @@ from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.
 KEPT_FUNCTIONS = 64
-#: What strategies, with their settings, keep between calls: so many entries, and so many bytes where they tell theirs.
+#: Limits on what strategies keep between calls: entries, and bytes of those that have ``nbytes``.
 KEPT_MEMORIES = 16
 KEPT_MEMORY_BYTES = 256 << 20
 
-#: What a memory is kept under: the strategy's class, the strategy with its settings, and the name that it gave, with the salt if any.
+#: Key of a memory: the strategy's class, the strategy with its settings, and the memory's name, with the salt if any.
 MemoryKey = tuple[str, str, str]
+#: That of texts that the user gave: of all strategies, whatever their settings and salts.
+TEXTS: MemoryKey = ("", "", "texts")
 
 
 class Engine:
-    """What outlives the calls on one model. They run one after the other.
+    """Everything that outlives the calls on one model. Calls run one after the other.
 
     Attributes:
         target: the model as the loop sees it, its weights packed.
         forward_pass: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
-        calibration: what its steps cost, as far as that was measured or seen.
+        calibration: what its steps cost, measured or observed.
         threads: how many threads its steps compute with; None elsewhere than on the CPU.
 
     Raises:
@@ -73,7 +75,7 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         self._prepared = started, time.perf_counter() - started - self.target.check_seconds, self.target.check_seconds
-        # Processes that share a model wait for each other: each would have to record, and leave a recording, at the same step.
+        # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
         self.sessions = Sessions(self.target, recorder)
@@ -89,7 +91,7 @@ class Engine:
         self._freed: FreedWeights | None = None
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
-        """Whether this engine still serves `model`; weights that were written to since are packed again first."""
+        """Whether this engine still serves `model`. Weights that were written to since are packed again."""
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
@@ -99,7 +101,7 @@ class Engine:
             if ranks.any(weights.contents != self.target.weights.contents):
                 self._forget_compiled()
                 self.sessions.forget_recordings()
-            # Pointers are compared first: samples are taken where they point.
+            # Pointers are compared first, because samples are read at them.
             if ranks.any(weights != self.target.weights or self.target.samples.changed):
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
                     self.sessions.forget_recordings()
@@ -117,9 +119,9 @@ class Engine:
     def serves(
         self, model: PreTrainedModel, attention: str, precision: Precision, weights: Literal["keep", "packed"]
     ) -> bool:
-        """Whether :meth:`refresh` and :meth:`set_originals` would find nothing to do; asked without waiting for a call that runs.
+        """Whether :meth:`refresh` and :meth:`set_originals` would do nothing. Does not wait for a running call.
 
-        Where processes share the weights, they have to talk to each other about it.
+        False where processes share the weights: they have to agree on it first.
         """
         same = (attention, precision, weights == "packed") == (self.attention, self.precision, self._freed is not None)
         if not same or self.target.ranks.several:
@@ -127,17 +129,17 @@ class Engine:
         return WeightState.of(model) == self.target.weights and not self.target.samples.changed
 
     def active(self) -> AbstractContextManager:
-        """Within it, the model's device is the current one: kernels, streams and graphs are made for that."""
+        """Makes the model's device the current one, which kernels, streams and graphs are created for."""
         return devices.current(self.target.device)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Within it a call, or a step of a lane, has the model to itself; others wait for it."""
+        """Gives a call, or a step of a lane, the model for itself; others wait."""
         with (
             self.lock,
             self.active(),
             own_number_afterwards(),
-            # Packed weights, compiled code and kept texts are in the model's own precision, in whatever context a call is made.
+            # Packed weights, compiled code and kept texts are in the model's own precision: the caller's contexts are switched off.
             torch.autocast(self.target.device.type, enabled=False),
             torch.inference_mode(False),
             torch.no_grad(),
@@ -152,7 +154,7 @@ class Engine:
         return sum(forward.compiled_passes for forward in (self.forward_pass, *self._watching.values()))
 
     def set_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
-        """Frees the dense weights of `model`, or gives them back."""
+        """Frees the dense weights of `model`, or restores them."""
         with self.lock:
             if weights == "packed" and self._freed is None:
                 self._freed = free_originals(model, self.target.packing, parameters_read(self.target))
@@ -164,7 +166,7 @@ class Engine:
             self.target.remember(model)
 
     def release(self, model: PreTrainedModel) -> None:
-        """Frees what no call uses: buffers, compiled code, recorded steps. Gives `model` its dense weights back."""
+        """Frees buffers, compiled code and recorded steps, and restores the dense weights of `model`."""
         with self.lock:
             self.set_originals(model, "keep")
             self.sessions.release()
@@ -177,7 +179,7 @@ class Engine:
         with self.lock:
             self._memories.clear()
             self.sessions.forget()
-            self.sessions.forget_recordings()  # they write to the memories that are gone
+            self.sessions.forget_recordings()  # they write to the dropped memories
 
     def memories(self) -> dict[MemoryKey, Any]:
         """Copies of what strategies keep between calls."""
@@ -185,19 +187,26 @@ class Engine:
             return {key: pickle.loads(pickle.dumps(kept)) for key, kept in self._memories.items()}
 
     def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
-        """Gives strategies copies of `memories` in the place of what they keep."""
+        """Replaces what strategies keep by copies of `memories`."""
         with self.lock:
             for key, kept in memories.items():
                 copied = pickle.loads(pickle.dumps(kept))
                 self._memories.pop(key, None)
                 self._memories[key] = copied.to(self.target.device) if isinstance(copied, Tensor) else copied
             self._bound_memories()
-            self.sessions.forget_recordings()  # they read and write the memories that were there
+            self.sessions.forget_recordings()  # they read and write the replaced memories
+
+    @property
+    def texts(self) -> Any:
+        """See :attr:`Context.texts`."""
+        return self._memories.get(TEXTS)
 
     def _bound_memories(self) -> None:
-        sizes = [getattr(kept, "nbytes", 0) for kept in self._memories.values()]
-        while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes) > KEPT_MEMORY_BYTES):
-            del self._memories[next(iter(self._memories))], sizes[0]  # the least recently used goes
+        # Texts that were given have a bound of their own.
+        sizes = {key: getattr(kept, "nbytes", 0) for key, kept in self._memories.items() if key != TEXTS}
+        while len(sizes) > KEPT_MEMORIES or (len(sizes) > 1 and sum(sizes.values()) > KEPT_MEMORY_BYTES):
+            key = next(iter(sizes))  # the least recently used goes
+            del self._memories[key], sizes[key]
 
     def _forget_compiled(self) -> None:
         self.forward_pass.forget()
@@ -207,10 +216,10 @@ class Engine:
         self._head = None
 
     def forward_pass_for(self, strategy: Strategy) -> StepPass:
-        """The forward pass that a call with `strategy` runs: that of all, or one that takes the hidden layers it asks for.
+        """The forward pass for calls with `strategy`: the common one, or one that also returns the hidden layers it reads.
 
         Raises:
-            SettingsError: the model has no such layers. UnsupportedError: its layers cannot be told.
+            SettingsError: the model has no such layers. UnsupportedError: the model's decoder layers were not found.
         """
         if not strategy.reads_layers:
             return self.forward_pass
@@ -223,10 +232,10 @@ class Engine:
             return self._watching[layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
-        """See :attr:`decoders.strategy.Context.first_layers`; made once. model: the one that this engine serves.
+        """See :attr:`decoders.strategy.Context.first_layers`; created once per count. model: the one that this engine serves.
 
         Raises:
-            UnsupportedError, SettingsError: it cannot be left there.
+            UnsupportedError, SettingsError: its first layers cannot draft.
         """
         if self.target.recurrent:
             raise UnsupportedError(
@@ -243,19 +252,19 @@ class Engine:
             return self._cut[count]
 
     def is_part(self, model: object) -> bool:
-        """Whether `model` is what :meth:`first_layers` has made."""
+        """Whether `model` was returned by :meth:`first_layers`."""
         return any(part is model for part in self._cut.values())
 
     @property
     def functions_ready(self) -> int:
-        """How many functions of strategies have been compiled beside decoding, each kind of arguments counted."""
+        """How many functions of strategies were compiled in the background, each kind of arguments counted."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
         """What `strategy` keeps between calls under `name`; see :attr:`decoders.strategy.Context.memory`.
 
         Args:
-            salt: calls with another one have another memory.
+            salt: calls with different salts have different memories.
         """
         cls = type(strategy)
         key = f"{cls.__module__}.{cls.__qualname__}", repr(strategy), f"{name} of {salt}" if salt else name
@@ -284,11 +293,11 @@ class Engine:
             return function
         tiered = self._functions.pop(function, None)
         if tiered is None:
-            # Recorded steps do not run it, and its time is not seen: where they are compiled, so is this.
+            # In recorded steps its time cannot be measured: it is compiled once the forward pass is worth compiling.
             due = self.forward_pass.worth_compiling if self.target.static else lambda: False
             tiered = TieredFunction(function, CompiledFunction(function), due)
         self._functions[function] = tiered
-        # A function that is made anew in every call is never asked for again: the least recently used goes.
+        # Functions created anew in every call would pile up: the least recently used one is dropped.
         if len(self._functions) > KEPT_FUNCTIONS:
             del self._functions[next(iter(self._functions))]
         _book(tiered.compiled, report, waited_for=compile is True)
@@ -296,7 +305,7 @@ class Engine:
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
-    """Books what `compiled` compiles from now on in `report`."""
+    """Books in `report` what `compiled` compiles from now on."""
 
     def book(seconds: float) -> None:
         if waited_for:

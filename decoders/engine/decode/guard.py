@@ -1,4 +1,4 @@
-"""What hooks may not do, noticed without a sync: writing into what they are shown, trees and outcome distributions that are none."""
+"""Checks of hooks, without a device sync: writes to the loop's tensors, invalid trees, and invalid outcome distributions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..model.torch_compat import writes_counted
 from .rows import Fault, Rows
 
 _TREE = (
-    "proposed a tree that is none: a parent comes before its child, that of the root is -1, and visible, ancestors and offsets follow "
+    "proposed an invalid tree: a parent comes before its child, that of the root is -1, and visible, ancestors and offsets follow "
     "from the parents as in TreeTensors.from_parents"
 )
 _NO_DISTRIBUTION = "gave probabilities that are negative, not finite, or do not sum to 1"
@@ -30,7 +30,7 @@ def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor
 
 @contextmanager
 def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
-    """Raises DraftError if a hook of `strategy` writes into what it is shown; writes through ``.data`` or ``.numpy()`` are not seen."""
+    """Raises DraftError if a hook of `strategy` writes to the tensors it is shown, except through ``.data`` or ``.numpy()``."""
     tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield
@@ -42,9 +42,9 @@ def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptCh
 
 
 def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None:
-    """Raises DraftError unless the trees of rows that go on are sound (:meth:`TreeTensors.sound`).
+    """Raises DraftError unless the trees of unfinished rows are sound (:meth:`TreeTensors.sound`).
 
-    Without `wait` that is noted in `rows` instead, for :func:`raise_faults`.
+    Without `wait` the fault is noted in `rows` instead, for :func:`raise_faults`.
     """
     sound = tree.sound(wait) | rows.finished
     if not wait:
@@ -54,13 +54,13 @@ def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None
 
 
 def raise_faults(rows: Rows, strategy: str, verifier: str) -> None:
-    """Raises what was noted; waits for the device.
+    """Raises the faults noted in `rows`; waits for the device.
 
     Args:
-        strategy, verifier: as messages call them.
+        strategy, verifier: how messages name them.
 
     Raises:
-        DraftError: a strategy's trees. VerifierError: a verifier's outcome distribution.
+        DraftError: a tree was invalid. VerifierError: an outcome distribution was.
     """
     for row, faults in enumerate(rows.faults.tolist()):
         if faults & Fault.TREE:

@@ -32,19 +32,19 @@ FIRST_SLOTS = 256
 class Lane:
     """Requests that share their steps: of one strategy, one sampling plan, one verifier.
 
-    A request has the tokens of a call of its own (float32): its noise depends on its own seed and position, its parameters,
-    stop tokens, grammar and budget are its row's, and what others do changes nothing but when it is decoded.
+    In float32 a request gets the tokens that a call of its own would get: noise depends on its own seed and positions, and
+    parameters, stop tokens, grammar and budget are per row. Other requests change only when it is decoded.
 
     Args:
         engine: of the model.
         request: the first one; it says what all have in common.
-        capacity: most requests at a time. A strategy that reads prompts and keeps no rows would have to be shown all texts anew
-            where one comes or goes: its requests come one at a time.
+        capacity: most requests at a time. It is 1 for a strategy that reads prompts and cannot be rebatched, which would have to be
+            shown all texts again whenever a request joins or leaves.
 
     Attributes:
-        admission: where they wait until their prompts are read.
-        batch: those whose prompts are read, and their steps.
-        rows: the requests in the batch, in the order of its rows; those that have left go before the next step.
+        admission: the requests whose prompts are not read yet.
+        batch: the others, and their steps.
+        rows: the requests in the batch, in the order of its rows; those that have left are removed before the next step.
     """
 
     def __init__(self, engine: Engine, request: Request, capacity: int) -> None:
@@ -53,7 +53,7 @@ class Lane:
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, self.stack, capacity)
         static = engine.target.static
-        # Where rows are padded to a bucket, the padding must not touch what is read or kept behind them.
+        # Where rows are padded to a bucket, padding rows must not overwrite prompts and texts behind the batch.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
@@ -76,7 +76,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more has been compiled since its requests began: they go on as they are, and newer ones need another lane."""
+        """Whether more was compiled since its requests began. They finish in their tier; new requests need another lane."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
@@ -94,7 +94,7 @@ class Lane:
         if not self.seats:
             mode, joined = self.template.runtime.compile, self.capacity > 1
             self._tiers = self.batch.forward_pass.steady_tiers(mode, joined=joined)
-        if self._weights is not self.engine.target.weights:  # they were written to: what is kept is not theirs
+        if self._weights is not self.engine.target.weights:  # kept texts were computed with other weights
             self._weights = self.engine.target.weights
             self.pool.forget()
         member = RequestOutput(request, empty_report(request, self.engine.target))
@@ -125,10 +125,10 @@ class Lane:
     def remove(self, member: RequestOutput) -> None:
         """Takes a request out; what it has written stays with it. Between two steps."""
         with self._running():
-            self._part([seat for seat in self.seats if seat.member is member])
+            self._take_out([seat for seat in self.seats if seat.member is member])
 
     def close(self, cause: Exception | None = None) -> None:
-        """Frees everything. cause: what has ended the lane; what the strategy's `finish` raises is told with it, or is a warning."""
+        """Frees everything. What the strategy's `finish` raises becomes a note on `cause`, the lane's error, or else a warning."""
         with self._running(), self.stack:
             for seat in self.seats:
                 seat.member.close(cause)
@@ -137,7 +137,9 @@ class Lane:
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
                 warnings.warn(f"decoders: {message}", stacklevel=2)
-        del self.batch.session  # the batch is part of a cycle: its buffers would wait for a collection
+        del (
+            self.batch.session
+        )  # the batch is part of a reference cycle: its buffers would wait for the garbage collector
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -150,7 +152,7 @@ class Lane:
             yield
 
     def _join(self) -> None:
-        """Requests whose prompts are read join the batch, if possible in rows that others have left."""
+        """Lets requests whose prompts are read join the batch, if possible in rows that others have left."""
         rows = in_place([seat for seat in self.seats if seat.row is not None or seat.ready])
         if rows != self.rows:
             self._rebatch(rows)
@@ -167,7 +169,7 @@ class Lane:
             step(batch, StepWatch(batch))
             return
         seat, begin, count = piece
-        self._bring([*self.rows, seat])
+        self._move_to_front([*self.rows, seat])
         batch.next_piece = functools.partial(self.pool.piece, begin, count)
         try:
             step(batch, StepWatch(batch))
@@ -184,10 +186,10 @@ class Lane:
                 member.error = member.error or error
             guide.faults.clear()
         ended = [seat for seat in self.seats if seat.member.ended or seat.member.error is not None]
-        self._part(ended)
+        self._take_out(ended)
         return [seat.member for seat in ended]
 
-    def _part(self, leaving: list[Seat]) -> None:
+    def _take_out(self, leaving: list[Seat]) -> None:
         if not leaving:
             return
         for seat in leaving:
@@ -204,7 +206,7 @@ class Lane:
         """Makes `seats` the rows of the batch, in this order, and shows its strategy the prompts of new rows."""
         batch, pool, device = self.batch, self.pool, self.engine.target.device
         texts = [seat.member.text(0) for seat in seats]
-        self._bring(seats)
+        self._move_to_front(seats)
         sources = [-1 if seat.row is None else seat.row for seat in seats]
         for row, seat in enumerate(seats):
             seat.row = row
@@ -234,21 +236,21 @@ class Lane:
             batch.where = "prefill"
             self._show_prompts(anew and any(source >= 0 for source in sources))
 
-    def _bring(self, seats: list[Seat]) -> None:
+    def _move_to_front(self, seats: list[Seat]) -> None:
         """Moves keys, values and tokens of `seats` to the first places of the pool, in this order."""
-        beside = {seat.place: self._held(seat) for seat in self.seats if seat not in seats}
-        places = self.pool.reorder([seat.place for seat in seats], [self._held(seat) for seat in seats], beside)
+        others = {seat.place: self._slots_used(seat) for seat in self.seats if seat not in seats}
+        places = self.pool.reorder([seat.place for seat in seats], [self._slots_used(seat) for seat in seats], others)
         for seat in self.seats:
             seat.place = places.get(seat.place, seat.place)
 
-    def _held(self, seat: Seat) -> int:
+    def _slots_used(self, seat: Seat) -> int:
         """How many slots of a seat are in use; before its prompt is read they hold an earlier text."""
         if seat.row is not None:
             return seat.member.lengths[0]
         return len(seat.prompt) if seat.plan is not None else len(self.pool.texts[seat.place].tokens)
 
     def _show_prompts(self, anew: bool) -> None:
-        """Shows the strategy the prompts of new rows; with `anew`, after it has started again, the texts of all rows."""
+        """Shows the strategy the prompts of new rows; if it has started `anew`, the texts of all rows."""
         batch = self.batch
         if anew:
             batch.read_prompts(batch.lengths, [0] * batch.width)
@@ -261,29 +263,29 @@ class Lane:
 
 
 def in_place(seats: list[Seat]) -> list[Seat]:
-    """`seats` in the order of rows: a seat whose place is one of these rows keeps it, so that nothing is moved."""
+    """`seats` in an order that moves little: a seat whose place is one of the rows keeps it."""
     by_place = {seat.place: seat for seat in seats if seat.place < len(seats)}
     others = iter(seat for seat in seats if seat.place >= len(seats))
     return [by_place[row] if row in by_place else next(others) for row in range(len(seats))]
 
 
 def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
-    """A chunk of one row as one of a batch, whose other rows read nothing. lengths: ``[B]``, tokens of every row."""
+    """The chunk of one row as a chunk of the batch, whose other rows read nothing. lengths: ``[B]``, tokens of every row."""
     rows = len(lengths)
     if rows == 1:
         return chunk
-    here = (torch.arange(rows, device=lengths.device) == row)[:, None]
+    own_row = (torch.arange(rows, device=lengths.device) == row)[:, None]
     index = torch.arange(chunk.tokens.shape[1], device=lengths.device)
-    positions = torch.where(here, chunk.positions[:, :1], lengths[:, None] - 1) + index
+    positions = torch.where(own_row, chunk.positions[:, :1], lengths[:, None] - 1) + index
 
-    def of_all(values: Tensor) -> Tensor:
+    def expanded(values: Tensor) -> Tensor:
         return values.expand(rows, *values.shape[1:])
 
-    # Drafters run the states of all rows: one layout, whether they are one row's or those of a batch.
-    layers = of_all(chunk.layers).contiguous() if chunk.layers is not None else None
-    logits = of_all(chunk.logits) if chunk.logits is not None else None
+    # Drafters get one memory layout, whether the states are one row's or those of a batch.
+    layers = expanded(chunk.layers).contiguous() if chunk.layers is not None else None
+    logits = expanded(chunk.logits) if chunk.logits is not None else None
     return PromptChunk(
-        of_all(chunk.tokens), positions, chunk.valid & here, of_all(chunk.hidden).contiguous(), layers, logits
+        expanded(chunk.tokens), positions, chunk.valid & own_row, expanded(chunk.hidden).contiguous(), layers, logits
     )
 
 
@@ -296,7 +298,7 @@ def share_steps(one: Request, other: Request) -> bool:
     return (
         same_strategy(one.strategy, other.strategy)
         and one.memory_salt == other.memory_salt
-        # With the first grammar a strategy starts anew, and one that reads prompts would have to be shown all texts.
+        # The first grammar starts the strategy anew; one that reads prompts would have to be shown all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and replace(one.plan, masked=False) == replace(other.plan, masked=False)
         and (one.processors is None) == (other.processors is None)
@@ -308,10 +310,10 @@ def share_steps(one: Request, other: Request) -> bool:
 
 
 def sampling_of(requests: list[Request], added: int, device: torch.device) -> SamplingInputs:
-    """The tensors that the plan reads for requests of one row each: one row for all where all ask for the same.
+    """The tensors that the plan reads for requests of one row each; parameters that all share are not repeated per row.
 
     Args:
-        added: rows behind them that fill the batch up.
+        added: padding rows behind them.
     """
     values = [request.values or (0.0,) for request in requests]
     stops = [request.stop_tokens for request in requests]
@@ -347,5 +349,5 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     try:
         return one is other or bool(one == other)
-    except Exception:  # tensors and the like: what cannot be compared is not the same
+    except Exception:  # tensors and the like cannot be compared: taken as different
         return False

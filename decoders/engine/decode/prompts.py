@@ -89,9 +89,14 @@ class PrefillPlan:
 
     @staticmethod
     def of(
-        lengths: list[int], reused: list[int], chunk: int | None, target: Target, *, leave_last_chunk: bool = False
-    ) -> PrefillPlan:
-        """As :meth:`~decoders.engine.decode.session.Session.prefill` has it."""
+        lengths: list[int], reused: list[int], chunk: int | None, target: Target, *, leave_last_chunk: bool = False,
+        given: bool = False,
+    ) -> PrefillPlan:  # fmt: skip
+        """As :meth:`~decoders.engine.decode.session.Session.prefill` has it.
+
+        Args:
+            given: whether what is reused must stay as it is: the model would write something else there.
+        """
         chunk = chunk or target.prefill_chunk
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
@@ -99,14 +104,15 @@ class PrefillPlan:
         chunk = max(chunk - chunk % multiple, multiple)
         # What a short row reads behind its end is written anew before anything sees it. Where bits matter the end is always read: a
         # step that runs the first tokens of a branch again starts with some of it, and must find what it would write there.
-        again = multiple if multiple > 1 else 0
+        again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
-        pending = round_up(max(unread, default=0), multiple)
-        starts = [max(end - pending, 0) for end in ends]
+        longest = max(unread, default=0)
+        pending = round_up(longest, multiple)
+        starts = [max(end - (longest if given else pending), 0) for end in ends]
         last = (pending - 1) % chunk + 1 if pending else 0
         # A long text may be read by other products than blocks; its end is not where blocks may begin with some of it.
         end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last
-        if leave_last_chunk:
+        if leave_last_chunk and (pending == longest or not given):
             return PrefillPlan(starts, prefill_chunks(pending - end, chunk, target.static), end)
         if end == last:
             return PrefillPlan(starts, prefill_chunks(pending, chunk, target.static), 0)

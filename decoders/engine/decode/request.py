@@ -18,6 +18,7 @@ from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
+from ..model.given import GivenCache
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
@@ -55,6 +56,7 @@ class Request:
         verifier: decides what is accepted. Processors on the host go with the coupled rule only.
         runtime: how the loop runs.
         prompts: one 1-D int64 tensor per row, padding removed.
+            -1 stands for one that is known by its keys and values alone.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: most tokens to generate per row.
         stop_tokens: end-of-sequence ids.
@@ -66,12 +68,13 @@ class Request:
         criteria: asked after every token, on the host.
         grammars: what each row may write, None is anything; empty where no row has one.
         keep_logits: return them per generated token.
-        top_logprobs: note the log probability of every token, and of that many likeliest ones; None: of none.
+        top_logprobs: keep the log probability of every token and of so many likeliest ones; None: keep none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
         observers: are told when it starts, of every step, and when it ends.
-        begun: when the caller called, in seconds of ``time.perf_counter()``; None where nobody waits for the whole of it.
-        salts: one per row: rows use one another's keys and values, and what strategies keep between calls, only where these are
-            equal. Empty: "" for all.
+        salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
+            between rows of equal salts.
+        given: a cache of the caller's, which holds the beginnings of the prompts; None without one.
+        begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
     """
 
     model: PreTrainedModel
@@ -99,6 +102,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
+    given: GivenCache | None = None
     begun: float | None = None
 
     @property
@@ -116,7 +120,7 @@ class Request:
 
     @property
     def memory_salt(self) -> str:
-        """The salt of what the strategy keeps between calls: rows of different salts share only what learns nothing of their texts."""
+        """The salt of the strategy's memories; "" where rows do not learn from each other, since memories then hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
 
 
@@ -153,11 +157,11 @@ class RequestOutput:
 
     Attributes:
         request: what was asked for.
-        report: its figures; those of the whole step where no other request shares it.
+        report: its figures; where it shares no steps those of the whole batch.
         generated: token ids per row, stop token included.
         lengths: tokens per row, prompt included.
         finished: per row.
-        drafters: per row and token, who drafted it; "" for the target's own.
+        drafters: per row and token, the strategy that drafted it; "" for the target's own.
         logprobs: per row and token, if asked for.
         logits: per row and token, if asked for.
         scores: per row and token, if asked for.
@@ -204,7 +208,7 @@ class RequestOutput:
         return torch.cat([prompt, torch.tensor(self.generated[row], dtype=torch.int64, device=prompt.device)])
 
     def book(self, outcome: Outcome, out: StepOutput | None, first: int) -> list[list[int]]:
-        """Books a step and gives the new tokens of every row.
+        """Adds a step to the output, and returns the new tokens of every row.
 
         Args:
             outcome: of this request's rows.
@@ -247,7 +251,7 @@ class RequestOutput:
             self.request.on_step(new, self.generated, self.finished)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tells observers, the first time only, that it is over; `error` is what ended the request, if something did."""
+        """Calls the observers' `end`, the first time only; `error` is what ended the request, if anything did."""
         if not self._closed:
             self._closed = True
             self._tell_observers("end", lambda: (self.report, error or self.error))

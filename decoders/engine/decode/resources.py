@@ -1,4 +1,4 @@
-"""Resources of a strategy during a call: draft models, its own modules, memory between calls, and measured costs."""
+"""Resources of a strategy during a call: draft models, modules, memory between calls, and measured costs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .roster import Roster
 
 
 class CallResources:
-    """What the strategy of a batch has opened.
+    """The resources that the strategy of a batch has opened.
 
     Attributes:
         drafters: draft models.
-        modules: networks that draft and are not language models.
-        costs: of a step, once the strategy or :meth:`step_costs` was asked for them.
+        modules: drafting networks that are no language models.
+        costs: of a step; None until they are asked for.
 
     Args:
-        stack: of the batch. What is opened here is closed with it at the latest.
+        stack: of the batch. Closing it closes everything opened here.
     """
 
     def __init__(self, batch: Roster, stack: ExitStack) -> None:
@@ -40,19 +40,20 @@ class CallResources:
         self._measured = self._measured_rows = False
 
     def close(self) -> None:
-        """Closes what the strategy has opened; it may open more afterwards."""
+        """Closes everything the strategy has opened; it may open more afterwards."""
         self._stack.close()
         self.drafters.clear()
         self.modules.clear()
 
     def context(self) -> Context:
-        """What the strategy may prepare itself from: the only place where a call's :class:`Context` is made."""
+        """The strategy's :class:`Context`, as of now."""
         batch, request, target = self.batch, self.batch.request, self.batch.target
         context = Context(
             model=request.model, tokenizer=request.tokenizer, assistant_model=request.assistant_model,
             strategy=request.resolve, vocabulary_of=request.draft_models.vocabulary_of, plan=request.plan,
             new_tokens=None if batch.shared else request.new_tokens,
             memory=self._memory_of if request.runtime.memory else no_memory,
+            texts=batch.engine.texts,
             rows=batch.width, slots=batch.rows.slots, sequences=batch.session.view(max(batch.lengths))[1],
             sampling=batch.rows.sampling, guide=batch.guide, coupled=batch.verifier is None,
             device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,
@@ -103,19 +104,19 @@ class CallResources:
             calibration, folder = batch.engine.calibration, batch.request.cost_folder
             context = max(batch.lengths)
             known = calibration.known(folder)
-            # Where rows join and leave, measuring every number of them would take too long: what lies between is in proportion.
+            # Where rows join and leave only one row and all rows are measured; numbers between are interpolated.
             if measure and not (batch.shared and self._measured_rows):
                 rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
                 known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)
                 self._measured_rows = True
             if known is not None:
-                # Budgets of equal calls are equal: only who watches the clock learns from other calls.
+                # Node budgets of equal calls must be equal: what earlier calls took counts only for strategies that ask to measure.
                 ratios = calibration.ratios(batch.width) if measure else None
                 self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 
     def step_costs(self) -> StepCosts:
-        """What steps of the batch cost: by the curve, or by the steps that were seen if nothing was measured."""
+        """What steps of the batch cost: by the measured curve, else by the steps seen so far."""
         costs = self.costs or self._costs()
         if costs is None:
             batch = self.batch
@@ -125,7 +126,7 @@ class CallResources:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes that the call has taken at most; beside a CPU those of the caches, which only grow."""
+        """Most bytes that the call has used; on a CPU those of its caches, which only grow."""
         device = self.batch.target.device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...strategy import PromptChunk
 from ..model.blocks import Blocks
-from ..model.buckets import row_bucket
+from ..model.buckets import round_up, row_bucket
 from ..model.cache import CacheBuffers
 from .engine import Engine
 from .grammar.guide import Guide
@@ -32,14 +32,14 @@ class Roster:
         report: of all steps.
         session: where the rows' tokens, keys and values are.
         longest: most tokens that a row can have, prompt included.
-        noise_keys: ``[B]``, the keys of the rows' noise.
-        guide: where the rows stand in their grammars; None where no row has one.
+        noise_keys: ``[B]`` int64, the noise key of each row.
+        guide: tracks the rows' positions in their grammars; None where no row has one.
         pending: committed tokens that the next step runs once more in front of the root.
         prompt_left: how many of these are the end of the prompts, not prefilled yet.
 
     Args:
         request: the first or only one.
-        capacity: given where requests join and leave.
+        capacity: most rows where requests join and leave; None for one call.
     """
 
     session: Session
@@ -53,7 +53,7 @@ class Roster:
         self.width = row_bucket(len(request.prompts), self.target.static)
         self.shared, self.capacity = capacity is not None, self.width if capacity is None else capacity
         chosen = request.verifier
-        # Where nothing is drawn, all exact rules are one: keep what matches.
+        # In greedy decoding every exact verifier keeps the draft tokens that match the target's.
         built_in = chosen.coupled or (chosen.exact and not request.plan.sample)
         self.verifier = None if built_in else chosen
         self.report = empty_report(request, self.target)
@@ -72,7 +72,7 @@ class Roster:
 
     @property
     def row_count(self) -> int:
-        """Rows that the host looks at."""
+        """Rows of requests; padding rows are not counted."""
         return sum(member.rows for member, _ in self.members)
 
     @property
@@ -91,22 +91,33 @@ class Roster:
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
     def read_rest(self) -> None:
-        """Prefills the tokens that were left to the first step, which a draft in the target's own slots needs there."""
+        """Prefills the tokens that were left to the first step: a draft model that shares the target's slots reads them there."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
         self.session.read_rows(0, starts, 0, self.prompt_left, self.prefill)
         self.pending = self.prompt_left = 0
 
+    def rerun(self, count: int) -> int:
+        """How many committed tokens the next step runs once more, if it is to run the last `count` of some row: a multiple, and none
+        whose keys and values were given.
+        """
+        multiple, given = self.target.multiple, self.request.given
+        tokens = round_up(count, multiple)
+        if given is None or not count:
+            return tokens
+        room = min(length - 1 - reach for length, reach in zip(self.lengths, given.reach, strict=True))
+        return min(tokens, room - room % multiple)
+
     @property
     def prefill(self) -> Callable[..., None]:
-        """Reads a stretch of the prompts, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
+        """Reads a chunk of the prompts, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
         return partial(self.forward_pass.prefill, recordings=self.session.recordings)
 
     def read_chunk(
         self, lengths: Tensor, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool
     ) -> PromptChunk:  # fmt: skip
-        """Runs a stretch of texts for a strategy that reads prompts.
+        """Runs a chunk of texts for a strategy that reads prompts.
 
         Args:
             lengths: ``[B]``, of the texts.

@@ -17,7 +17,7 @@ from ..model.target import Target
 
 
 class Fault(IntFlag):
-    """What a strategy or a verifier can do wrong that only the device sees."""
+    """Faults of strategies and verifiers that are detected on the device."""
 
     TREE = 1
     OUTCOMES = 2
@@ -69,7 +69,7 @@ class Rows:
 
     @property
     def place(self) -> tuple:
-        """Where they are: what was recorded on them works on these and no others."""
+        """Addresses and shapes of the tensors; a recording works only on the tensors it was made with."""
         sampling = self.sampling
         tensors = (
             self.tokens, self.length, self.prompt_length, self.finished, self.limit, self.faults, sampling.values,
@@ -111,6 +111,6 @@ def sampling_inputs(
 
 
 def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[B, E]`` int64: the stop tokens of rows, padded to a multiple of 8 with -1, so that their number seldom matters."""
+    """``[B, E]`` int64: the stop tokens of rows, padded with -1 to a multiple of 8 so that shapes seldom differ."""
     width = max(round_up(max(map(len, stop_tokens)), 8), 8)
     return torch.tensor([[*stops, *[-1] * (width - len(stops))] for stops in stop_tokens], device=device)

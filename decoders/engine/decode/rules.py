@@ -28,7 +28,7 @@ from .verify import Verdict, draw
 
 @dataclass(frozen=True)
 class Judging:
-    """Draws what is accepted from the outcome distribution of a verifier; the rows' keys must be those of this step.
+    """Draws the accepted path from a verifier's outcome distribution; the rows' noise keys must be fresh in this step.
 
     Attributes:
         strategy: its name, for messages.
@@ -83,7 +83,7 @@ class Judging:
         check_outcomes(outcomes, judged, self.verifier.name)
         acceptance, last, sound = draw(nodes, tree, outcomes, rows.sampling.keys)
         rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.OUTCOMES)))
-        # What was decided, as choices: every accepted node is its parent's, and `last` that of the deepest one.
+        # The decision as chosen tokens: after each accepted parent its accepted child, after the deepest node `last`.
         end = acceptance.path.gather(1, acceptance.depth[:, None])
         accepted = tree.ancestors.gather(1, end[..., None].expand(-1, 1, len(tree)))[:, 0]
         accepted = accepted & (torch.arange(len(tree), device=nodes.device) > 0)
@@ -107,7 +107,7 @@ class Processing:
     members: Sequence[tuple[RequestOutput, int]]
 
     def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verdict:
-        """A request whose processors raise writes nothing, and the error is its own where several share the step."""
+        """A request whose processors raise writes nothing; where several share the step the error is that request's alone."""
         tree = block.tree
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         plan, keeps = self.request.plan, self.request.keep_scores
@@ -139,7 +139,7 @@ def decider(
     core: Core, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]],
     recordings: Recordings | None,
 ) -> Callable[[Draft, NodeBlock, Rows], StepOutput]:  # fmt: skip
-    """:func:`forward_verify_commit` for a batch. Where a device records, that is one launch, or its forward pass is.
+    """:func:`forward_verify_commit` for a batch. Where a device records, the whole function or its forward pass is replayed.
 
     Args:
         verifier: None where the built-in rule decides.
@@ -153,7 +153,7 @@ def decider(
         parts = Parts(core.forward, core.choose if built_in else Processing(request, members), core.commit)
     if recordings is None:
         return partial(forward_verify_commit, parts)
-    copy = request.strategy.observes  # and may keep what it is shown
+    copy = request.strategy.observes  # a strategy may keep what it is shown, and the next replay would overwrite that
 
     def whole(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         return core.replayed("step", partial(forward_verify_commit, parts, draft), block, rows, recordings, copy=copy)

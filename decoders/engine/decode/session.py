@@ -1,4 +1,4 @@
-"""Rows of tokens, keys and values: what the rows of a batch, of a draft model, and the texts of earlier calls stand in."""
+"""Rows of tokens, keys and values: those of a batch or a draft model, and the texts of earlier calls."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Session:
         rows: those that are decoded.
         batch: number of all rows.
         blocks: drafts as the core wants them.
-        recordings: what was recorded on these very tensors; None where nothing can be.
+        recordings: of passes and steps on these very tensors; None where nothing can be recorded.
         texts: per row, the text that its slots hold, while no request decodes it.
-        used: per row, when that text was left there, by the user's clock.
-        shared: sessions of drafts that are so many of the target's first layers (:mod:`~decoders.engine.decode.drafts.shared_slots`).
+        used: per row, when its text was kept, by the owner's counter.
+        shared: sessions of drafts made of the target's first layers, by their number (:mod:`~.drafts.shared_slots`).
     """
 
     def __init__(self, target: Target, batch: int, slots: int, recordings: Recordings | None = None) -> None:
@@ -60,7 +60,7 @@ class Session:
         self, lengths: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], finished: Sequence[bool],
         sampling: SamplingInputs,
     ) -> None:  # fmt: skip
-        """Makes the first rows those that are decoded; their tokens, keys and values are in place, or will be before a step."""
+        """Decodes the first rows from now on; their tokens, keys and values are in place, or will be before a step."""
         count = len(lengths)
         if count not in self._arranged:
             own = self.stored.of_rows(0, count)
@@ -80,7 +80,7 @@ class Session:
         self._views.clear()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """The values of `sampling` in tensors that later calls with as many of them get, too: recorded steps read these."""
+        """The values of `sampling` in tensors that calls of the same shapes share, because recorded steps read them."""
         sizes = tuple([tensor.shape for tensor in vars(sampling).values()])
         own = self._sampling.setdefault(sizes, sampling)
         if own is not sampling:
@@ -111,13 +111,13 @@ class Session:
 
     def reserve(self, length: int) -> None:
         """Makes room for a block that ends at `length`; what the rows hold stays."""
-        # Otherwise a view must stay smaller than the cache (see slots_for).
+        # Where sizes are dynamic a view must stay smaller than the cache (see slots_for).
         static = self.target.static
         if (length > self.rows.slots) if static else (view_bucket(length) >= self.rows.slots):
             self.grow(slots_for(2 * length, static))
 
     def grow(self, slots: int) -> None:
-        """Gives every row room for `slots` tokens. What was recorded knows the old tensors only: it is dropped."""
+        """Gives every row room for `slots` tokens. Recordings, which use the old tensors, are dropped."""
         with room_for(self.batch, slots):
             self.stored = self.stored.enlarged(slots)
         count = len(self.rows.tokens)
@@ -136,12 +136,12 @@ class Session:
     def take_over(
         self, prompts: Mapping[int, Tensor], held: Sequence[tuple[Session, int, KeptText]], salt: str = ""
     ) -> list[int]:  # fmt: skip
-        """Copies to rows what slots anywhere hold of their prompts; says how many tokens of each are in place then.
+        """Copies to rows the longest prefix of their prompts that any slots hold; returns how many tokens of each are in place then.
 
         Args:
             prompts: 1-D int64 on the CPU, by row.
             held: texts, and the row of a session that holds each.
-            salt: of the prompts: texts with another one are left alone.
+            salt: of the prompts; texts with another salt are not used.
         """
         index = PrefixIndex([text for *_, text in held])
         reused, moves = [], []
@@ -153,12 +153,12 @@ class Session:
                 session, source_row, _ = held[place]
                 moves.append((row, session.stored.buffers, source_row, reused[-1]))
         own, written = self.stored.buffers, {row for row, *_ in moves}
-        # A row that is read from may be written to first: what it holds is set aside.
+        # A source row may be overwritten before it is read: its content is copied first.
         sources = [
             (source.of_row(place, count), 0) if source is own and place in written else (source, place)
             for _, source, place, count in moves
         ]
-        for row in written:  # whatever ends the copying leaves nothing that counts
+        for row in written:  # if copying fails midway, these rows hold no text that may be reused
             self.drop(row)
         for (row, _, _, count), (source, place) in zip(moves, sources, strict=True):
             own.copy_row(row, source, place, count)
@@ -166,7 +166,7 @@ class Session:
 
     def prefill(
         self, lengths: list[int], reused: list[int], chunk: int | None, run: Callable[..., None], *,
-        first: int = 0, leave_last_chunk: bool = False, padded: bool = False,
+        first: int = 0, leave_last_chunk: bool = False, padded: bool = False, given: bool = False,
     ) -> tuple[list[int], int]:  # fmt: skip
         """Stores keys and values of all prompt tokens but each row's last, which is node 0 of the first block.
 
@@ -176,20 +176,21 @@ class Session:
             chunk: most tokens per row and pass; None is :attr:`Target.prefill_chunk`.
             run: runs each pass, as :meth:`Target.prefill` does.
             first: the row of the first prompt.
-            leave_last_chunk: whether that is left to the first step, which then reads the weights once for both.
-            padded: whether `run` tells recurrent layers what is no row's text; otherwise they are shown one row at a time, for what
-                they read cannot be read a second time, nor behind a text's end.
+            leave_last_chunk: whether the last chunk is left to the first step, which then reads the weights once for both.
+            padded: whether `run` tells recurrent layers which tokens are padding. Otherwise their rows are read one at a time: a
+                recurrent state must see every token once, and none behind a text's end.
+            given: see :meth:`PrefillPlan.of`.
 
         Returns:
-            how many tokens of each row are not read again, and how many in front of the last one are left pending. Rows
-            advance together, so one with little left to read reads some of its tokens a second time.
+            how many tokens of each row were reused, and how many in front of the last one are left pending. Rows advance
+            together, so a row with little left to read reads some of its tokens a second time.
         """
         if self.target.recurrent and not padded and len(lengths) > 1:
             for row, (length, kept) in enumerate(zip(lengths, reused, strict=True)):
-                self.prefill([length], [kept], chunk, run, first=first + row)
+                self.prefill([length], [kept], chunk, run, first=first + row, given=given)
             return reused, 0
         leave_last_chunk = leave_last_chunk and not self.target.recurrent
-        plan = PrefillPlan.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk)
+        plan = PrefillPlan.of(lengths, reused, chunk, self.target, leave_last_chunk=leave_last_chunk, given=given)
         for done, count in plan.chunks:
             self.read_rows(first, plan.starts, done, count, run)
         return plan.starts, plan.left
@@ -217,7 +218,7 @@ class Session:
         return PromptPiece(tokens, start, begin, self.view(begin + count)[0], self.stored.buffers.of_rows(0, row + 1))
 
     def exchange(self, one: int, other: int, count: int, other_count: int) -> None:
-        """Two places change what they hold, `count` slots of `one` and `other_count` of `other`."""
+        """Swaps the contents of two places, `count` slots of `one` and `other_count` of `other`."""
         if one == other:
             return
         buffers, tokens = self.stored.buffers, self.stored.tokens
@@ -238,10 +239,10 @@ class Session:
         """Brings the first `counts[i]` slots of place `sources[i]` to place ``i``; -1 is nothing.
 
         Args:
-            beside: slots in use at other places, which are kept wherever that is.
+            beside: slots in use at other places, whose contents may be moved but stay.
 
         Returns:
-            where what stood at each place in use is now.
+            for each place in use, the place where its content is now.
         """
         in_use = {**beside, **{source: count for source, count in zip(sources, counts, strict=True) if source >= 0}}
         where = {place: place for place in in_use}
@@ -286,7 +287,7 @@ class Session:
 
 @contextmanager
 def room_for(rows: int, slots: int) -> Iterator[None]:
-    """Raises CacheMemoryError where there is no memory for the buffers; CUDA's own error gets a note, and so does any other."""
+    """Raises CacheMemoryError where the CPU has no memory for the buffers; CUDA's own error, and any other, gets a note."""
     what = f"the key-value cache of {rows} rows with {slots} slots each"
     try:
         yield

@@ -1,4 +1,4 @@
-"""The sessions of one model: what outlives a call, and which of it the next one takes."""
+"""The sessions of one model: which are kept after a call, and which one the next call takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .session import Session
 
 #: Free sessions that keep their buffers.
 KEPT_SESSIONS = 2
-#: The same where steps are recorded: what was recorded goes with its session.
+#: The same where steps are recorded: recordings are dropped with their session.
 KEPT_RECORDING_SESSIONS = 4
 
 
@@ -36,7 +36,7 @@ class Sessions:
         self._recordings: weakref.WeakSet[Recordings] = weakref.WeakSet()
 
     def recordings(self) -> Recordings | None:
-        """For the tensors of a new session; None where nothing can be recorded."""
+        """A store of recordings for a new session; None where nothing can be recorded."""
         if self.recorder is None:
             return None
         recordings = Recordings(self.recorder)
@@ -55,10 +55,9 @@ class Sessions:
     ) -> Iterator[OpenSession]:  # fmt: skip
         """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
 
-        Its rows read the very tensors of `sampling` if these are `shared`, and else the session's own copy of them.
+        Its rows read the very tensors of `sampling` if these are `shared`, else the session's own copy of them.
 
-        Without `reuse` it holds nothing of earlier texts. Nor does it for later calls unless the caller says what to
-        :meth:`Session.keep`.
+        Without `reuse` nothing of earlier texts is used. Later calls reuse this one's texts only after :meth:`Session.keep`.
         """
         texts = [prompt.cpu() for prompt in prompts]
         texts += [torch.zeros(1, dtype=torch.int64)] * (row_bucket(len(texts), self.target.static) - len(texts))
@@ -78,7 +77,7 @@ class Sessions:
             session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
             yield OpenSession(session, reusable, lengths)
         finally:
-            if self.target.weights is not weights:  # a call within this one has met others
+            if self.target.weights is not weights:  # a nested call has packed other weights
                 session.forget()
             self._free.append(session)
             del self._free[: -self.kept]
@@ -89,7 +88,7 @@ class Sessions:
             session.forget()
 
     def forget_recordings(self) -> None:
-        """Drops all recordings: they read weights where these no longer are."""
+        """Drops all recordings: they read weights at addresses that are no longer valid."""
         for recordings in self._recordings:
             recordings.clear()
 
@@ -100,7 +99,7 @@ class Sessions:
     def _take(self, texts: list[Tensor], slots: int) -> Session:
         """A free session of the batch's size, or a new one.
 
-        A session is taken if the prompts continue its texts, or if it has none. One with other texts is left alone as long as
+        A session is taken if the prompts continue its texts, or if it has none. One with other texts is kept as long as
         another may be allocated.
         """
         fitting = [session for session in self._free if session.batch == len(texts)]
@@ -112,7 +111,7 @@ class Sessions:
         self._free.remove(best)
         if best.rows.slots < slots:
             best.grow(slots)
-        elif best.rows.slots > 4 * slots:  # one long call must not hold its memory for ever
+        elif best.rows.slots > 4 * slots:  # frees the memory of one long call
             return Session(self.target, len(texts), slots, self.recordings())
         return best
 
@@ -123,7 +122,7 @@ class OpenSession:
 
     Attributes:
         reusable: per row, the prompt tokens whose keys and values are in their slots already.
-        lengths: tokens per row; rows that a call has not asked for hold one.
+        lengths: tokens per row; padding rows hold one.
     """
 
     session: Session

@@ -27,7 +27,7 @@ def step(batch: Steps, watch: Watch | None = None) -> StepOutput:
     """One step of all rows of `batch`, each of which accepts its own number of draft tokens.
 
     Args:
-        watch: None where the host must not look: while a step is recorded.
+        watch: None while a step is recorded: then the host must not read the device.
     """
     watch = watch or UNWATCHED
     draft = batch.propose()
@@ -55,12 +55,12 @@ def forward_verify_commit(parts: Parts, draft: Draft, block: NodeBlock, rows: Ro
 
 @dataclass(frozen=True)
 class Parts:
-    """What :func:`forward_verify_commit` is made of, chosen once for the steps of a batch (:mod:`~decoders.engine.decode.rules`).
+    """The parts of :func:`forward_verify_commit`, chosen once for the steps of a batch (:mod:`~decoders.engine.decode.rules`).
 
     Attributes:
-        forward: gives the nodes ``[B, N]`` of a block and the target's results for them.
-        verify: says which nodes are accepted.
-        commit: moves their keys and values into place and appends their tokens.
+        forward: returns the nodes ``[B, N]`` of a block and the target's results for them.
+        verify: decides which nodes are accepted.
+        commit: moves the accepted path's keys and values into place and appends its tokens.
     """
 
     forward: Callable[[NodeBlock, Rows], tuple[Tensor, ForwardResult]]
@@ -69,7 +69,7 @@ class Parts:
 
 
 class Steps(Protocol):
-    """What makes steps: the rows of a target (:class:`~decoders.engine.decode.batch.Batch`) or those of a draft model."""
+    """Rows that can be stepped: a target's (:class:`~decoders.engine.decode.batch.Batch`) or a draft model's."""
 
     @property
     def rows(self) -> Rows: ...
@@ -80,27 +80,27 @@ class Steps(Protocol):
 
     def propose(self) -> Draft: ...
     def block_of(self, draft: Draft) -> NodeBlock:
-        """A checked draft as the core wants it."""
+        """The draft, checked and padded to a block."""
         ...
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """`block` with what the grammars allow after each node, and without the draft tokens that they forbid."""
+        """`block` with the grammars' masks after each node, and without the draft tokens that they forbid."""
         ...
 
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Grammars, and states that cannot be cut back, follow what was committed. outcome: as the host knows it, if it does."""
+        """Moves grammars and recurrent states on to what was committed. outcome: None where the host has not read it."""
         ...
 
     def observe(self, out: StepOutput) -> None: ...
 
 
 class Watch:
-    """Is told when a phase of a step is over. This one does nothing."""
+    """Called when each phase of a step is over. This base class does nothing."""
 
     def proposed(self) -> None: ...
     def masked(self) -> None: ...
     def committed(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome | None:
-        """Returns what the host knows of the step, after stopping criteria had their say; `out` and the rows are changed alike."""
+        """Returns the step's outcome as read by the host, after stopping criteria; what they cut is cut in `out` and the rows, too."""
 
     def settled(self) -> None: ...
     def observed(self, out: StepOutput, outcome: Outcome | None) -> None: ...

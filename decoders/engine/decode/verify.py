@@ -1,4 +1,4 @@
-"""How much of a block is kept, by the target's own choices or by a draw from what a verifier allows, and how rows are continued."""
+"""Which path of a block is accepted, by the target's own choices or a draw from outcomes, and how its tokens are appended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, first_be
 from ...tree import TreeTensors
 from ...verifiers.verifier import Outcomes
 
-# In place of a position, which is never negative: the two draws of a step and the draft's own noise stay independent.
+# Used as positions, which are never negative, so that the two draws of a step are independent of the draft's noise.
 _END_NODE = -1
 _NEXT_TOKEN = -2
 #: How far the sum of a verifier's probabilities may be from 1.
@@ -21,7 +21,7 @@ SUM_TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of a block of ``N`` nodes.
+    """The accepted path of a block of ``N`` nodes.
 
     Attributes:
         path: ``[B, N]`` int64; entry ``d`` is the accepted node at depth ``d`` (0 is the root). Entries past the
@@ -35,12 +35,12 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was decided about a block.
+    """The decision about a block.
 
     Attributes:
         chosen: ``[B, N]`` int64, the token after each node.
-        scores: ``[B, N, V]``, the processed ones, if the plan keeps them.
-        acceptance: the accepted path; None is that which matches the choices.
+        scores: ``[B, N, V]``, processed scores, if the plan keeps them.
+        acceptance: the accepted path; None for the path that matches `chosen`.
         most: ``[B]`` int64, how many tokens each row may commit, if that is limited.
     """
 
@@ -51,13 +51,13 @@ class Verdict:
 
 
 def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
-    """Finds the deepest node all of whose path the target would have produced itself.
+    """The longest path whose tokens are all the target's own choices.
 
     Exact for greedy and for sampling with position-keyed noise (Daliri et al. 2024, "Coupling without Communication
     and Drafter-Invariant Speculative Decoding"): the target's choice at a position does not depend on the draft.
 
     Args:
-        nodes: ``[B, N]`` int64, proposed tokens; node 0 is the last committed one, ``-1`` marks "no proposal".
+        nodes: ``[B, N]`` int64; node 0 is the last committed token, others are draft tokens, ``-1`` marks "no draft token".
         chosen: ``[B, N]`` int64, the target's token after each node.
     """
     n = nodes.shape[1]
@@ -72,24 +72,24 @@ def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptan
 
 
 def step_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """``[B]`` int64 keys for the draws of one step, from the rows' keys ``[B]`` and the tokens ``[B]`` they have so far.
+    """``[B]`` int64 keys for the draws of one step, from the rows' keys ``[B]`` and their lengths ``[B]``.
 
-    A step always adds a token, so no two steps of a row share a key; nor does a step share one with the row.
+    Every step adds a token, so no two steps of a row have the same key, and none has the row's own.
     """
     return mix64(mix64(keys) + positions)
 
 
 def draw(nodes: Tensor, tree: TreeTensors, outcomes: Outcomes, keys: Tensor) -> tuple[Acceptance, Tensor, Tensor]:
-    """Draws what comes out of a step from the outcome distribution that a verifier gave.
+    """Draws the accepted path and the next token from a verifier's outcome distribution.
 
     Args:
-        nodes: ``[B, N]`` int64, as verified. A node without a draft token is never accepted, whatever a plug-in says.
+        nodes: ``[B, N]`` int64, as verified. A node without a draft token is never accepted, even if `outcomes` allows it.
         outcomes: the outcome distribution.
         keys: ``[B]`` int64, a key per row *and step* (:func:`step_keys`): equal keys give equal draws.
 
     Returns:
-        the accepted path, the token after it ``[B]`` int64, and whether that could be drawn at all, ``[B]`` bool:
-        not where probabilities are negative, infinite or missing.
+        the accepted path, the token after it ``[B]`` int64, and whether the distribution was valid, ``[B]`` bool:
+        not where probabilities are negative, infinite or do not sum to 1.
     """
     n = nodes.shape[1]
     index = torch.arange(n, device=nodes.device)
@@ -146,7 +146,7 @@ def settle(
     nodes: Tensor, chosen: Tensor, tree: TreeTensors, tokens: Tensor, length: Tensor, limit: Tensor, finished: Tensor,
     stop_tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Accepts the path that matches the choices and appends its tokens: path, new tokens and summary of the step."""
+    """Accepts the path that matches `chosen` and appends its tokens; returns path, new tokens and summary of the step."""
     acceptance = follow_matches(nodes, chosen, tree)
     return acceptance.path, *append(nodes, chosen, tree, acceptance, tokens, length, limit, finished, stop_tokens)
 
@@ -166,7 +166,7 @@ def append(
     room = torch.where(finished, 0, limit - length)
     if most is not None:
         room = torch.minimum(room, most)
-    candidate = tree.ancestors[:, 1:, 0]  # a lookahead window is not drafted: it can never be accepted
+    candidate = tree.ancestors[:, 1:, 0]  # a lookahead window can never be accepted: it does not count as drafted
     drafted = torch.where(finished, 0, ((nodes[:, 1:] >= 0) & candidate).sum(-1))
     emitted = torch.minimum(acceptance.depth + 1, room)
     is_stop = (new[:, :, None] == stop_tokens[..., None, :]).any(-1) & (index < emitted[:, None])

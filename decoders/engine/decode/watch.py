@@ -1,4 +1,4 @@
-"""What watches the steps of a batch: clocks, cost accounts, stopping criteria, reports and streams."""
+"""The observers of a batch's steps: clocks, cost accounts, stopping criteria, reports and streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from ...report import Stopwatch, TracedStep
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
-from ..model.buckets import round_up
 from ..model.invariance import branch_length
 from .batch import Batch
 from .core import StepOutput
@@ -19,7 +18,7 @@ from .step import Watch
 
 
 class StepWatch(Watch):
-    """Follows one step of a batch; made as the step begins."""
+    """Watches one step of a batch; created when the step begins."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.report = batch, batch.report
@@ -62,7 +61,7 @@ class StepWatch(Watch):
             batch.book_replay(self._drafting + core)
         if batch.prompt_left and not report.steps:
             report.prefill_steps = 1
-            self.timings.prefill += core  # says nothing of what nodes cost
+            self.timings.prefill += core  # not a measure of what nodes cost
         else:
             self._learn_cost(core, draft, block, outcome)
         if batch.worth is not None:
@@ -98,7 +97,7 @@ class StepWatch(Watch):
         assert outcome is not None
         book(batch, outcome, out)
         if batch.target.multiple > 1:
-            batch.pending = round_up(branch_length(out.path, outcome.emitted), batch.target.multiple)
+            batch.pending = batch.rerun(branch_length(out.path, outcome.emitted))
         timings.host += self._stopwatch.next()
         if batch.shared:
             spent = timings.since(self._before)
@@ -106,7 +105,7 @@ class StepWatch(Watch):
                 member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
 
     def _follow_drafters(self, draft: Draft, block: NodeBlock, out: StepOutput, outcome: Outcome) -> None:
-        """Notes who drafted what was accepted, where several have, and the whole tree for those who trace it."""
+        """Records which strategy drafted each accepted token, where several have, and the whole tree where it is traced."""
         traced = [(member, first) for member, first in self.batch.members if member.request.runtime.trace]
         if draft.drafters is None and not traced:
             return
@@ -134,10 +133,10 @@ class StepWatch(Watch):
                 member.report.written.steps[row - first].append(traced_step)
 
     def _learn_cost(self, core: float, draft: Draft, block: NodeBlock, outcome: Outcome) -> None:
-        """Books the `core` seconds of the step, and lets what weighs costs learn from them."""
+        """Books the `core` seconds of the step, and shows them to the cost models."""
         batch, timings = self.batch, self.timings
         nodes = block.draft_tokens.shape[1] + 1 + block.text.length
-        if block.piece is not None:  # says nothing of what nodes cost
+        if block.piece is not None:  # not a measure of what nodes cost
             read = block.piece.tokens.shape[1]
             batch.piece_seconds = core * read / (read + nodes * batch.width)
             timings.core += core - batch.piece_seconds
@@ -148,7 +147,9 @@ class StepWatch(Watch):
         worth, costs = batch.worth, batch.resources.costs
         if worth is None and costs is None:
             return
-        if batch.session.recordings is not None and not self._replayed:  # the next steps of this size will be
+        if (
+            batch.session.recordings is not None and not self._replayed
+        ):  # later steps of this size are replayed, and faster
             return
         agreed = batch.target.ranks.first_number
         seconds = agreed(core)
@@ -160,7 +161,7 @@ class StepWatch(Watch):
 
 
 def book(batch: Batch, outcome: Outcome, out: StepOutput | None) -> None:
-    """Adds a step to the outputs of the requests, and tells their streamers and observers. out: needed for logits and scores only."""
+    """Adds a step to the outputs of the requests, and calls their streamers and observers. out: needed for logits and scores only."""
     batch.where = "streamer"
     if batch.shared:
         batch.report.steps += 1  # otherwise its only request counts them

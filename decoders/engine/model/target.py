@@ -196,6 +196,10 @@ class Target:
         self.kinds = kinds
         attention.tell_kinds(self.model, kinds, self._kind_of_layer)
 
+    def kind_of(self, layer: int) -> attention.LayerKind:
+        """How far a decoder layer looks back."""
+        return self.kinds[self._kind_of_layer[layer]]
+
     def _attend_by(self, attends: Literal["sdpa", "triton"]) -> None:
         self.attends = attends
         self.model.set_attn_implementation(kernel.NAME if attends == "triton" else attention.NAME)

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -235,42 +235,69 @@ def _pause() -> Callable[[int], int] | None:
 
 
 class CallLock:
-    """A re-entrant lock. In a child made by ``os.fork`` it is free: the thread that held it exists in the parent only."""
+    """A re-entrant lock. Who waits gets it in the order of arrival, but for those that go first.
+
+    It is passed on: a thread that gives it back and wants it again waits behind the others. In a child made by ``os.fork`` it is
+    free: the thread that held it exists in the parent only.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._waiting: set[int] = set()
+        self.renew()
         _all.add(self)
 
-    def __enter__(self) -> CallLock:
-        if not self._lock.acquire(blocking=False):
-            me = threading.get_ident()
-            self._waiting.add(me)
+    def renew(self) -> None:
+        """Forgets who holds it and who waits."""
+        self._guard = threading.RLock()  # a finalizer may come here while its thread is here
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting: list[tuple[int, threading.Event]] = []
+
+    def acquire(self, first: bool = False) -> None:
+        """Waits until it is ours. first: before all that wait."""
+        me = threading.get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return
+        waiting = me, threading.Event()
+        with self._guard:
+            if self._owner is None:
+                self._owner, self._depth = me, 1
+                return
+            self._waiting.insert(0 if first else len(self._waiting), waiting)
+        try:
             release_threads()  # another thread decodes now
-            try:
-                self._lock.acquire()
-            finally:
-                self._waiting.discard(me)
+            waiting[1].wait()
+        except BaseException:  # Ctrl-C
+            with self._guard:
+                if waiting in self._waiting:
+                    self._waiting.remove(waiting)
+                else:
+                    self._pass_on()
+            raise
+
+    def release(self) -> None:
+        """Gives it back, as often as it was acquired."""
+        if self._owner != threading.get_ident():  # a child that was forked within a call has not acquired its new lock
+            return
+        if self._depth == 1 and self._waiting:
+            release_threads()
+        self._depth -= 1
+        if not self._depth:
+            with self._guard:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._owner, self._depth = None, 0
+        if self._waiting:
+            (self._owner, event), self._depth = self._waiting.pop(0), 1
+            event.set()
+
+    def __enter__(self) -> CallLock:
+        self.acquire()
         return self
 
-    def give_way(self, seconds: float = 0.05) -> None:
-        """Lets waiting threads have it first. A thread that takes it again and again calls this in between: it runs already, so it
-        would otherwise get the lock every time.
-        """
-        until = time.monotonic() + seconds
-        while self._waiting and time.monotonic() < until:
-            time.sleep(0.0002)
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._waiting:
-            release_threads()
-        with suppress(RuntimeError):  # a child that was forked within a call has not acquired its new lock
-            self._lock.release()
-
-    def renew(self) -> None:
-        """Forgets who holds it."""
-        self._lock = threading.RLock()
-        self._waiting = set()
+        self.release()
 
 
 _all: weakref.WeakSet[CallLock] = weakref.WeakSet()

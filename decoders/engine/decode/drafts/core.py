@@ -18,7 +18,7 @@ from ..rows import Rows
 
 
 class DraftCore(Core):
-    """Steps of a draft model over rows that another model decides about.
+    """Passes of a draft model, whose tokens another model verifies.
 
     A block starts with the row's last ``U`` committed tokens before the root, because their keys and values may be missing: the last
     token of a fully accepted draft was never run, and accepted nodes of a tree are in other slots. A few more tokens in a pass cost
@@ -26,10 +26,10 @@ class DraftCore(Core):
     then a block that would be too small is padded behind its root.
 
     Args:
-        vocab: size of the target's vocabulary. What the draft's head has beyond it is padding and never proposed.
+        vocab: size of the target's vocabulary. Entries of the draft's head beyond it are padding and never proposed.
         children: how many continuations :meth:`root`, :meth:`expand` and :meth:`advance` give per node, ``C``.
 
-    Where a grammar guides the rows, its masks come with every pass: one for each node that gets a continuation.
+    Grammar masks, where rows have grammars, are given to every pass: one for each node that gets a continuation.
     """
 
     def __init__(self, run: StepPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
@@ -56,9 +56,9 @@ class DraftCore(Core):
     def advance(
         self, rows: Rows, view: Tensor, draft_tokens: Tensor, tree: TreeTensors, pending: Tensor, masks: Masks | None = None
     ) -> tuple[StepOutput, Expansion]:  # fmt: skip
-        """As :meth:`Core.step`, with `pending` tokens before the root: the draft's own draft is verified and committed.
+        """Verifies and commits a block that was drafted for the draft model, with `pending` tokens before the root.
 
-        The expansion is that of all ``N`` nodes of the block; its best continuations are those chosen.
+        The expansion is that of all ``N`` nodes of the block; its best continuations are the chosen tokens.
         """
         u = pending.shape[0]
         base = rows.length - 1 - u
@@ -88,7 +88,7 @@ class DraftCore(Core):
         left = candidates(logits, self.plan, rows.sampling, positions, masks, self.children)
         if masks is None or not self.padding:
             return left.settled()
-        # A grammar may leave only tokens that the draft does not have; what it proposes then is never accepted.
+        # A grammar may leave only tokens outside the draft's vocabulary; its draft tokens are then never accepted.
         if host_reads(logits) and bool((left.scores.amax(-1) > float("-inf")).all()):
             return left.settled()
         return Candidates.whole(grammar_first(left.dense(), logits))

@@ -1,7 +1,7 @@
 """Counts of a draft model during a call: tokens that it has not read yet, passes, tokens and seconds.
 
-What steps decide is counted on the device, what Python runs on the host. Python runs while a step is recorded, when the device does
-nothing, and does not run in its replays. So the counts are told when a step is recorded and how often it was replayed.
+Accepted tokens are counted on the device, passes on the host. While a step is recorded Python runs and the device does nothing; in
+replays it is the other way round. So the counts must be told of recordings and replays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...model.buckets import node_bucket
 
 #: Fewest tokens that are run before the root: smaller sizes would get graphs of their own.
 MIN_PENDING = 2
-#: Longest stretch of accepted tokens per pass that a stage's histogram can hold.
+#: Most tokens per pass that a stage's histogram tells apart.
 LONGEST = 64
 
 
@@ -22,12 +22,12 @@ class DraftCounts:
     """Passes, tokens and seconds of a draft model.
 
     Args:
-        level: how many tokens are pending after a step that has accepted what was drafted.
+        level: how many tokens are pending after a fully accepted draft.
         static: whether passes have one of a few sizes.
-        shared: whether the model that verifies computes what is committed for the draft as well: none of it is read again.
+        shared: whether the draft uses the verifying model's slots, so that committed tokens are never read again.
 
     Attributes:
-        pending: committed tokens that are to be read, in the row that has most of them.
+        pending: committed tokens that the draft has not read yet, in the row that has most of them.
         tally: ``[3 + LONGEST]`` int64: tokens, accepted and drafted ones of its stage, and a histogram of tokens per pass.
         passes: forward passes.
         forward_seconds: spent in these.
@@ -44,7 +44,7 @@ class DraftCounts:
         self.forward_seconds = self.stage_seconds = 0.0
 
     def range(self, reach: int) -> Tensor:
-        """``[U]`` int64, 0 … U-1: an entry for each pending token, and some more. No row is longer than `reach`."""
+        """``[U]`` int64, 0 … U-1, at least one entry for each pending token. No row is longer than `reach`."""
         pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)
         if self.static and pending:  # with the last token they are a block
             pending = node_bucket(pending + 1) - 1
@@ -53,30 +53,30 @@ class DraftCounts:
         return self._ranges[pending]
 
     def accepted(self, summary: Tensor) -> None:
-        """Counts what a stage's step has decided. summary: as of a step's output."""
+        """Counts a stage's step. summary: as in :class:`~decoders.engine.decode.core.StepOutput`."""
         emitted = summary[0]
         self.tally[:3] += summary[:3].sum(1)
         self.tally[3:].scatter_add_(0, (emitted - 1).clamp(0, LONGEST - 1), (emitted > 0).long())
 
     def recording(self) -> None:
-        """A recording begins: Python runs, and the device does not."""
+        """A recording begins."""
         self._before = self.pending, self.passes
 
     def recorded(self, worked: bool) -> None:
-        """The recording is over, or has failed. What Python counted meanwhile is added by every replay."""
+        """The recording is over, or has failed. Every replay adds what was counted meanwhile."""
         pending, passes = self._before
         self._per_step, self.passes = self.passes - passes, passes
         if not worked:
             self.pending = pending
 
     def replayed(self, like: DraftCounts, steps: int) -> None:
-        """Counts `steps` replays of what `like` has recorded."""
+        """Counts `steps` replays of the round that the drafter of `like` has recorded."""
         self.passes += steps * like._per_step
         if steps:
             self.pending = like.pending
 
     def report(self, model: str, weights: str, drafter: str | None, stages: list[Stage]) -> Stage:
-        """Everything counted. Reads the device: not for use between steps."""
+        """The stage's report. Reads the device: not for use between steps."""
         tokens, accepted, drafted, *lengths = self.tally.tolist()
         while lengths and not lengths[-1]:
             lengths.pop()

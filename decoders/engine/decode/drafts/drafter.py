@@ -1,4 +1,4 @@
-"""A draft model during a call. Its rows hold the committed tokens, and its draft tokens behind them."""
+"""A draft model during a call. Its rows hold the committed tokens, followed by its draft tokens."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class ModelDrafter(Drafter):
 
     Args:
         batch: the target's.
-        above: the model that is drafted for: the target with its batch, or a draft model that has a drafter of its own.
-        stack: closed when the strategy ends; what is opened here is put on it.
+        above: the model that it drafts for: the target's batch, or another draft model.
+        stack: closed when the strategy ends, with everything opened here.
         context: of the strategy that drafts with it.
         model: the draft model, or a path to load it from.
         ahead: most nodes that a round writes behind the committed tokens; :meth:`advance` goes no further.
         children: see :class:`DraftCore`.
-        seldom: whether it may never draft at all; it then reads the prompts only when it first does.
+        seldom: whether the strategy may never use it; it then reads the prompts when it first drafts.
 
     Attributes:
-        proposed: nodes of the block that is verified next, its padding not counted; set by the batch or stage that verifies it.
+        proposed: nodes of the block that is verified next, without padding; set by the batch or stage that verifies it.
         reach: most committed tokens of a row, as far as the host knows.
-        counts: committed tokens that it has not run yet, passes, tokens and seconds.
-        inner: draft models of the strategy that drafts for it, if there is one (:mod:`.staged`).
+        counts: pending tokens, passes, tokens and seconds.
+        inner: draft models of the strategy that drafts for it, if any (:mod:`.staged`).
         drafted_by: name of that strategy.
     """
 
@@ -69,13 +69,13 @@ class ModelDrafter(Drafter):
                 f"{type(target.model).__name__} keeps recurrent states, which a draft model would have to take back whenever a "
                 "draft token is rejected: draft with a model that has attention only, or with a strategy without a draft model"
             )
-        # A verifier that is not coupled asks for the draft's distribution.
+        # Verifiers other than the coupled one need the draft's distribution.
         plan = replace(batch.request.plan, keep_scores=batch.verifier is not None and batch.request.plan.sample)
         self.core = DraftCore(self.engine.forward_pass, plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
         self.mask_token = getattr(target.model.config, "pard_token", None)
         self._tiers = self.engine.forward_pass.steady_tiers(batch.request.runtime.compile)
-        # How far a row may be drafted is set anew in every round, as its length is.
+        # A row's limit is set anew in every round, as its length is.
         slots = (above.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, batch.engine.target.layout
         shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
@@ -88,6 +88,11 @@ class ModelDrafter(Drafter):
                 self.session.reserve(above.longest + 2 * ahead)
         elif not batch.shared:  # for the length of the call
             request = batch.request
+            if any(bool((prompt < 0).any()) for prompt in request.prompts):
+                raise UnsupportedError(
+                    "a draft model reads the prompt itself, and the call names no tokens for part of it: pass all of the text as "
+                    "input_ids, the part in past_key_values as well, or take a strategy without a draft model"
+                )
             opened = stack.enter_context(
                 self.engine.sessions.open(
                     request.prompts, ahead, batch.rows.sampling, slots, request.runtime.reuse, shared=True
@@ -110,13 +115,13 @@ class ModelDrafter(Drafter):
             self._read_prompts()
 
     def _read_prompts(self) -> None:
-        """Runs the prompts, unless that has been done."""
+        """Runs the prompts, the first time only."""
         if self._unread is None:
             return
         opened, request, self._unread = self._unread, self.batch.request, None
         with self._running():
             self.session.prefill(opened.lengths, opened.reusable, request.runtime.prefill_chunk, self._prefill)
-        # Behind the prompts a draft's slots may hold other nodes than those accepted: they serve no other call.
+        # Behind the prompts the slots may hold rejected nodes, so only the prompts are kept for later calls.
         self.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in request.prompts])
 
     def rebatch(self, rows: Sequence[int], context: Context) -> None:
@@ -130,7 +135,7 @@ class ModelDrafter(Drafter):
         self._settle()
 
     def _settle(self) -> None:
-        """Resets what belongs to the rows: the guide, and how far they are."""
+        """Resets what belongs to the rows: the guide and their lengths."""
         self.guide: Guide | None = self.above.guide.ahead() if self.above.guide is not None else None
         self._begun = self.rows.length.clone()
         self.reach = max(map(len, self.batch.request.prompts))
@@ -161,7 +166,7 @@ class ModelDrafter(Drafter):
                 held = [(session, other, kept) for other, kept in enumerate(session.texts)]
                 reused = session.take_over({place: prompt}, held, salt) if request.runtime.reuse else [0]
                 session.prefill([len(text)], reused, request.runtime.prefill_chunk, self._prefill, first=place)
-                # Behind it a draft's slots may hold other nodes than those accepted.
+                # Behind the prompt the slots may later hold rejected nodes.
                 session.texts[place] = session.kept(place, prompt[:-1], salt)
         lengths = [len(text) for text in request.prompts]
         limits = [length + self.ahead for length in lengths]
@@ -169,7 +174,7 @@ class ModelDrafter(Drafter):
 
     @property
     def _prefill(self) -> Callable[..., None]:
-        """Reads a stretch of the prompts."""
+        """Reads a chunk of the prompts."""
         return partial(self.engine.forward_pass.prefill, recordings=self.session.recordings)
 
     @property
@@ -197,7 +202,7 @@ class ModelDrafter(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Memory of its cache and those of its drafter; the target's slots are the target's."""
+        """Memory of its cache and those of its drafters; slots shared with the target are not counted."""
         own = 0 if isinstance(self.session, SharedSlots) else self.rows.buffers.nbytes
         return own + sum(drafter.nbytes for drafter in self.inner)
 
@@ -210,9 +215,9 @@ class ModelDrafter(Drafter):
         self.reach = sequences.tokens.shape[1]
         if isinstance(self.session, SharedSlots):
             self.session.follow()
-            if host_reads(sequences.length):  # no more of the target's slots than are needed
+            if host_reads(sequences.length):  # only the slots that the rows use
                 self.reach = int(sequences.length.max())
-        if self.engine.target.static:  # the target's rows have room that they will not use
+        if self.engine.target.static:  # the target's rows may have more slots than these
             self.reach = min(self.reach, self.rows.slots)
         else:
             self.session.reserve(self.reach)  # a wide block may have given the target's rows more room
@@ -257,11 +262,11 @@ class ModelDrafter(Drafter):
         return torch.where(slots < self.length[:, None], tokens, -1)
 
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
-        if not self._drafting:  # the step went without this drafter: what it committed is pending beside what was
+        if not self._drafting:  # the step had no draft of this model: its tokens are pending as well
             self.fall_behind(int(step.emitted.max()) if host_reads(step.emitted) else step.nodes.shape[1])
             return
         self._drafting = False
-        # Fewer nodes than its own: a node budget has cut them, so there are others.
+        # Another number of nodes than its own: the draft was merged with others, or cut by a node budget.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
@@ -272,34 +277,32 @@ class ModelDrafter(Drafter):
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
-        """The model that this one drafts for has committed so many tokens that this one did not draft."""
+        """Adds pending tokens: so many were committed that this model did not draft."""
         self.counts.pending += tokens
         for drafter in self.inner:
             drafter.fall_behind(tokens)
 
     @property
     def room(self) -> int:
-        """How many committed tokens a row may have for a round as deep as the deepest so far to fit its slots."""
+        """Most committed tokens of a row for which a round as deep as the deepest so far fits its slots."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
     def static_parts(self) -> dict[str, Any]:
-        """What a recorded round reads and writes besides the session's tensors
-        (:mod:`~decoders.engine.model.static_inputs`).
-        """
+        """What a recorded round reads and writes besides the session (:mod:`~decoders.engine.model.static_inputs`)."""
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
             level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
         )  # fmt: skip
 
     def recording(self) -> None:
-        """A recording of a round begins: Python runs, and the device does not."""
+        """A recording of a round begins."""
         self.counts.recording()
         for drafter in self.inner:
             drafter.recording()
 
     def recorded(self, worked: bool) -> None:
-        """The recording is over, or has failed; the device has run nothing."""
+        """The recording is over, or has failed."""
         self.counts.recorded(worked)
         for drafter in self.inner:
             drafter.recorded(worked)
@@ -318,27 +321,27 @@ class ModelDrafter(Drafter):
         return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
 
     def book_replay(self, seconds: float) -> None:
-        """Books the time of a replayed step that may hold its passes."""
+        """Books the time of a replayed step that may contain its passes."""
         with self._running():
             self.engine.forward_pass.book_replay(seconds, len(self.rows.length))
 
     def report(self) -> Stage:
-        """What it did in this call. Reads the device: not for use between steps."""
+        """The report on its part in this call. Reads the device: not for use between steps."""
         weights = self.engine.precision.weights or "keep"
         return self.counts.report(self._name, weights, self.drafted_by, [drafter.report() for drafter in self.inner])
 
     @property
     def outdated(self) -> bool:
-        """Whether more has been compiled since it began, of it or of a model that drafts for it."""
+        """Whether more of it, or of a model that drafts for it, was compiled since it began."""
         own = self.engine.forward_pass.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """Surrounds a pass of the draft model: other calls and lanes may use the model too, with other settings and reports."""
+        """Surrounds a pass with this call's settings and report: other calls and lanes may use the model with theirs."""
         return self.engine.forward_pass.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
-        """A method of the core, as a replay where that was recorded."""
+        """Runs a method of the core, as a replay where it was recorded."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
@@ -353,18 +356,18 @@ class ModelDrafter(Drafter):
         return result
 
     def _masks(self) -> tuple[Masks, ...]:
-        """What may follow the rows' last tokens, if rows have grammars."""
+        """Masks of what may follow the rows' last tokens; empty without grammars."""
         return (self.guide.end(),) if self.guide is not None else ()
 
     def _expanded(self, nodes: Tensor, tree: TreeTensors) -> tuple[Masks, ...]:
-        """What may follow `nodes`, the last of `tree`."""
+        """Masks of what may follow `nodes`, the last of `tree`; empty without grammars."""
         if self.guide is None:
             return ()
         before = len(tree) - nodes.shape[1]
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
-        """The view and the sequences that cover a block of so many nodes behind the tokens written so far in this round."""
+        """The view and the sequences for a block of so many nodes behind the tokens drafted so far in this round."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.longest + nodes

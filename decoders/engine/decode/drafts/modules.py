@@ -1,4 +1,4 @@
-"""Networks that draft and are not language models: packed, with a slot cache and tree masks, as a draft model has them."""
+"""Drafting networks that are no language models: packed, with a slot cache and tree masks as a draft model has them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ...model.weights.twin import share_weights
 
 
 class ModuleTwin:
-    """A private copy of a module over the same weights, its matrices packed and its attention ours.
+    """A private copy of a module that shares its weights, with packed matrices and our attention.
 
     Args:
-        example: what it reads of one node, ``[1, 1, …]`` each.
+        example: its inputs for one node, ``[1, 1, …]`` each.
 
     Attributes:
         layout: what its attention layers store.
@@ -104,7 +104,7 @@ class SlotPasses(ModulePasses):
         compile: ``Context.compile``.
 
     Attributes:
-        on_device: whether the drafter never waits for the device, so that its steps can be recorded.
+        on_device: whether the strategy never waits for the device, so that its steps can be recorded.
     """
 
     on_device = True
@@ -154,7 +154,7 @@ class SlotPasses(ModulePasses):
         count = inputs[0].shape[1]
         tree = causal_block(self.rows, count, base.device) if tree is None else tree
         view = self._range
-        if devices.host_reads(base):  # elsewhere to look would be to wait
+        if devices.host_reads(base):  # elsewhere reading it would be a sync
             end = int(base.max()) + tree.offsets.shape[1]
             self.reserve(end)
             view = self._range[: view_bucket(max(end, 1))]
@@ -167,7 +167,7 @@ class SlotPasses(ModulePasses):
 
 
 def _configs(module: nn.Module) -> list[PreTrainedConfig]:
-    """The configs that parts of a tree hold, each once, in the order of the parts."""
+    """The configs that the module's parts hold, each once, in order."""
     configs = [
         value for part in module.modules() for value in vars(part).values() if isinstance(value, PreTrainedConfig)
     ]

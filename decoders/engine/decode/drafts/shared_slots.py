@@ -1,4 +1,4 @@
-"""Rows of a draft that is cut out of its target: their keys and values are in the target's own slots."""
+"""Rows of a draft made of the target's first layers, whose keys and values are in the target's own slots."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..session import Session
 class SharedSlots(Session):
     """Rows with tokens and lengths of their own, and with the keys and values of another session's first layers.
 
-    Those of committed tokens are there already, as the target has computed them with the same weights. A draft writes only from the
-    root on. The target's pass over the block overwrites that, and nothing reads the slots behind the block.
+    Keys and values of committed tokens are there already: the target has computed them with the same weights. A draft writes only
+    from the root on. The target's pass over the block overwrites that, and nothing reads the slots behind the block.
 
     Args:
         target: the first layers.
@@ -30,7 +30,7 @@ class SharedSlots(Session):
 
     @staticmethod
     def of(target: Target, owner: Session) -> SharedSlots:
-        """The rows that belong to `owner`, the same object in every call, because recorded steps use its tensors."""
+        """The rows that share the slots of `owner`: the same object in every call, because recorded steps use its tensors."""
         layers = len(target.layout)
         known = owner.shared.get(layers)
         if not isinstance(known, SharedSlots) or known.target is not target:
@@ -39,13 +39,13 @@ class SharedSlots(Session):
         return known
 
     def restart(self) -> None:
-        """Copies the texts of the target's rows, which have changed."""
+        """Copies the texts of the target's rows after they have changed."""
         self.follow()
         for own, theirs in ((self.rows.tokens, self.owner.rows.tokens), (self.rows.length, self.owner.rows.length)):
             own.copy_(theirs)
 
     def follow(self) -> None:
-        """Adapts to the target's rows where these were replaced or have got more room."""
+        """Adapts to the target's rows after they were replaced or enlarged."""
         theirs = self.owner.rows
         if theirs is self._followed:
             return
@@ -74,7 +74,7 @@ class SharedSlots(Session):
 
 
 def fits(layout: list[LayerSpec], owner: list[LayerSpec]) -> bool:
-    """Whether layers of `layout` can keep their keys and values where the first ones of `owner` keep theirs."""
+    """Whether layers of `layout` store keys and values in the same format as the first layers of `owner`."""
 
     def shape(spec: LayerSpec) -> tuple:
         return spec.key_heads, spec.key_dim, spec.value_heads, spec.value_dim, spec.dtype, spec.device

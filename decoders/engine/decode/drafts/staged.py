@@ -1,4 +1,4 @@
-"""A draft model for which a strategy drafts: to that strategy it is the target, and its blocks are verified by the loop's own step."""
+"""A draft model with a strategy that drafts for it, as for a target; its blocks are verified by the loop's own step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StagedDrafter(ModelDrafter):
         batch, above, stack, context, model, ahead, children: as of :class:`ModelDrafter`.
 
     Raises:
-        UnsupportedError: the strategy reads what only the target's passes hand out.
+        UnsupportedError: the strategy reads hidden states or prompts, which only the target's passes return.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StagedDrafter(ModelDrafter):
         context = replace(
             outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
             compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
-            costs=no_costs, memory=no_memory, decoder_layers=0,
+            costs=no_costs, memory=no_memory, texts=None, decoder_layers=0,
         )  # fmt: skip
         return replace(context, draft=context_draft(self.batch, self, self.stack, context, self.inner))
 
@@ -121,7 +121,7 @@ class DraftStage:
         return self.drafter.rows
 
     def propose(self) -> Draft:
-        """What the strategy drafts behind the tokens that the draft model has written so far."""
+        """The strategy's draft behind the tokens that the draft model has written so far."""
         sequences = self.drafter.covering(0)[1]
         with untouched("propose", self.strategy, sequences):
             draft = self.strategy.propose(self.state, sequences)
@@ -138,11 +138,11 @@ class DraftStage:
         if self.drafter.guide is None:
             return block
         draft_tokens, masks = self.drafter.guide.block(block.draft_tokens, draft.topology, draft.levels)
-        # Replacements are for what the target draws: the draft model may not have their tokens.
+        # Replacements apply to the target's tokens: the draft model's vocabulary may lack them.
         return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
 
     def decide(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """The draft's own :meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
+        """:meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
         pending = self.drafter.counts.range(self.drafter.reach)
         out, self.expansion = self.drafter.run(
             "advance", block.view, block.draft_tokens, block.tree, pending, block.masks
@@ -183,7 +183,7 @@ class StageWatch(Watch):
 def context_draft(
     batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
-    """``Context.draft`` for the strategy that gets `context` and drafts for `above`; what it opens is listed in `opened`."""
+    """``Context.draft`` for the strategy that gets `context` and drafts for `above`; opened draft models are added to `opened`."""
 
     def draft(
         model: PreTrainedModel | str,

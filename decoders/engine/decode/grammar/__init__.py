@@ -1,1 +1,1 @@
-"""Where the rows of a call stand in their grammars, and which tokens may follow each node of a block."""
+"""Guides: the positions of a call's rows in their grammars, and which tokens may follow each node of a block."""

@@ -1,4 +1,4 @@
-"""The positions of rows in tabulated grammars, kept on the device. Nothing here waits for it, so whole steps can be recorded."""
+"""The guide on the device, for tabulated grammars. Nothing here waits for the device, so whole steps can be recorded."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .guide import MASK_MISMATCH, Guide
 from .history import DeviceHistory, spell
 from .host_guide import HostGuide
 
-#: Position that nothing leads out of: after an illegal token.
+#: Position after an illegal token; it is never left.
 DEAD = 0
 
 
 @dataclass(frozen=True)
 class DeviceAutomaton:
-    """The grammars of a call as one table. A position is where a state's entries begin in it.
+    """The grammars of a call as one transition table. A position is the index at which a state's entries begin.
 
     Attributes:
-        entries: 1-D int64; of every state its number, then the position that each column leads to.
-        free: position of rows that may write anything: every column leads back to it.
+        entries: 1-D int64; for every state its number, then the position that each column leads to.
+        free: position of rows without a grammar: every column leads back to it.
         first: ``[B]`` int64, position of the empty text of each row.
         columns: ``[G, V]`` int64, column of each token, counted from the state's position.
-        grammar: ``[B]`` int64, each row's grammar of the ``G``.
+        grammar: ``[B]`` int64, index of each row's grammar.
         mask_of: ``[S]`` int64, row of `masks` of each state.
         masks: ``[R, W]`` int32; dead and free states allow all.
-        tables: the grammars and their own tables, in the order of their states; the first two states are dead and free.
+        tables: the grammars and their own tables, in the order of their states, which follow the dead and the free state.
     """
 
     entries: Tensor
@@ -59,7 +59,7 @@ class DeviceAutomaton:
         if len(tabulated) < len(tables):
             return None
         wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
-        free = wide  # behind the entries of the dead state, which is wide enough for every column
+        free = wide  # behind the entries of the dead state, which has as many columns as the widest grammar
         entries = [torch.zeros(wide, dtype=torch.int64), torch.full((wide,), free)]
         entries[1][0] = 1
         columns = [torch.ones(vocabulary, dtype=torch.int64)]
@@ -83,12 +83,12 @@ class DeviceAutomaton:
         return DeviceAutomaton(entry, free, first, stacked, grammar_of, mask, words, tabulated)
 
     def column(self, tokens: Tensor) -> Tensor:
-        """Columns of tokens ``[B, n]``; those of negative ones mean nothing."""
+        """Columns of tokens ``[B, n]``, arbitrary for negative tokens."""
         return self.columns[self.grammar[:, None], tokens.clamp(min=0)]
 
     @cached_property
     def forced(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``room``, ``byte`` and ``canonical`` of every state, as :func:`~decoders.engine.decode.grammar.history.spell` wants them."""
+        """``room``, ``byte`` and ``canonical`` of every state, for :func:`~decoders.engine.decode.grammar.history.spell`."""
         nothing = torch.tensor([[0, -1, -1]] * 2)
         parts = [table.forced(grammar) for grammar, table in self.tables]
         room, byte, canonical = torch.cat([nothing, *parts]).to(self.entries.device).unbind(1)
@@ -128,7 +128,7 @@ class DeviceGuide(Guide):
         return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
 
     def static_parts(self) -> dict[str, Any]:
-        """What differs from call to call; tables that calls share must not be written to."""
+        """What differs between calls; tables that calls share must not be written to."""
         automaton, history = self.automaton, self._history
         spelling = vars(automaton).get("forced") if history is not None else None
         return dict(
@@ -155,11 +155,11 @@ class DeviceGuide(Guide):
             tree = tree.tensors(len(draft_tokens), draft_tokens.device)
         tokens = torch.nn.functional.pad(draft_tokens, (1, 0), value=-1)  # the root has none
         drafted = tree.candidates & (tokens >= 0)
-        column, still = automaton.column(tokens), self._still(len(tree))
-        reached = still
+        column, roots = automaton.column(tokens), self._roots(len(tree))
+        reached = roots
         for _ in range(len(tree) - 1 if depth is None else depth):
             after = automaton.entries[reached.gather(1, tree.parents) + column]
-            reached = torch.where(drafted, after, still)
+            reached = torch.where(drafted, after, roots)
         self._nodes = reached
         return torch.where(drafted & (reached == DEAD), -1, tokens)[:, 1:], self._masks(reached)
 
@@ -170,7 +170,7 @@ class DeviceGuide(Guide):
     def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
         above = self._nodes[:, :before]
         after = self.automaton.entries[above.gather(1, parents) + self.automaton.column(tokens)]
-        new = torch.where(tokens >= 0, after, self._still(tokens.shape[1] + 1)[:, 1:])
+        new = torch.where(tokens >= 0, after, self._roots(tokens.shape[1] + 1)[:, 1:])
         self._nodes = torch.cat([above, new], dim=1)
         return self._masks(new)
 
@@ -214,8 +214,8 @@ class DeviceGuide(Guide):
             self._history.read(sequences)
             _ = self.automaton.forced
 
-    def _still(self, nodes: int) -> Tensor:
-        """``[B, nodes]``: where the rows stand, and nowhere; free rows are free everywhere."""
+    def _roots(self, nodes: int) -> Tensor:
+        """``[B, nodes]``: the rows' positions at node 0, dead at the others; rows without a grammar are free at all nodes."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 
@@ -234,7 +234,7 @@ def guide_of(
     """A guide on the device if steps can be recorded there and all grammars have tables, else one on the host.
 
     Args:
-        static: whether sizes are static on the device; by default that of the device.
+        static: whether sizes are static; by default as usual on `device`.
     """
     static = devices.static_shapes(device) if static is None else static
     on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None

@@ -1,6 +1,6 @@
-"""Where every row of a call stands in its grammar, and which tokens may follow each node of a block.
+"""The contract of guides, which track each row's position in its grammar and mask the tokens after each node of a block.
 
-On the host (:mod:`~decoders.engine.decode.grammar.host_guide`) every grammar can be walked; on the device
+The host guide (:mod:`~decoders.engine.decode.grammar.host_guide`) walks any grammar, the device guide
 (:mod:`~decoders.engine.decode.grammar.device_guide`) those that are tables.
 """
 
@@ -16,17 +16,17 @@ from ....tree import Topology, TreeTensors
 from ..core import StepOutput
 from ..criteria import Outcome
 
-#: Masks make it impossible to leave a grammar; a backend may be wrong.
+#: Masks keep rows within their grammars, unless a backend is wrong.
 MASK_MISMATCH = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
 #: A text that may not go on may at least end.
 NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a stop token: a defect of the backend"
 
 
 class Guide(ABC):
-    """Rows in their grammars, for one model of a call: the target, or a draft model that writes ahead of it.
+    """The rows' positions in their grammars, for one model of a call: the target, or a draft model that writes ahead of it.
 
     Attributes:
-        on_device: whether nothing here waits for the device, so that a whole step can be recorded.
+        on_device: whether no method waits for the device, so that a whole step can be recorded.
     """
 
     on_device: bool
@@ -47,8 +47,8 @@ class Guide(ABC):
 
         Args:
             draft_tokens: ``[B, N-1]`` int64.
-            shape: who continues whom; it may have fewer nodes than the block.
-            depth: bound of the tree's depth, if one is known. A guide on the device walks so far; the host sees for itself.
+            shape: the tree; it may have fewer nodes than the block.
+            depth: upper bound of the tree's depth, if known: as many levels are walked on the device. The host does not need it.
 
         Returns:
             the draft tokens, with -1 for those that are illegal after their parent, and masks for ``N`` nodes.
@@ -56,7 +56,7 @@ class Guide(ABC):
 
     @abstractmethod
     def end(self) -> Masks:
-        """What may follow every row, ``N`` is 1. The rows' ends become the roots of trees that :meth:`expand` continues."""
+        """What may follow every row, ``N`` is 1. The rows' last tokens become the roots of trees that :meth:`expand` continues."""
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
@@ -64,13 +64,13 @@ class Guide(ABC):
 
         Args:
             tokens: ``[B, Q]`` int64.
-            parents: ``[B, Q]`` int64, nodes in order of expansion, 0 is the root; all of them are among the nodes before.
-            before: how many nodes there are already, the root included; any more are forgotten.
+            parents: ``[B, Q]`` int64, indices of earlier nodes in order of expansion; 0 is the root.
+            before: how many earlier nodes there are, the root included; any further ones are forgotten.
         """
 
     @abstractmethod
     def append(self, tokens: Tensor) -> None:
-        """Every row has got one more token, ``[B]``."""
+        """Appends one token to every row, ``[B]``."""
 
     @abstractmethod
     def accept(self, out: StepOutput) -> None:
@@ -82,10 +82,10 @@ class Guide(ABC):
 
         Args:
             ended: ``[B]`` bool, the rows that have ended.
-            outcome: the step as the host knows it, if it does.
+            outcome: the step as read by the host; None where it was not read.
 
         Raises:
-            GrammarError: a row has left its grammar; on the device :meth:`check` says so.
+            GrammarError: a row has left its grammar; on the device :meth:`check` raises it.
         """
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Guide(ABC):
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """``[B, K]`` int64, tokens of the bytes that must come next, -1 behind the last one; ``K`` is at most `limit`.
 
-        Where several tokens would do, as each row has spelled such text before
+        The bytes are split into tokens as each row has spelled such text before
         (:mod:`~decoders.engine.decode.grammar.history`). The last bytes are left out where a row has no history of them and
         the tokenizer might join them with what follows.
 

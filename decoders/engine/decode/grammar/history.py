@@ -1,7 +1,7 @@
-"""The spelling of rows: bytes that a grammar forces are proposed in the tokens that the row wrote such text with before.
+"""How rows split text into tokens, learnt from what they wrote, to propose tokens for the bytes that a grammar forces.
 
-Forced bytes are not forced tokens, and the target need not split them as the tokenizer does, but it tends to repeat itself. At each
-place the token is proposed that last followed the same token, else the last that began with the same byte, else the tokenizer's own.
+Forced bytes do not determine tokens: the target need not split them as the tokenizer does, but it tends to repeat itself. The
+proposed token is the one that last followed the same token, else the last one that began with the same byte, else the tokenizer's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from ....constraints import Policy, Vocabulary
 from ....strategy import Sequences
 
-#: Last tokens of a row that are read before every proposal, more than a step writes: a draft model's tokens may have been taken back
-#: since. Later tokens count more. The first time the whole text is read.
+#: Last tokens of a row that are read again before every proposal, more than a step writes: a draft model's tokens may have been
+#: rejected since. Later tokens count more. The first time the whole text is read.
 WINDOW = 64
 
 
@@ -42,7 +42,7 @@ class HostHistory:
         before, canonical = self.last, list[int]()  # what is left of the tokenizer's own spelling
         while forced and len(run) < limit:
             token = self._learnt(before, forced, vocabulary)
-            if policy == "canonical":  # there all others are illegal
+            if policy == "canonical":  # no other token is legal
                 canonical = vocabulary.canonical(forced)
                 token = canonical[0] if canonical else token
             elif token is None:
@@ -66,8 +66,8 @@ class DeviceHistory:
     """How all rows spell, on the device.
 
     Attributes:
-        after: ``[B, V]`` int64, ``time * V + token`` of what followed each token last; -1 for nothing.
-        begun: ``[B, 257]``, the same of what began with each byte; the last column is that of tokens without text.
+        after: ``[B, V]`` int64, ``time * V + token`` of the token that last followed each token; -1 for none.
+        begun: ``[B, 257]``, the same for the token that last began with each byte; the last column is for tokens without text.
         sizes: ``[V]`` int64, bytes of each token.
         leads: ``[V]`` int64, first byte of each; 256 without text.
         time: int64, how many tokens have been read.
@@ -84,7 +84,7 @@ class DeviceHistory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What has been learnt, and what is known of the vocabulary."""
+        """What was learnt, and the vocabulary's sizes and first bytes."""
         return self.after, self.begun, self.time, self.sizes, self.leads
 
     def read(self, sequences: Sequences) -> None:
@@ -95,7 +95,7 @@ class DeviceHistory:
         position = length - window + index
         slot = position.clamp(0, tokens.shape[1] - 1)
         new, before = tokens.gather(1, slot), tokens.gather(1, (slot - 1).clamp(min=0))
-        # The latest of equal ones is the largest, in whatever order they are written.
+        # The latest token has the largest value, in whatever order a scatter writes them.
         worth = torch.where(position >= 1, (self.time + index) * self.after.shape[1] + new, -1)
         self.after.scatter_reduce_(1, before, worth, "amax")
         self.begun.scatter_reduce_(1, self.leads[new], worth, "amax")
@@ -106,10 +106,10 @@ def spell(
     limit: int, position: Tensor, before: Tensor, after: Tensor, begun: Tensor, sizes: Tensor,
     columns: Tensor, grammar: Tensor, entries: Tensor, room: Tensor, byte: Tensor, canonical: Tensor,
 ) -> Tensor:  # fmt: skip
-    """What the grammars force, ``[B, limit]`` int64, -1 behind the last token.
+    """Tokens for the bytes that the grammars force, ``[B, limit]`` int64, -1 behind the last one.
 
     Args:
-        position, before: ``[B]`` int64, where rows stand in `entries`, and their last tokens.
+        position, before: ``[B]`` int64, the rows' positions in `entries`, and their last tokens.
         after, begun, sizes: see :class:`DeviceHistory`.
         columns, grammar, entries: see :class:`~decoders.engine.decode.grammar.device_guide.DeviceAutomaton`.
         room, byte, canonical: ``[S]`` int64 by state: how many bytes are forced, the first of them, and the token that the
@@ -127,7 +127,7 @@ def spell(
         token = torch.where(fits[:, 0], tokens[:, 0], torch.where(fits[:, 1], tokens[:, 1], canonical[state]))
         token = torch.where(left[:, 0] > 0, token, -1)
         run.append(token)
-        # Behind the last token rows stand in the dead state, where nothing is forced.
+        # Behind the last token rows are in the dead state, where nothing is forced.
         before = token.clamp(min=0)
         following = entries[position + columns[grammar, before]]
         position = torch.where(token >= 0, following, 0)

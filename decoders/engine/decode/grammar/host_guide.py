@@ -1,5 +1,5 @@
-"""The guide on the host. A grammar is walked by numbers or by a matcher that goes down a path and comes back; both end in rows of
-one table of packed masks. Unpacked (:class:`~decoders.sampling.processors.Masks`), these are all that reaches the step.
+"""The guide on the host. It walks each grammar by state numbers or by a matcher that can roll back, and looks masks up in one
+table of packed rows. The step gets them unpacked (:class:`~decoders.sampling.processors.Masks`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text
 
 
 class HostGuide(Guide):
-    """Rows in any grammars.
+    """The guide of rows with any grammars.
 
     Attributes:
         texts: one per row.
-        positions: where each row stands; None for rows that have ended.
+        positions: each row's position; None for rows that have ended.
         shared: whether rows belong to several requests, so that an error of a row's grammar ends only that row.
-        faults: what grammars have raised, by row. These rows are free from then on, and end.
+        faults: errors raised by grammars, by row. Such a row is unconstrained from then on, and ends.
     """
 
     on_device = False
@@ -42,7 +42,7 @@ class HostGuide(Guide):
         self.faults: dict[int, GrammarError] = {}
         if outer is not None:
             self.texts, self.faults, self.shared = outer.texts, outer.faults, outer.shared
-        #: Grammars whose masks are in the table, and their first rows there.
+        # Grammars whose masks are in the table, and their first rows there.
         self._shifts: dict[int, tuple[Tabulated, int]] = {}
         self.positions: list[Any] = [text.begin for text in texts]
         self._nodes: list[list[Any]] = []
@@ -52,14 +52,14 @@ class HostGuide(Guide):
     def of(
         grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device, shared: bool = False
     ) -> HostGuide:
-        """A guide at the beginning of every row's text; None is a row that may write anything."""
+        """A guide at the beginning of every row's text; None is a row without a grammar."""
         guide = HostGuide([], MaskTable(vocabulary, device), shared=shared)
         return guide.rebatch([-1] * len(grammars), grammars)
 
     def rebatch(self, rows: Sequence[int], grammars: Sequence[CompiledGrammar | None]) -> HostGuide:
-        """A guide of other rows: each is the row of this one with that number, or for -1 a new one, at its text's beginning.
+        """A guide of other rows. rows: which row of this guide each was, -1 for a new one at the beginning of its text.
 
-        The masks of tabulated grammars stay in the table; a new guide drops those that no row follows any more.
+        Masks of tabulated grammars stay in the table, even of grammars that no row has any more.
         """
         guide = HostGuide([], self.table, shared=self.shared)
         guide._shifts = self._shifts
@@ -124,33 +124,33 @@ class HostGuide(Guide):
 
     def expand(self, tokens: Tensor, parents: Tensor, before: int) -> Masks:
         rows = []
-        for row, (mine, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+        for row, (new, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
             reached, text = self._nodes[row], self.texts[row]
             del reached[before:]
-            for token, parent in zip(mine, above, strict=True):
+            for token, parent in zip(new, above, strict=True):
                 start, position = reached[parent], None
                 with self._of_row(row):
                     position = text.step(start, token) if start is not None and token >= 0 else None
                 reached.append(position)
-            rows.append([self._mask(row, position) for position in reached[-len(mine) :]])
+            rows.append([self._mask(row, position) for position in reached[-len(new) :]])
         return self._masks(rows)
 
     def append(self, tokens: Tensor) -> None:
-        self._go(tokens[:, None].tolist(), [1] * len(self.texts))
+        self._advance(tokens[:, None].tolist(), [1] * len(self.texts))
 
     def accept(self, out: StepOutput) -> None:
-        self._go(out.new.tolist(), out.summary[0].tolist())
+        self._advance(out.new.tolist(), out.summary[0].tolist())
 
     def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
         if outcome is None:
             self.accept(out)
-            through = ended.tolist()
+            has_ended = ended.tolist()
         else:
-            self._go(outcome.new, outcome.emitted)
-            through = outcome.ended + [1] * (len(self.texts) - len(outcome.ended))
+            self._advance(outcome.new, outcome.emitted)
+            has_ended = outcome.ended + [1] * (len(self.texts) - len(outcome.ended))
         self.table.clear()
         for row, text in enumerate(self.texts):
-            if through[row]:
+            if has_ended[row]:
                 self.positions[row] = None
                 continue
             with self._of_row(row):
@@ -181,7 +181,7 @@ class HostGuide(Guide):
             return run
         return self._history[row].spell(text.forced_bytes(position), grammar.vocabulary, grammar.policy, limit)
 
-    def _go(self, new: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+    def _advance(self, new: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         for row, tokens in enumerate(new):
             position = self.positions[row]
             with self._of_row(row):
@@ -191,7 +191,7 @@ class HostGuide(Guide):
 
     @contextmanager
     def _of_row(self, row: int) -> Iterator[None]:
-        """Where rows belong to several requests, what a grammar raises within is the fault of this row."""
+        """Where rows belong to several requests, an error of this row's grammar ends this row alone."""
         try:
             yield
         except GrammarError as error:
@@ -201,7 +201,7 @@ class HostGuide(Guide):
             self.texts[row], self.positions[row] = FreeText(), FreeText.begin
 
     def _ending(self, text: Text) -> int:
-        """A mask of the stop tokens alone, for a row whose grammar does not know how to go on."""
+        """A mask of the stop tokens alone, for a row whose grammar has failed."""
         row = self.table.new()
         allowed = torch.zeros(self.table.vocabulary, dtype=torch.bool)
         allowed[list(text.grammar.vocabulary.stops) if text.grammar is not None else []] = True

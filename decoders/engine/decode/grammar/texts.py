@@ -1,4 +1,4 @@
-"""What one row may write, as the host walks it: by numbers or by a matcher, with masks as rows of one table."""
+"""The grammar of one row on the host, walked by state numbers or by a matcher, with masks as rows of one table."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ....sampling.processors import Replacements
 
 #: Row of every mask table that allows all tokens.
 FREE = 0
-#: Bytes of masks that are held unpacked during a call, one for each token.
+#: Bytes of unpacked masks that are kept during a call.
 OPEN = 1 << 25
 
 
 class MaskTable:
-    """The masks of a call: row 0 allows everything, then those of tabulated grammars, then those made step by step.
+    """The masks of a call: row 0 allows everything, then come those of tabulated grammars, then those of single steps.
 
-    Beside them the kinds of replacements, see :class:`~decoders.sampling.processors.Replacements`.
+    It also numbers the kinds of replacements, see :class:`~decoders.sampling.processors.Replacements`.
     """
 
     _NEVER = torch.iinfo(torch.int64).max
@@ -32,7 +32,7 @@ class MaskTable:
         self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32)
         self.fixed = self.used = 1
-        self._open_rows: set[int] = {FREE}  # of those that stay, which are known to allow something
+        self._open_rows: set[int] = {FREE}  # fixed rows that are known to allow something
         self._kinds: dict[int, tuple[int, Mapping[int, int]]] = {}
         self._replaced = torch.empty(2, 0, dtype=torch.int64)
         self._last: tuple[list[list[int]], Replacements | None] = [], None
@@ -46,7 +46,7 @@ class MaskTable:
         return first
 
     def new(self) -> int:
-        """A row to be written until :meth:`clear`."""
+        """A new row to write a mask to; valid until :meth:`clear`."""
         if self.used == len(self.words):
             more = self.words.new_full((max(len(self.words) - self.fixed, 16), self.words.shape[1]), -1)
             self.words = torch.cat([self.words, more])
@@ -65,11 +65,11 @@ class MaskTable:
         return not some
 
     def clear(self) -> None:
-        """Gives back all rows that were handed out singly."""
+        """Frees all rows from :meth:`new`."""
         self.used = self.fixed
 
     def kind(self, replaced: Mapping[int, int]) -> int:
-        """The kind of nodes at which tokens are `replaced`; 0 where none is. The mapping must not change."""
+        """The kind of nodes at which `replaced` holds; 0 for an empty mapping. The mapping must not change."""
         if not replaced:
             return 0
         if id(replaced) not in self._kinds:
@@ -80,7 +80,7 @@ class MaskTable:
                 for drawn, written in mapping.items()
             }
             ordered = sorted(keys)
-            # Few sizes: what records steps does so for each.
+            # Padded to few sizes: steps are recorded for each size.
             ordered += [self._NEVER] * ((1 << max(len(ordered) - 1, 63).bit_length()) - len(ordered))
             tokens = [keys.get(key, 0) for key in ordered]
             self._replaced = torch.tensor([ordered, tokens], device=self.device)
@@ -88,10 +88,10 @@ class MaskTable:
         return self._kinds[id(replaced)][0]
 
     def replacements(self, kinds: list[list[int]]) -> Replacements | None:
-        """What is written at nodes of `kinds` (``B`` lists of ``N``) instead of what is drawn."""
+        """The replacements at nodes of `kinds` (``B`` lists of ``N``)."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
-        if kinds != self._last[0] or self._last[1] is None:  # free text is mostly of one kind
+        if kinds != self._last[0] or self._last[1] is None:  # in free text the same kinds come step after step
             keys, tokens = self._replaced.unbind(0)
             self._last = kinds, Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
         return self._last[1]
@@ -100,7 +100,7 @@ class MaskTable:
         """``[B, N, V]`` bool, the masks of `rows` (``B`` lists of ``N``) on the call's device; on the CPU None if all are free."""
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
-        if self.device.type != "cpu":  # an eighth of the bytes to send
+        if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
             words = self.words[rows].pin_memory() if self.device.type == "cuda" else self.words[rows]
             return unpack(words.to(self.device, non_blocking=True), self.vocabulary)
         flat = [row for some in rows for row in some]
@@ -121,10 +121,10 @@ class MaskTable:
 
 
 class Text(ABC):
-    """What one row may write. A position is whatever tells where a text has got to; None is nowhere.
+    """The grammar of one row. A position identifies how far its text has got; None is the position after an illegal token.
 
     Attributes:
-        grammar: whose text it is; None for a row that may write anything.
+        grammar: None for a row without one.
     """
 
     grammar: CompiledGrammar | None
@@ -140,14 +140,14 @@ class Text(ABC):
 
     @abstractmethod
     def mask(self, position: Any) -> int:
-        """The row of the table that says what may follow."""
+        """The table's row for what may follow."""
 
     def kind(self, position: Any) -> int:
-        """What is written there instead of some tokens: a kind of the table."""
+        """The table's kind of replacements there; 0 for none."""
         return 0
 
     def settle(self, position: Any) -> Any:
-        """Forgets what is before `position`, which has been committed, and returns the position's new name."""
+        """Forgets what is before the committed `position`, and returns the position in its new form."""
         return position
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Text(ABC):
         """The bytes that must come next."""
 
     def forced_tokens(self, position: Any, limit: int) -> list[int] | None:
-        """The tokens that must come next; None where :meth:`forced_bytes` says all."""
+        """The tokens that must come next; None if :meth:`forced_bytes` is to be asked instead."""
         return None
 
 
@@ -176,7 +176,7 @@ class FreeText(Text):
 
 
 class TabulatedText(Text):
-    """A grammar whose positions are states of an automaton. shift: first row of its masks in the table."""
+    """A tabulated grammar; positions are states of its automaton. shift: first row of its masks in the table."""
 
     def __init__(self, grammar: Tabulated, shift: int) -> None:
         self.grammar: Tabulated = grammar
@@ -203,18 +203,18 @@ class MatchedText(Text):
         self.grammar, self.matcher, self.table = grammar, grammar.start(), table
         self.position: tuple[int, ...] = ()
         self.known: dict[tuple[int, ...], int] = {}
-        self.kinds: dict[tuple[int, ...], int] = {}  # of free text
+        self.kinds: dict[tuple[int, ...], int] = {}  # of positions with replacements
 
     begin = ()
 
     def step(self, position: tuple[int, ...], token: int) -> tuple[int, ...] | None:
         wanted = (*position, token)
-        return wanted if wanted in self.known or self._go(wanted) else None
+        return wanted if wanted in self.known or self._move_to(wanted) else None
 
     def mask(self, position: tuple[int, ...]) -> int:
         row = self.known.get(position)
         if row is None:
-            self._go(position)
+            self._move_to(position)
             replaced = self.matcher.replacements()
             if replaced is None:
                 row = self.table.new()
@@ -229,22 +229,22 @@ class MatchedText(Text):
         return self.kinds.get(position, 0)
 
     def settle(self, position: tuple[int, ...]) -> tuple[int, ...]:
-        self._go(position)
+        self._move_to(position)
         self.position = ()
         self.known.clear()
         self.kinds.clear()
         return ()
 
     def forced_bytes(self, position: tuple[int, ...]) -> bytes:
-        self._go(position)
+        self._move_to(position)
         return self.matcher.forced_bytes()
 
     def forced_tokens(self, position: tuple[int, ...], limit: int) -> list[int] | None:
-        self._go(position)
+        self._move_to(position)
         return self.matcher.forced_tokens(limit)
 
-    def _go(self, position: tuple[int, ...]) -> bool:
-        """Brings the matcher to `position`, or as near as is legal."""
+    def _move_to(self, position: tuple[int, ...]) -> bool:
+        """Moves the matcher to `position`, or as far on the way there as is legal; returns whether it got there."""
         common = 0
         for here, there in zip(self.position, position, strict=False):
             if here != there:

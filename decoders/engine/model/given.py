@@ -1,0 +1,171 @@
+"""What a caller has computed of prompts: the layers of a transformers cache, put into the slots of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ...errors import InputError, UnsupportedError
+from .cache import CacheBuffers, LayerSpec, StateSpec, quantize_slots
+from .target import Target
+
+_ADVICE = "Pass the whole text as input_ids without it, or call generate without strategy=."
+
+
+@dataclass(frozen=True)
+class GivenCache:
+    """The beginnings of prompts, whose keys, values and states a cache of the caller's holds. It is read and never written to.
+
+    Attributes:
+        cache: of transformers.
+        length: tokens that it holds, padding included.
+        sources: per prompt, its row of the cache.
+        padding: per prompt, how many of its first tokens there are left padding.
+    """
+
+    cache: Cache
+    length: int
+    sources: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    @property
+    def reach(self) -> list[int]:
+        """Per prompt, how many of its tokens the cache holds."""
+        return [max(self.length - padding, 0) for padding in self.padding]
+
+    def put(self, target: Target, buffers: CacheBuffers) -> None:
+        """Puts the prompts' beginnings into the slots of the first rows."""
+        for row, (source, padding) in enumerate(zip(self.sources, self.padding, strict=True)):
+            put_cache(target, buffers, row, self.cache, source=source, padding=padding)
+
+
+def cached_tokens(cache: Cache) -> int:
+    """How many tokens a cache holds, padding included.
+
+    Raises:
+        UnsupportedError: it cannot be told.
+    """
+    lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
+    if len(lengths) > 1:
+        raise UnsupportedError(
+            f"the layers of past_key_values hold {sorted(lengths)} tokens, not all as many. {_ADVICE}"
+        )
+    return lengths.pop() if lengths else 0
+
+
+def check_cache(target: Target, cache: Cache) -> int:
+    """The number of a cache's rows, if each of its layers holds what the model looks back at.
+
+    Raises:
+        InputError: it is no cache of such a model. UnsupportedError: part of it is lost.
+    """
+    layers, length, rows = _layers(cache), cached_tokens(cache), set()
+    stored = [_stored(layer) for layer in layers]
+    name = type(target.model).__name__
+    for number, spec in enumerate(target.layout):
+        kept = stored[number] if number < len(layers) else None
+        if spec.key_heads:
+            if kept is None:
+                raise InputError(
+                    f"past_key_values holds nothing for layer {number} of {name}, which keeps keys and values there"
+                )
+            for part, tensor, heads, dim in zip(
+                ("keys", "values"),
+                kept,
+                (spec.key_heads, spec.value_heads),
+                (spec.key_dim, spec.value_dim),
+                strict=True,
+            ):
+                if (tensor.shape[1], tensor.shape[3]) != (heads, dim) or not tensor.is_floating_point():
+                    raise InputError(
+                        f"past_key_values holds {part} {list(tensor.shape)} ({tensor.dtype}) for layer {number}, where {name} has "
+                        f"{heads} heads of width {dim}: was it made by another model?"
+                    )
+            kind, count = target.kind_of(number), kept[0].shape[2]
+            reach = min((kind.window or kind.chunk or length + 1) - 1, length)
+            if count < reach:
+                raise UnsupportedError(
+                    f"layer {number} of past_key_values holds the last {count} of its {length} tokens as they are, and {name} looks "
+                    f"back at {reach} there: a cache with shorter windows, or a quantized one, cannot be read. {_ADVICE}"
+                )
+            rows.add(len(kept[0]))
+        for state in spec.states:
+            value = _state(layers, number, state)
+            if value is None or value.shape[1:] != state.shape:
+                raise InputError(
+                    f"past_key_values holds no recurrent state of layer {number} that {name} could go on with"
+                )
+            rows.add(len(value))
+    if len(rows) != 1:
+        raise InputError(f"the layers of past_key_values have {sorted(rows)} rows, not all as many")
+    return rows.pop()
+
+
+def put_cache(
+    target: Target, buffers: CacheBuffers, row: int, cache: Cache, *, source: int = 0, padding: int = 0
+) -> int:  # fmt: skip
+    """Copies what a transformers cache holds of one text to the first slots of a row; says how many tokens are in place then.
+
+    Of layers with a window, the slots that nothing looks back at stay as they are: the text must not be cut to fewer tokens.
+
+    Args:
+        buffers: of the rows.
+        cache: one that :func:`check_cache` has let pass.
+        source: the text's row there.
+        padding: how many of that row's first tokens are left padding.
+    """
+    length, layers = cached_tokens(cache), _layers(cache)
+    count = max(length - padding, 0)
+    for number, spec in enumerate(target.layout):
+        if spec.key_heads and count:
+            kept = _stored(layers[number])
+            assert kept is not None
+            _put_layer(buffers, number, row, spec, tuple(tensor[source, :, -count:] for tensor in kept), count)
+        for place, state in enumerate(spec.states):
+            value = _state(layers, number, state)
+            assert value is not None and buffers.states is not None
+            buffers.states.layers[number][place][row] = value[source]
+    if buffers.states is not None:
+        buffers.states.reached[row] = count
+    return count
+
+
+def _put_layer(
+    buffers: CacheBuffers, number: int, row: int, spec: LayerSpec, kept: tuple[Tensor, ...], count: int
+) -> None:
+    """Writes the last keys and values ``[heads, k, d]`` of a text of `count` tokens to the slots of a layer."""
+    slots = slice(count - kept[0].shape[1], count)
+    parts = (buffers.keys, buffers.key_scales), (buffers.values, buffers.value_scales)
+    for tensor, (own, scales) in zip(kept, parts, strict=True):
+        tensor = tensor.to(spec.device, spec.dtype)
+        if scales:
+            levels, scale = quantize_slots(tensor[None])
+            scales[number][row, :, slots], tensor = scale[0], levels[0]
+        own[number][row, :, slots] = tensor
+
+
+def _layers(cache: Cache) -> list[Any]:
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        raise UnsupportedError(f"past_key_values is a {type(cache).__name__}, whose layers cannot be read. {_ADVICE}")
+    return layers
+
+
+def _stored(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """The last keys and values that a layer holds, ``[B, heads, k, d]`` each; None where it holds none."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+        return None
+    count = min(int(layer.get_seq_length()), keys.shape[2])  # a static one has room for more
+    return keys[:, :, :count], values[:, :, :count]
+
+
+def _state(layers: list[Any], number: int, spec: StateSpec) -> Tensor | None:
+    """A recurrent state of a layer, ``[B, …]``; None where the cache has none."""
+    try:
+        return getattr(layers[number], spec.part)[spec.index]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return None

@@ -1,0 +1,249 @@
+"""`train_dflash`: a draft model of the DFlash family for a model, which stays frozen, in one resumable run.
+
+A block begins at an anchor: the text in front of it is the context, and its own token is the last one committed. The blocks of many
+anchors are drafted in one pass over a row. Each sees the context in front of its anchor and itself, and its head is given the
+text's tokens as those before each place; the targets are what the model says after these.
+
+Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` tokens that can be drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.layers import decoder_layers
+from ..common.transformers_compat import set_attention
+from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
+from ..heads.dflash import DFlashConfig, DFlashNetwork
+from ..heads.dflash_files import DFlashFiles, head_of, save_draft_model
+from .cards import dflash_card
+from .feature_heads import (
+    Acceptance,
+    AcceptanceSums,
+    FeatureLearner,
+    Lesson,
+    Teacher,
+    draft_vocabulary,
+    drafted_size,
+    layer_config,
+    train_head,
+)
+from .recipes import BlockTraining
+from .texts import Texts, stop_tokens
+from .trainer import soft_cross_entropy
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def train_dflash(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: Path,
+    *,
+    run: BlockTraining = BlockTraining(),
+    held: Sequence[str] = (),
+    test: Sequence[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
+    command: str | None = None,
+    resume: bool = True,
+    checkpoint_minutes: float = 1.0,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains a block draft model with the model frozen, and writes it to `out` in the format of `speculators`, with a card. What is
+    not listed is as in :func:`~decoders.training.draft.train_draft`.
+
+    Args:
+        test: measured on at the end, for the card.
+
+    Returns:
+        The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.
+
+    Raises:
+        TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
+        SettingsError: layers that the model does not have, or a draft vocabulary larger than the model's.
+    """
+    layers = run.layers_of(len(decoder_layers(model)))  # wrong settings are reported before hours of work
+    size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
+    ids: Tensor | None = None
+
+    def make(train: Texts, judged: Texts) -> BlockLearner:
+        nonlocal ids
+        known = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model))
+        ids = None if size == shape.vocab_size else known
+        mask = int(
+            torch.bincount(train.ids.flatten(), minlength=shape.vocab_size).argmin()
+        )  # a token that texts do without
+        draft = new_draft_model(model, run, block_config(run, shape, layers, size, mask))
+        teacher = Teacher(model, layers, run.bf16)
+        return BlockLearner(run, draft, teacher, known.to(model.device), train, judged)
+
+    def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
+        assert isinstance(learner, BlockLearner)
+        draft, output = learner.model, None
+        if ids is not None:
+            output = nn.Linear(1, 1, bias=False)
+            output.weight = nn.Parameter(learner.output)
+        save_draft_model(DFlashFiles(draft.config, draft.network, draft.head, lm_head=output), ids, out, model, dtype)
+        return dflash_card(draft.config, model, run, figures, command)
+
+    return train_head(
+        model, tokenizer, texts, out, run, make, write, held=held, test=test, dtype=dtype, resume=resume,
+        checkpoint_minutes=checkpoint_minutes, console=console,
+    )  # fmt: skip
+
+
+def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
+    """The shape of a draft model whose layers have a `shape`. mask: token that stands for one to be drafted."""
+    fields = (
+        {"markov_rank": run.rank, "markov_head_type": "vanilla", "enable_confidence_head": False} if run.rank else {}
+    )
+    # As DSpark, it drafts the first token at the place of the last one.
+    config = DFlashConfig(shape, run.block, mask, layers, from_last=True, draft_vocab_size=size)
+    return replace(config, head=HeadFields(fields, "dflash", shape, config.places, size))
+
+
+class BlockDraft(nn.Module):
+    """A network and its head, as one model that learns."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config, self.network, self.head = config, DFlashNetwork(config), head_of(config)
+
+
+def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
+    """One whose context begins as the target's highest feature, and whose head adds nothing yet."""
+    set_attention(config.layer, "sdpa")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        draft = BlockDraft(config)
+        for parameter in draft.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+    hidden = config.layer.hidden_size
+    with torch.no_grad():
+        draft.network.fc.weight[:, -hidden:] += torch.eye(hidden)
+        if isinstance(draft.head, MarkovHead):
+            draft.head.markov_head.markov_w2.weight.zero_()
+    return draft.to(model.device)
+
+
+class BlockLearner(FeatureLearner):
+    """Teaches a block draft model, see :class:`FeatureLearner`."""
+
+    model: BlockDraft
+
+    def __init__(
+        self, training: BlockTraining, draft: BlockDraft, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts
+    ) -> None:
+        outer = [] if draft.head is None else list(draft.head.parameters())
+        super().__init__(training, training.rows, draft, teacher, ids, train, held_out, outer)
+        self.training, self.places = training, torch.arange(draft.config.places, device=ids.device)
+        self.positions = training.rows * training.length
+        output = teacher.model.get_output_embeddings()
+        self.output = output.weight.detach().float()[ids]
+        self.bias = None if getattr(output, "bias", None) is None else output.bias.detach().float()[ids]
+
+    def learn(self, step: int) -> Tensor:
+        """The gradients are those of ``Σ_k decay^k · CE_k``, against the target's distribution over the tokens that can be drafted,
+        where the target's best token is one of them.
+        """
+        texts = self.train.chosen(self.examples_of(step))
+        lesson = self.teacher.lesson(texts, self.stops)
+        ids = texts.ids.to(self.ids.device)
+        anchors = self._anchors(lesson, step)
+        at = self._places_of(anchors)
+        logits = _rows_at(lesson.logits, at)
+        counts = (_rows_at(lesson.counted, at) & torch.isin(logits.argmax(-1), self.ids)).float()
+        weights = counts * self.training.decay**self.places
+        with self.teacher.precision():
+            block, tokens = self.drafted(lesson, ids, anchors), _rows_at(ids, at)
+            scores = torch.stack(list(self._scores(block, tokens)), dim=1).float()
+        target = logits[..., self.ids].softmax(-1)
+        loss, gradient = soft_cross_entropy(scores.detach(), target, weights / counts.sum().clamp(min=1))
+        scores.backward(gradient)
+        return loss
+
+    def _anchors(self, lesson: Lesson, step: int) -> Tensor:
+        """``[B, A]`` int64, ascending, where the blocks of a step begin: where a first token counts, as far as there is one."""
+        room = lesson.counted.shape[1] - len(self.places) + 1
+        count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
+        generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
+        chances = lesson.counted[:, :room].float().cpu() + 1e-6
+        return torch.multinomial(chances, count, generator=generator).sort(1).values.to(self.ids.device)
+
+    def _places_of(self, anchors: Tensor) -> Tensor:
+        """``[B, A, K]``, the token before each place; what the target says after it is to be drafted there."""
+        return anchors[..., None] + self.places
+
+    def drafted(self, lesson: Lesson, ids: Tensor, anchors: Tensor) -> DraftedBlock:
+        """What the network says of the blocks at `anchors` ``[B, A]``, a row of the result for each; ids ``[B, T]``."""
+        network, config, device = self.model.network, self.model.config, ids.device
+        slots, blocks, nodes = ids.shape[1], anchors.shape[1], config.block_size
+        read = ids.new_full((*anchors.shape, nodes), config.mask_token_id)
+        read[..., 0] = ids.gather(1, anchors)
+        of_block = torch.arange(blocks, device=device).repeat_interleave(nodes)
+        before = torch.arange(slots, device=device) < anchors.repeat_interleave(nodes, 1)[..., None]
+        sees = torch.cat([before, (of_block[:, None] == of_block).expand(len(ids), -1, -1)], dim=-1)[:, None]
+        positions = (anchors[..., None] + torch.arange(nodes, device=device)).flatten(1)
+        cache = DynamicCache()
+        place = torch.arange(slots, device=device)[None]
+        fused = network(lesson.features, attention_mask=sees, position_ids=place, cache=cache, context=True)
+        states = network(self._embed(read.flatten(1)), attention_mask=sees, position_ids=positions, cache=cache)
+        states = states.unflatten(1, (blocks, nodes)).flatten(0, 1)[:, int(not config.from_last) :]
+        logits = nn.functional.linear(states, self.output, self.bias)
+        context = fused.gather(1, (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, fused.shape[-1])).flatten(0, 1)
+        return DraftedBlock(logits, states, context, anchors.flatten() > 0, self._embed)
+
+    @torch.no_grad()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.teacher.model.get_input_embeddings()(tokens).float()
+
+    def _scores(self, block: DraftedBlock, tokens: Tensor) -> Iterator[Tensor]:
+        """Logits ``[B·A, D]`` of place after place; tokens: ``[B·A, K]``, those before each, or ``[B·A, 1]``, the first of a chain."""
+        head, above = self.model.head, None
+        begun, before = None if head is None else head.begin(block), tokens[:, :1]
+        for place in range(len(self.places)):
+            if head is None:
+                scores = block.logits[:, place]
+            else:
+                if place < tokens.shape[1]:
+                    before = tokens[:, place, None]
+                choice = head.choose(block, begun, place, before, above)
+                scores, above = choice.logits[:, 0], choice.state
+            yield scores
+            before = self.ids[scores.argmax(-1)][:, None]
+
+    @torch.no_grad()
+    def acceptance(self, texts: Texts) -> Acceptance:
+        """What becomes of chains that are drafted at every third position of `texts`: in the model's own greedy text, of those of
+        decoding; in other text a draft is judged after the text's tokens, not the target's.
+        """
+        sums = AcceptanceSums(len(self.places))
+        for part, lesson in self.lessons(texts):
+            ids = part.ids.to(self.ids.device)
+            anchors = torch.arange(0, ids.shape[1] - len(self.places) + 1, 3, device=ids.device).expand(len(ids), -1)
+            at = self._places_of(anchors)
+            logits = _rows_at(lesson.logits, at)
+            sums.begin(_rows_at(lesson.counted, at).all(1))
+            with self.teacher.precision():
+                chain = self._scores(self.drafted(lesson, ids, anchors), ids.gather(1, anchors).flatten()[:, None])
+                for place, scores in enumerate(chain):
+                    own = logits[:, place]
+                    right = self.ids[scores.argmax(-1)] == own.argmax(-1)
+                    sums.add(scores.float(), right, own.softmax(-1)[:, self.ids])
+        return sums.acceptance
+
+
+def _rows_at(values: Tensor, at: Tensor) -> Tensor:
+    """``[B·A, K, …]``: ``values[b, at[b, a, k]]`` of values ``[B, T, …]``."""
+    rows = torch.arange(len(values), device=values.device)[:, None, None]
+    return values[rows, at].flatten(0, 1)

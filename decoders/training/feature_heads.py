@@ -1,0 +1,301 @@
+"""What the trainings of networks that read the hidden states of a frozen target have in common.
+
+Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` its hidden size, ``V`` its vocabulary, ``D``
+tokens that can be drafted.
+"""
+
+from __future__ import annotations
+
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.layers import decoder_layers
+from ..common.transformers_compat import config_value
+from ..errors import SettingsError, TrainingError
+from .recipes import Recipe
+from .texts import Texts, TextStore, counted, held_out_rows, stop_tokens, workplace
+from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, warmup_stable_decay
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WARMUP_STEPS = 20
+DECAY_SHARE = 0.5
+#: Rows that acceptance is measured on between steps.
+WATCHED = 32
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Rows of text, as the target reads them.
+
+    Attributes:
+        features: ``[B, T, F]``, outputs of the target's layers side by side.
+        embedded: ``[B, T, H]``, of the tokens themselves.
+        logits: ``[B, T, V]`` float32, the target's after every token.
+        counted: ``[B, T]`` bool, after which tokens a prediction counts.
+    """
+
+    features: Tensor
+    embedded: Tensor
+    logits: Tensor
+    counted: Tensor
+
+
+class Teacher:
+    """The frozen target.
+
+    Args:
+        layers: indices of the decoder layers that are read.
+        bf16: compute in bfloat16.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
+        decoder = decoder_layers(model)
+        if not decoder:
+            raise TrainingError(f"hidden layers are read, and {type(model).__name__} has no list of decoder layers")
+        self.model, self.layers, self.bf16 = model, [decoder[layer] for layer in layers], bf16
+
+    @torch.no_grad()
+    def lesson(self, texts: Texts, stops: Sequence[int]) -> Lesson:
+        """Reads all rows of `texts` at once. stops: what ends the model's own text; nothing behind it counts."""
+        model, ids = self.model, texts.ids.to(self.model.device)
+        with self._noting() as noted, self.precision():
+            logits = model(input_ids=ids, use_cache=False).logits
+        features = torch.cat([noted[layer].float() for layer in self.layers], dim=-1)
+        embedded = model.get_input_embeddings()(ids).float()
+        return Lesson(features, embedded, logits.float(), counted(texts, stops).to(ids.device))
+
+    def precision(self) -> torch.autocast | nullcontext:
+        """What the target, and what reads it, compute in."""
+        return torch.autocast(self.model.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    @contextmanager
+    def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
+        noted: dict[torch.nn.Module, Tensor] = {}
+
+        def note(layer: torch.nn.Module, _: object, output: Tensor | tuple) -> None:
+            noted[layer] = output if isinstance(output, Tensor) else output[0]
+
+        hooks = [layer.register_forward_hook(note) for layer in dict.fromkeys(self.layers)]
+        try:
+            yield noted
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class FeatureLearner(EpochLearner):
+    """A network and its optimizers: Muon for its hidden matrices, AdamW for output matrices, tables and norms, as for the demo models.
+
+    Attributes:
+        identity: fingerprints of what else a run begins with.
+
+    Args:
+        ids: ``[D]`` int64, the tokens that the network can propose.
+        train: text to learn from.
+        held_out: text to judge by; at most :data:`WATCHED` rows of it are, the model's own first.
+        outer: output matrices and tables of the network.
+    """
+
+    identity: Mapping[str, str] = {}
+
+    def __init__(
+        self, recipe: Recipe, rows: int, network: nn.Module, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts,
+        outer: Iterable[Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__(recipe, len(train.ids), rows)
+        self.rows, self.model, self.teacher, self.ids, self.train = rows, network, teacher, ids, train
+        self.stops = stop_tokens(teacher.model)
+        self._watched = held_out.part(0, WATCHED)
+        self.optimizers = muon_and_adamw(network, recipe.rate, outer)
+
+    def run(self, identity: Mapping[str, Any]) -> Run:
+        """The run of this network. identity: fingerprints of text and model."""
+        return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
+
+    @abstractmethod
+    def acceptance(self, texts: Texts) -> Acceptance:
+        """What becomes of drafts at the positions of `texts` that count."""
+
+    def lessons(self, texts: Texts) -> Iterator[tuple[Texts, Lesson]]:
+        """All rows of `texts`, a step's at a time."""
+        for first in range(0, len(texts.ids), self.rows):
+            part = texts.part(first, first + self.rows)
+            yield part, self.teacher.lesson(part, self.stops)
+
+    def scores(self) -> list[float]:
+        """Shares of the drafts whose first 1, 2, … tokens are all accepted, greedily."""
+        return self.acceptance(self._watched).reached
+
+    def in_words(self, scores: Sequence[float]) -> str:
+        shares = super().in_words(scores)
+        return f"drafts accepted up to token 1, 2, …: {shares}; {1 + sum(scores):.2f} tokens a step"
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What becomes of simulated drafts.
+
+    Attributes:
+        drafts: how many there are.
+        reached: per length, the share of drafts accepted up to there when greedy.
+        rates: per simulated token, how often it is the target's, after text that the target wrote or read.
+        overlaps: the same when sampling at temperature 1 with a coupled draw at its best: 1 - TV of both distributions.
+    """
+
+    drafts: int
+    reached: list[float]
+    rates: list[float]
+    overlaps: list[float]
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a step that a chain of this depth gives, the target's own included."""
+        return 1 + sum(self.reached)
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"tokens_per_step": self.length, **asdict(self)}
+
+
+class AcceptanceSums:
+    """Adds drafts up to an :class:`Acceptance`, one place of many drafts at a time. depth: tokens of a draft."""
+
+    def __init__(self, depth: int) -> None:
+        self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0
+
+    def begin(self, whole: Tensor) -> None:
+        """More drafts follow. whole: ``[…]`` bool, those of them that count, since all of their tokens do."""
+        self._drafts += int(whole.sum())
+        self._place, self._whole, self._accepted = 0, whole, whole
+
+    def add(self, scores: Tensor, right: Tensor, target: Tensor) -> None:
+        """Counts the next place in.
+
+        Args:
+            scores: ``[…, D]`` float32, of the tokens there.
+            right: ``[…]`` bool, where the best one is the target's.
+            target: ``[…, D]``, the target's distributions.
+        """
+        self._accepted = self._accepted & right
+        overlap = torch.minimum(scores.softmax(-1), target).sum(-1) * self._whole
+        for row, what in enumerate((self._accepted, right & self._whole, overlap)):
+            self._sums[row, self._place] += what.sum().cpu().double()
+        self._place += 1
+
+    @property
+    def acceptance(self) -> Acceptance:
+        reached, rates, overlaps = (self._sums / max(self._drafts, 1)).tolist()
+        return Acceptance(self._drafts, reached, rates, overlaps)
+
+
+def train_head(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: Path,
+    run: Any,
+    make: Callable[[Texts, Texts], FeatureLearner],
+    write: Callable[[FeatureLearner, Mapping[str, Any]], str],
+    *,
+    held: Sequence[str],
+    test: Sequence[str],
+    dtype: torch.dtype,
+    resume: bool,
+    checkpoint_minutes: float,
+    console: Console | None,
+) -> dict[str, Any]:
+    """Trains a network with the model frozen, and writes it to `out` with a card. What is not listed is as in
+    :func:`~decoders.training.draft.train_draft`.
+
+    Args:
+        run: the recipe, with `rows` per step.
+        make: gives the learner, from the text to learn from and that to judge by.
+        write: writes the network, from the learner and the figures; gives the card.
+        test: measured on at the end, for the card.
+
+    Returns:
+        The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.
+
+    Raises:
+        TrainingError: too little text, or a checkpoint of another run.
+    """
+    work = workplace(out, resume)
+    store = TextStore(model, tokenizer, run, work, console)
+    rows = max(run.rows, run.tokens // run.length)
+    tested = {"test": store.rows("test", test, held_out_rows(rows))} if test else {}
+    train, judged = store.learnt_and_held(texts, held, rows)
+    learner = make(train, judged)
+    network = learner.model
+    identity = {"text": train.digest(), "model": store.model_digest, **learner.identity}
+    trainer = Trainer(learner, learner.run(identity))
+    checkpoint = work / "checkpoint.pt"
+    trainer.train("head", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
+    network.load_state_dict({name: tensor.to(dtype) for name, tensor in network.state_dict().items()})  # as written
+    figures: dict[str, Any] = {
+        "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
+        "parameters": sum(p.numel() for p in network.parameters()),
+        **{
+            name: judged_by.by_kind(lambda rows: learner.acceptance(rows).facts())
+            for name, judged_by in {"held": judged, **tested}.items()
+        },
+    }  # fmt: skip
+    (out / "README.md").write_text(write(learner, figures), encoding="utf-8")
+    shutil.rmtree(work)
+    return figures
+
+
+def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int = 1) -> LlamaConfig:
+    """The shape of decoder layers beside `model`: attention and rotary positions as the target's, where it says them as Llama does.
+
+    Args:
+        intermediate: width of their MLPs; None: the target's.
+    """
+    text = model.config.get_text_config(decoder=True)
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    rope = getattr(text, "rope_parameters", None)
+    named: dict[str, Any] = {"rope_parameters": dict(rope)} if rope and "rope_theta" in rope else {}
+    for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"):
+        value = config_value(text, name)
+        if value is not None and not isinstance(value, tuple):  # else layers differ in it
+            named[name] = value
+    # Rotary positions of a part of each head are no matter of Llama's layer.
+    if (rope or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        named.pop("rope_parameters", None)
+    wide = config_value(text, "intermediate_size")
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate or (wide if isinstance(wide, int) else 4 * hidden),
+        num_attention_heads=text.num_attention_heads,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        hidden_act="silu",
+        bos_token_id=getattr(text, "bos_token_id", None),
+        eos_token_id=getattr(text, "eos_token_id", None),
+        **named,
+    )
+
+
+def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
+    """``D``. Raises SettingsError: a draft vocabulary larger than the model's."""
+    vocab = len(model.get_output_embeddings().weight)
+    if named is not None and not 0 < named <= vocab:
+        raise SettingsError(f"{owner}: the draft vocabulary has 1 … {vocab} tokens, not {named}")
+    return named or vocab
+
+
+def draft_vocabulary(ids: Tensor, size: int, vocab: int, always: Sequence[int] = ()) -> Tensor:
+    """``[D]`` int64, ascending: the `size` most frequent tokens of ``ids``, those of `always` among them."""
+    counts = torch.bincount(ids.flatten(), minlength=vocab)
+    counts[[token for token in always if token < vocab]] = ids.numel() + 1
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values

@@ -1,0 +1,236 @@
+"""Training of block draft models: blocks are those of decoding, a resumed run ends where a whole one does, files load, here and in
+`speculators`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import decoders
+from decoders.errors import SettingsError, TrainingError
+from decoders.heads.dflash_files import DFlashFiles, load_draft_model, read_config, save_draft_model
+from decoders.strategies import DFlash
+from decoders.testing import decode, prompts, tiny_model
+from decoders.testing.spy import Spy
+from decoders.training.dflash import BlockLearner, block_config, new_draft_model, train_dflash
+from decoders.training.feature_heads import Teacher, layer_config
+from decoders.training.recipes import BlockTraining
+from decoders.training.texts import Texts
+
+SMALL = BlockTraining(
+    block=4,
+    rank=6,
+    tokens=24 * 24,
+    length=24,
+    own_share=0.5,
+    epochs=2,
+    rows=4,
+    rate=3e-3,
+    blocks=0.2,
+    bf16=False,
+    patience=50,
+)
+CPU, FULL, MASK = torch.device("cpu"), torch.float32, 7
+#: Tokens of a reduced vocabulary.
+SOME = torch.arange(1, 128, 2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+def run(**changes) -> BlockTraining:
+    return replace(SMALL, **changes)
+
+
+def a_learner(model, training=SMALL, ids=None, from_last=True, text=None):
+    """One whose draft model says something of its own."""
+    ids = torch.arange(128) if ids is None else ids
+    config = block_config(training, layer_config(model, None, 2), training.layers_of(2), len(ids), MASK)
+    config = replace(config, from_last=from_last, block_size=training.block + (not from_last))
+    draft, generator = new_draft_model(model, training, config), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    text = torch.randint(1, 128, (4, training.length), generator=generator) if text is None else text
+    rows = Texts(text, torch.full((len(text),), text.shape[1]))
+    return BlockLearner(training, draft, Teacher(model, config.layers, training.bf16), ids, rows, rows)
+
+
+def save(learner: BlockLearner, folder, model, ids=None) -> str:
+    draft, output = learner.model, None
+    if ids is not None:
+        output = nn.Linear(1, 1, bias=False)
+        output.weight = nn.Parameter(learner.output)
+    files = DFlashFiles(draft.config, draft.network, draft.head, lm_head=output)
+    save_draft_model(files, ids, folder, model, FULL)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "from_last, rank, ids",
+    [(True, 6, None), (False, 6, SOME), (True, 0, None)],
+    ids=["dspark", "from masks", "no head"],
+)
+@torch.no_grad()
+def test_blocks_are_those_of_decoding_with_what_was_written(tmp_path, model, from_last, rank, ids) -> None:
+    target, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+    learner = a_learner(model, run(rank=rank), ids, from_last)
+    spy = Spy(DFlash(draft_model=save(learner, tmp_path, model, ids)))
+    out = decode(target, inputs, spy, max_new_tokens=10)
+    assert torch.equal(out.sequences, decode(target, inputs, "autoregressive", max_new_tokens=10).sequences)
+    row, padding = 1, int((inputs["attention_mask"][1] == 0).sum())
+    text = out.sequences[row, padding:][None]
+    lesson = learner.teacher.lesson(Texts(text, torch.tensor([text.shape[1]])), ())
+    # Blocks of all steps at once: what a training step learns from is what decoding drafts.
+    anchors = torch.tensor([[step.lengths[row] - 1 for step in spy.seen if not step.finished[row]]])
+    chain = list(learner._scores(learner.drafted(lesson, text, anchors), text.gather(1, anchors).T))
+    drafted = torch.stack([learner.ids[scores.argmax(-1)] for scores in chain], 1)
+    steps = [step.draft.tokens[row].tolist() for step in spy.seen if not step.finished[row]]
+    assert drafted.tolist() == steps and len({tuple(tokens) for tokens in steps}) > 3
+
+
+def test_gradients_are_those_of_the_sum_of_all_losses(model) -> None:
+    learner = a_learner(model, run(length=12, blocks=0.4), SOME)
+    loss = learner.learn(0)
+    gradients = {name: p.grad.clone() for name, p in learner.model.named_parameters()}
+    learner.model.zero_grad()
+    texts = learner.train.chosen(learner.examples_of(0))
+    lesson = learner.teacher.lesson(texts, ())
+    anchors, total, count = learner._anchors(lesson, 0), 0.0, 0
+    for row in range(4):
+        own = Texts(texts.ids[row : row + 1], texts.own[row : row + 1])
+        for anchor in anchors[row].tolist():  # one block at a time
+            single = learner.teacher.lesson(own, ())
+            block = learner.drafted(single, own.ids, torch.tensor([[anchor]]))
+            for k, scores in enumerate(learner._scores(block, own.ids[:, anchor : anchor + 4])):
+                target = single.logits[0, anchor + k]
+                if target.argmax() in SOME:
+                    total = total - 0.8**k * (target[SOME].softmax(-1) * scores[0].log_softmax(-1)).sum()
+                    count += 1
+    (total / count).backward()
+    torch.testing.assert_close(loss, (total / count).detach(), atol=1e-5, rtol=1e-5)
+    for name, p in learner.model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_acceptance_is_that_of_decoding(tmp_path, model) -> None:
+    """Of the model's own text chains are accepted exactly as far as decoding accepts them."""
+    prompt = torch.randint(1, 128, (1, 9), generator=torch.Generator().manual_seed(2))
+    text = model.generate(prompt, max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0)
+    learner = a_learner(model, run(length=40), text=text[:, :40])
+    for step in range(30):  # untrained it is never right
+        learner.learn(step)
+        for optimizer in learner.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    outcome = learner.acceptance(Texts(text[:, :40], torch.tensor([9])))
+    folder, target = save(learner, tmp_path, model), decoders.enable(tiny_model("llama"))
+    reached, anchors = torch.zeros(4), range(9, 37, 3)  # the first that counts is after what the model was given
+    for anchor in anchors:
+        spy, read = Spy(DFlash(draft_model=folder)), text[:, : anchor + 1]
+        decode(target, {"input_ids": read, "attention_mask": torch.ones_like(read)}, spy, max_new_tokens=1)
+        reached += (spy.seen[0].draft.tokens[0] == text[0, anchor + 1 : anchor + 5]).long().cumprod(0)
+    assert outcome.drafts == len(anchors) and 0 < reached[1] < reached[0]
+    assert outcome.reached == pytest.approx((reached / len(anchors)).tolist())
+
+
+@pytest.mark.slow
+def test_what_is_trained_is_better_and_its_card_says_so(tmp_path, model, word_tokenizer, counting_texts) -> None:
+    def train(name: str, **changes):
+        return train_dflash(
+            model, word_tokenizer, counting_texts, tmp_path / name, run=run(own_share=1.0, **changes), test=counting_texts[:6],
+            dtype=FULL, command="decoders train dflash --model tiny",
+        )  # fmt: skip
+
+    before, after = train("a", rate=0.0, epochs=1), train("b", rate=1e-2, epochs=8, tokens=2000)
+    assert after["held"]["own"]["tokens_per_step"] > before["held"]["own"]["tokens_per_step"] + 0.2
+    assert not (tmp_path / "b" / "training").exists()
+    card, numbers = (tmp_path / "b" / "README.md").read_text(), after["test"]["own"]
+    for part in ("decoders train dflash --model tiny", f"{numbers['reached'][1]:.1%}", f"{after['steps']} steps"):
+        assert part in card
+    config = read_config(tmp_path / "b")
+    assert config.layers == (0,) and config.places == 4 and config.layer.rope_parameters == model.config.rope_parameters
+
+
+@pytest.mark.parametrize("vocabulary", [None, 60])
+def test_interrupted_run_ends_where_a_whole_one_does(
+    tmp_path, model, word_tokenizer, counting_texts, monkeypatch, vocabulary
+) -> None:
+    def train(name: str, **options):
+        training = run(own_share=0.0, draft_vocab=vocabulary)
+        train_dflash(model, word_tokenizer, counting_texts, tmp_path / name, run=training, dtype=FULL, **options)
+        files = load_draft_model(tmp_path / name, CPU, FULL)
+        return files, {**files.network.state_dict(), **files.head.state_dict()}
+
+    files, whole = train("whole")
+    assert (files.vocabulary is None) == (vocabulary is None) == (files.lm_head is None)
+    learn = BlockLearner.learn
+
+    def interrupted(self, step):
+        if step == 5:
+            raise KeyboardInterrupt
+        return learn(self, step)
+
+    monkeypatch.setattr(BlockLearner, "learn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", checkpoint_minutes=0)
+    assert not (tmp_path / "cut" / "config.json").exists(), "a half-trained draft model is not offered"
+    monkeypatch.undo()
+    _, cut = train("cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rank, ids", [(6, None), (6, SOME), (0, None)], ids=["dspark", "some tokens", "dflash"])
+def test_speculators_reads_what_is_written(tmp_path, model, rank, ids) -> None:
+    """Its own class gives the same logits for a block."""
+    library = pytest.importorskip(
+        "speculators", reason="pip install speculators: it brings torchaudio and datasets with it"
+    )
+    learner = a_learner(model, run(rank=rank, length=30), ids)
+    folder = save(learner, tmp_path, model, ids)
+    config = library.SpeculatorModelConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = library.SpeculatorModel.from_pretrained(folder, config=config).float()
+    theirs.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
+    if ids is None:  # what it takes from the target where it knows its name
+        theirs.lm_head.weight.copy_(model.get_output_embeddings().weight)
+    text, anchor = learner.train.ids[:1], 19
+    lesson = learner.teacher.lesson(learner.train.part(0, 1), ())
+    only = torch.zeros(1, 30)
+    only[0, anchor] = 1
+    hidden, logits, *_ = theirs._backbone_forward(
+        lesson.features, text, only, torch.zeros(1, 30, 32), torch.zeros(1, 30, dtype=torch.long), max_anchors=1
+    )
+    before = text[:, anchor : anchor + 4]
+    if rank:
+        logits = logits + theirs.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden.view(1, 4, -1))
+    ours = torch.stack(list(learner._scores(learner.drafted(lesson, text, torch.tensor([[anchor]])), before)), 1)
+    torch.testing.assert_close(logits, ours, atol=2e-5, rtol=1e-4)
+    kind = json.loads((tmp_path / "config.json").read_text())["speculators_model_type"]
+    assert kind == ("dspark" if rank else "dflash")
+
+
+def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counting_texts) -> None:
+    def train(texts=counting_texts, **changes):
+        train_dflash(model, word_tokenizer, texts, tmp_path, run=run(**changes), dtype=FULL)
+
+    with pytest.raises(SettingsError, match="the draft vocabulary has 1 … 128 tokens, not 129"):
+        train(draft_vocab=129)
+    with pytest.raises(SettingsError, match="a block has 2 … 12 tokens, half a row, not 13"):
+        run(block=13)
+    with pytest.raises(
+        SettingsError, match="layers must lie in 0 … 0, of the last one engines take different states, not 1"
+    ):
+        train(layers=(1,))
+    with pytest.raises(TrainingError, match="the text has"):
+        train(["w1 w2"])
+    assert not (tmp_path / "config.json").exists()
+    assert run().layers_of(2) == (0,) and run().layers_of(6) == (1, 3, 4) and run(layers=(0, -2)).layers_of(6) == (0, 4)
