@@ -1,4 +1,4 @@
-"""Grammars: what a text may be, as masks over the next token. All that the other packages import of them is listed here.
+"""Grammars: which texts may be written, as masks over the next token. Other packages import only the names listed here.
 
 ``base`` has the contract of a backend.
 """

@@ -1,4 +1,4 @@
-"""The grammar of answers that are calls of functions, each function with the document of its own parameters."""
+"""The grammar of answers that call functions, with a JSON schema for each function's parameters."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OBJECT = document('{"type": "object"}')
 
 @dataclass(frozen=True)
 class Called:
-    """A function as the grammar of its calls knows it.
+    """A function that may be called.
 
     Attributes:
         name: of the function.
         parameters: their schema, as JSON.
-        strict: whether what the language cannot honour is refused, or left to the validation of the call; None: to the validation,
-            but only where it has to be.
+        strict: whether keywords that the language cannot honour are refused (True) or left to validation (False); None: left to
+            validation only if there is no other way.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self) -> Language:
-        """The arguments.
+        """The language of the arguments.
 
         Raises:
             GrammarError: they cannot be expressed; names the function.
@@ -61,7 +61,7 @@ class Called:
                 with deadline(left() / 2):
                     return _Arguments(self.parameters, closed=True).language()
             except GrammarError:
-                pass  # what is wrong with the schema itself is said again
+                pass  # an error of the schema itself is raised again below
         return _Arguments(self.parameters, closed=True, strict=self.strict is True).language()
 
     @property
@@ -81,9 +81,9 @@ class Called:
 
 
 class _Arguments(JsonSchema):
-    """JSON objects that a schema allows, which need not say that it is about objects.
+    """JSON objects that a schema allows, even if the schema has no ``type``.
 
-    Arguments that are not declared are of no use to a function, and a language without them is mostly regular: `closed`.
+    `closed`, since a function has no use for undeclared arguments, and a language without them is mostly regular.
     """
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
@@ -209,7 +209,9 @@ class CallSpec(Spec):
             f"one: ({some}) {closing}",
         ]
         rules += [_renamed(each.lark or "", f"arguments{number}", f"_{number}") for number, each in enumerate(inner)]
-        if text is not None and text.lark is not None:  # rather than its expression, one word that a call may begin as
+        if (
+            text is not None and text.lark is not None
+        ):  # preferred to its regex, a single word that a call could begin as
             rules.append(_renamed(text.lark, "text", "_"))
         elif text is not None and text.regex is not None:
             rules.append(f"text: {slashed(text.regex)}")
@@ -236,7 +238,7 @@ class _Answers:
                 self.judges[call.name](call.arguments)
 
 
-#: What stands between slashes or quotes in a grammar of a schema, and the names of its rules.
+#: Regexes and strings in the Lark grammar of a schema, which are skipped, and the names of its rules.
 _NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
 
 

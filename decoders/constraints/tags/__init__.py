@@ -1,8 +1,7 @@
 """Structural tags: free text with grammars in it, each from a begin marker on, as models think before they answer and call tools.
 
-A text is in one of a few phases: free, where everything may be written, or inside of a grammar. ``markers`` finds begin markers
-in free text, ``phases`` is the compiled form, ``specs`` what users write, ``calls`` calls of functions, ``thinking`` how models mark
-what they think.
+A text is in one of a few phases: free text, or text of a grammar. ``markers`` finds begin markers in free text, ``phases`` is the
+compiled form, ``specs`` are the specifications, ``calls`` those of calls of functions, ``thinking`` knows how models mark their thoughts.
 """
 
 from .calls import Calls

@@ -1,9 +1,9 @@
-"""The compiled form of structural tags: phases, and a matcher that goes from one to the next.
+"""The compiled form of structural tags: phases, and a matcher that moves from one to the next.
 
-In free text every token may be drawn, and no mask is made. Few tokens have no place there: one that completes a begin marker
-and goes on as the grammar behind it does not, and a stop token where the text may not end yet. Such a token is drawn and
-replaced: by one that spells the marker's part of it, or the marker's next one. So what comes before a marker is what would have
-been written without a grammar.
+In free text every token may be drawn, without a mask. Few tokens are illegal there: one that completes a begin marker but continues
+against the grammar behind it, and a stop token where the text may not end yet. Such a token is replaced after it was drawn, by a
+token for the marker's part of it, or by the marker's next token. So the text before a marker is what would have been written without
+a grammar.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Free:
     """Free text.
 
     Attributes:
-        markers: what ends it, and the phase that each leads to; None: what may not be written here.
+        markers: the markers that end it, and the phase that each leads to; None: a marker that may not be written here.
         ends: whether the text may end here.
         budget: tokens after which a marker is forced; None for any number.
-        closing: which of `markers` that is.
-        over: whether nothing but the text's end may follow.
-        exact: whether nothing but a marker may, or the text's end if it `ends`.
+        closing: index of the marker that is forced.
+        over: whether only the text's end may follow.
+        exact: whether only a marker may follow, or the text's end if it `ends`.
         thinks: whether thoughts stand here, which a budget may bound.
     """
 
@@ -50,10 +50,10 @@ class Inside:
     """Text of a grammar.
 
     Attributes:
-        grammar: it. An end marker's text is part of its language.
+        grammar: its language includes the text of an end marker.
         then: the phase behind it; None: the text ends.
         end: the token that ends it; None: it ends where it is complete.
-        opens: a token that may stand instead of it, and the phase that this leads to.
+        opens: a token that may be written instead of it, and the phase that this leads to.
     """
 
     grammar: CompiledGrammar
@@ -66,14 +66,14 @@ class Inside:
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token` stands instead of the grammar of which nothing is written at `place`."""
+        """Whether `token` is written instead of the grammar, of which nothing is written at `place`."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
-        """Judges a finished text of the grammar where its language is wider than what was asked for.
+        """Judges a finished text of the grammar if its language is wider than the specification.
 
         Raises:
-            GrammarError: it breaks that.
+            GrammarError: the text breaks the specification.
         """
         if self.grammar.language.whole is not None:
             self.grammar.language.whole(text.decode())
@@ -84,7 +84,7 @@ Phase = Free | Inside
 
 @lru_cache(16)
 def assembled(phases: tuple[Phase, ...], first: int, name: str, vocabulary: Vocabulary) -> TaggedGrammar:
-    """The grammar of `phases`, made once: what it learns of its markers stays."""
+    """The grammar of `phases`, cached with what it computes about its markers."""
     return TaggedGrammar(phases, first, name, vocabulary)
 
 
@@ -127,7 +127,7 @@ class TaggedGrammar(CompiledGrammar):
 
     @property
     def nbytes(self) -> int:
-        """That of all grammars inside."""
+        """Memory of all grammars inside."""
         return sum(grammar.nbytes for grammar in self.grammars)
 
     def mask_of(self, tokens: Sequence[int], out: Tensor, *, without: bool = False) -> None:
@@ -139,7 +139,7 @@ class TaggedGrammar(CompiledGrammar):
         out.copy_(self._everything & ~words if without else words)
 
     def after_free(self, place: Place, token: int) -> Place | None:
-        """Where free text stands after `token`; None if it has no place there."""
+        """The place after `token` in free text; None if the token is illegal there."""
         phase, markers = self.phases[place.phase], self.markers[place.phase]
         assert isinstance(phase, Free) and markers is not None
         if (only := self.only(place)) is not None and token not in only:
@@ -152,7 +152,7 @@ class TaggedGrammar(CompiledGrammar):
         return Place(place.phase, found.node, place.count + 1)
 
     def enter(self, number: int | None, rest: bytes = b"") -> Place | None:
-        """The beginning of a phase, `rest` of whose text is written already; None if it is illegal there, or there is no phase."""
+        """The beginning of a phase whose text begins with `rest`, which is written already; None if that is illegal."""
         if number is None:
             return None
         phase, markers = self.phases[number], self.markers[number]
@@ -172,7 +172,7 @@ class TaggedGrammar(CompiledGrammar):
             spelled = self.vocabulary.longest_tokens(rest)
             if not spelled or inner.advance(spelled) < len(spelled):
                 return None
-        if rest and phase.closed(inner):  # all of it, with the end marker, in one token
+        if rest and phase.closed(inner):  # the whole text with its end marker was in one token
             return self.enter(phase.then) if phase.then is not None else None
         return Place(number, inner=inner, lead=rest)
 
@@ -206,7 +206,7 @@ class TaggedGrammar(CompiledGrammar):
         return known
 
     def next_token(self, number: int, node: int) -> int:
-        """The token that the tokenizer would go on with, from `node` on, toward the end of a marker."""
+        """The tokenizer's next token from `node` toward the end of a marker."""
         known = self._next_tokens.get((number, node))
         if known is None:
             phase, markers = self.phases[number], self.markers[number]
@@ -233,7 +233,7 @@ class TaggedGrammar(CompiledGrammar):
         return tokens[0]
 
     def replacements(self, number: int, node: int) -> Mapping[int, int]:
-        """What is written instead of the tokens that have no place behind free text at `node`."""
+        """The illegal tokens behind free text at `node`, and the token written instead of each."""
         known = self._replacements.get((number, node))
         if known is None:
             known = self._replacements[number, node] = self._replaced(number, node)
@@ -280,15 +280,15 @@ class TaggedGrammar(CompiledGrammar):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a text stands.
+    """A position in a text.
 
     Attributes:
         phase: number of the phase.
         node: of the phase's markers, in free text.
         count: tokens of this phase so far.
-        inner: the matcher that stands in the grammar, or has just left it.
-        taken: tokens that it took on the way from the place before.
-        lead: bytes of the grammar's text that the begin marker's last token had at its end.
+        inner: the grammar's matcher, also right behind the grammar's end.
+        taken: tokens that the matcher took since the previous place.
+        lead: the grammar's first bytes, if they were in the begin marker's last token.
     """
 
     phase: int
@@ -299,12 +299,12 @@ class Place:
     lead: bytes = b""
 
 
-#: In the place of a phase's number, behind a stop token.
+#: The phase's number behind a stop token.
 ENDED = -1
 
 
 class TaggedMatcher(Matcher):
-    """A stack of places, one per token taken; rolling back is popping, and giving back what the grammar inside took."""
+    """A stack of places, one per token taken; rolling back pops places, and rolls back the matcher inside."""
 
     def __init__(self, grammar: TaggedGrammar) -> None:
         self.grammar: TaggedGrammar = grammar
@@ -314,7 +314,7 @@ class TaggedMatcher(Matcher):
 
     @property
     def place(self) -> Place:
-        """Where the text stands."""
+        """The current position."""
         return self.places[-1]
 
     @property
