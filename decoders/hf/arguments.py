@@ -99,6 +99,9 @@ HONOURED = frozenset({
     "transformers_version",
 })  # fmt: skip
 
+#: All arguments of ``generate``: what else a model takes are its own.
+PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
+
 _WHOLE_NUMBERS = (
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_return_sequences", "num_beams", "top_k",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_assistant_tokens", "prompt_lookup_num_tokens",
@@ -106,8 +109,13 @@ _WHOLE_NUMBERS = (
 )  # fmt: skip
 
 
-def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(
+    configs: list[GenerationConfig], kwargs: Mapping[str, Any], takes: frozenset[str] = frozenset()
+) -> None:
     """Raises, before anything is touched, for arguments that cannot be honoured exactly.
+
+    Args:
+        takes: what the model's forward pass takes beside text, images for example.
 
     Raises:
         UnsupportedError: an argument of :data:`REFUSED`, or one of the model's forward pass that the loop does not pass on.
@@ -122,7 +130,7 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
         if refused(value):
             where = "" if kwargs.get(name) is not None else of_config(name)
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.{where}")
-    known = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
+    known = PLAIN | takes
     for name, value in kwargs.items():
         if name not in known and value is not None:
             near = difflib.get_close_matches(name, [*known, *OWN], n=1, cutoff=0.8)

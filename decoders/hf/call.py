@@ -26,10 +26,11 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from .arguments import HINTS, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
+from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
 from .given import CACHES, CallCache
 from .grammars import Grammars
+from .multimodal import arguments_of, inputs_of
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
 
@@ -142,6 +143,7 @@ def prepare(
         kept: transformers' preparations of earlier calls.
         cache: the caller's own.
     """
+    beside, options = options.apart(arguments_of(model) - PLAIN)
     given, runtime = options.arguments, options.runtime
     kind = kind_of(model, options.configs, given)
     earlier = kept.get(kind) if kind is not None else None
@@ -172,8 +174,15 @@ def prepare(
     engine = engine_of()
     engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
     config, plan = preparation.config, preparation.plan
-    copies = config.num_return_sequences or 1
+    copies, multimodal = config.num_return_sequences or 1, None
     beginnings = cache.beginnings(engine.target, mask, len(prompts), copies) if cache is not None else None
+    if beside and cache is not None:
+        raise UnsupportedError(
+            f"past_key_values does not go with {', '.join(sorted(beside))}: leave it out, what was read of images before is kept"
+        )
+    if beside:
+        of_prompts = padded[::copies], mask[::copies] if mask is not None else None
+        multimodal = inputs_of(engine.own_forward(model, engine.target).model, beside, *of_prompts, copies)
     grammars = Grammars.of(
         options.grammar, len(prompts), copies, tokenizer, engine.target.vocab_size,
         preparation.stop_tokens, runtime, options.thinking, prompts,
@@ -192,6 +201,7 @@ def prepare(
         values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
         grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=beginnings,
+        multimodal=multimodal,
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,13 @@ class Options:
             configs=configs,
             arguments={name: value for name, value in others.items() if name not in (*HINTS, *TRANSLATED)},
         )
+
+    def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
+        """The arguments of these names that have a value, and the options without them."""
+        taken = {name: value for name, value in self.arguments.items() if name in names}
+        others = {name: value for name, value in self.arguments.items() if name not in names}
+        given = {name: value for name, value in taken.items() if value is not None}
+        return given, replace(self, arguments=others) if taken else self
 
     def check(self) -> None:
         """Raises UnsupportedError if the strategy lacks an argument that it needs, or is given one that it does not use."""

@@ -31,6 +31,7 @@ from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
 from .given import CallCache
 from .grammars import vocabulary_of
+from .multimodal import arguments_of
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
@@ -131,7 +132,7 @@ class Generate:
         refuse_prompt_learning(self.model, self.wrapper)
         refuse_adapter_names(self.model)
         given = options.arguments
-        refuse_arguments(options.configs, given)
+        refuse_arguments(options.configs, given, arguments_of(self.model))
         input_ids = given.get("input_ids")
         cache = CallCache.of(given, options.strategy)
         check_inputs(

@@ -89,7 +89,7 @@ def _spread(model: PreTrainedModel, scale: float) -> None:
     if head is embedding:
         # The last norm compensates for small embeddings in the logits.
         outer = [(name, m) for name, m in model.named_modules() if not any(map(str.isdigit, name))]
-        norm = [m for name, m in outer if "norm" in name or "ln_f" in name][-1]
+        norm = [m for name, m in outer if ("norm" in name or "ln_f" in name) and hasattr(m, "weight")][-1]
         gain = scale**-1
         zero_centred = norm.weight.mean().abs() < 0.5  # gemma's norms multiply by 1 + weight
         norm.weight.mul_(gain).add_(gain - 1 if zero_centred else 0.0)
