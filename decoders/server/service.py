@@ -62,6 +62,7 @@ class Service:
 
     Attributes:
         pace: of requests with large bodies.
+        keys: how many tell clients apart.
         draining: whether no more requests are taken.
         ending: set once the requests that were taken are ended, too.
     """
@@ -96,7 +97,7 @@ class Service:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
         self.ending = asyncio.Event()
-        self._long = 0
+        self._long = self.keys = 0
         self.pace = Pace(LONGEST_HOLD)
         self.created, self.draining = int(time.time()), False
 
@@ -298,7 +299,8 @@ class Service:
                 prompt, own = prompts[index // (body.n or 1)], wrapped(seed + index)
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
-                    body.strategy, body.strategy_config, prompt, self._ended, deadline=arrival.left(seconds), cache_salt=salt,
+                    body.strategy, body.strategy_config, prompt, self._ended, arrival.client if self.keys > 1 else job.id,
+                    deadline=arrival.left(seconds), cache_salt=salt,
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
