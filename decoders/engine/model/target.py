@@ -117,6 +117,7 @@ class Target:
         placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text.
         multiple: blocks and chunks of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
         check_seconds: time of the check against the model.
         ranks: the processes that share its weights.
 
@@ -127,6 +128,7 @@ class Target:
     rejected: str | None = None
     longest: int | None = None
     invariance: Invariance | None = None
+    checked: str = ""
     check_seconds: float = 0.0
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
