@@ -246,13 +246,14 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """What becomes of chains that are drafted at every third position of `texts`: in the model's own greedy text, of those of
+        """What becomes of chains that are drafted one behind the other all over `texts`: in the model's own greedy text, of those of
         decoding; in other text a draft is judged after the text's tokens, not the target's.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
             ids = part.ids.to(self.ids.device)
-            anchors = torch.arange(0, ids.shape[1] - len(self.places) + 1, 3, device=ids.device).expand(len(ids), -1)
+            room, every = ids.shape[1] - len(self.places) + 1, len(self.places)
+            anchors = torch.arange(0, room, every, device=ids.device).expand(len(ids), -1)
             at = self._places_of(anchors)
             logits = _rows_at(lesson.logits, at)
             sums.begin(_rows_at(lesson.counted, at).all(1))

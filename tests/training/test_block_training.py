@@ -132,7 +132,7 @@ def test_acceptance_is_that_of_decoding(tmp_path, model) -> None:
             optimizer.zero_grad()
     outcome = learner.acceptance(Texts(text[:, :40], torch.tensor([9])))
     folder, target = save(learner, tmp_path, model), decoders.enable(tiny_model("llama"))
-    reached, right, anchors = torch.zeros(4), torch.zeros(4), range(9, 37, 3)  # those after what the model was given
+    reached, right, anchors = torch.zeros(4), torch.zeros(4), range(8, 37, 4)  # those after what the model was given
     for anchor in anchors:
         spy, read = Spy(DFlash(draft_model=folder)), text[:, : anchor + 1]
         decode(target, {"input_ids": read, "attention_mask": torch.ones_like(read)}, spy, max_new_tokens=1)
