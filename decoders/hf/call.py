@@ -98,9 +98,12 @@ class PreparedCall:
     aligner: StreamAligner | None
     config: GenerationConfig
 
-    def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """`written` in transformers' form; judges its texts by the grammars and closes the stream."""
+    def judge(self, written: RequestOutput) -> None:
+        """Notes in the report what became of the texts; may take long where a grammar is wider than what was asked for."""
         written.report.grammars = self.grammars.judge(written.generated)
+
+    def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
+        """`written` in transformers' form; closes the stream."""
         if self.aligner is not None:
             self.aligner.end(written.generated)
         return self.partial(written)

@@ -99,6 +99,7 @@ class Generate:
                 if isinstance(getattr(error, "partial", None), RequestOutput):
                     error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
                 raise
+            call.judge(written)
             result = call.result(written)
             written.report.finished(begun)
             return result

@@ -151,7 +151,7 @@ def empty_report(request: Request, target: Target) -> Report:
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
         same_bits=target.invariance.holds if target.invariance is not None else None,
-        weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        checked=target.checked, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip
 
 

@@ -118,6 +118,7 @@ class Target:
         placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads nothing but text.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        checked: the day on which its design was compared with the model's, as ISO has it (:mod:`.verdicts`).
         check_seconds: that comparing it with the model took.
         ranks: the processes that share its weights.
 
@@ -128,6 +129,7 @@ class Target:
     rejected: str | None = None
     longest: int | None = None
     invariance: Invariance | None = None
+    checked: str = ""
     check_seconds: float = 0.0
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
