@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingsError
-from ..server.prompts import prompt_text
+from ..server.templates import prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -57,6 +57,7 @@ class Service:
         limits: of requests.
         chat_template: in the place of the tokenizer's own.
         thinking: what thoughts begin and end with, where that is not known of the model.
+        tool_format: name of the format of calls, where the template does not show the right one.
         config: ``decoders_config`` of every request.
 
     Attributes:
@@ -69,7 +70,8 @@ class Service:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, strategy: str = "autoregressive",
         strategy_config: dict[str, Any] | None = None, assistant: PreTrainedModel | None = None, limits: Limits = Limits(),
-        chat_template: str | None = None, thinking: tuple[str, str] | None = None, config: dict[str, Any] | None = None,
+        chat_template: str | None = None, thinking: tuple[str, str] | None = None, tool_format: str | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
@@ -89,8 +91,8 @@ class Service:
             model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
             ClientSettings(limits.client_settings),
         )  # fmt: skip
-        self.metrics = Metrics(self.pool, limits.rows)
-        self.conversations = Conversations(tokenizer, chat_template, thinking)
+        self.metrics = Metrics(self.pool, limits.rows, name)
+        self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
