@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..constraints import ThinkingMarkers, known_markers
 from .bodies import Message, Tool
-from .images import MOST, image_of
+from .images import image_of
 from .refusals import Refusal, log
 from .templates import CallStyle, MessageStyle, call_style, format_named, message_style
 
@@ -206,10 +206,7 @@ def _text_of(
     for number, part in enumerate(content):
         param = f"messages.{place}.content.{number}"
         if part.get("type") == "image_url" and images is not None:
-            if len(images) == MOST:
-                message = f"{param}: there are more than {MOST} images, which is the limit"
-                raise Refusal(400, message, param=param, code="invalid_image")
-            images.append(image_of(part, param))
+            images.append(image_of(part, param, images))
             parts.append({"type": "image"})
             continue
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):

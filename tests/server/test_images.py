@@ -129,6 +129,14 @@ def test_there_is_a_most_of_images(seeing: Any) -> None:
     assert answer.status_code == 400 and "more than 16 images" in answer.json()["error"]["message"]
 
 
+def test_small_files_with_many_pixels_are_refused_together(seeing: Any) -> None:
+    large = url_of((0, 0, 0), "PNG", (4000, 3000))
+    assert len(large) < 100_000
+    answer = seeing.post(CHAT, json=asked("?", large, large))
+    assert answer.status_code == 400 and "4000 x 3000 pixels" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "messages.0.content.1"
+
+
 def test_images_are_of_users(seeing: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": RED}}
     answer = seeing.post(CHAT, json=asked("?") | {"messages": [{"role": "system", "content": [image]}]})
