@@ -126,7 +126,7 @@ def load_processor(name: str) -> Any:
     from transformers import AutoProcessor
 
     try:
-        processor = AutoProcessor.from_pretrained(name, **_check_name("Model", name))
+        processor = AutoProcessor.from_pretrained(name, **_where_to_look("Model", name))
     except (OSError, ValueError, ImportError):  # no processor, or one for which packages are missing
         return None
     return processor if getattr(processor, "image_processor", None) is not None else None
