@@ -16,7 +16,7 @@ from .console import plain_console, waiting
 from .models import set_aside
 
 if TYPE_CHECKING:
-    from ..bench.prompts import Content
+    from ..prompts.reading import Content
     from ..server.limits import Limits
 
 
@@ -207,8 +207,8 @@ def _service(
     )  # fmt: skip
     service.warm_up()
     if corpus:
-        from ..bench.prompts import encode
         from ..generate import remember
+        from ..prompts.reading import encode
 
         remember(loaded, texts=[encode(tokenizer, content) for content in corpus])
     return service
@@ -220,7 +220,7 @@ def _corpus(path: Path) -> list[Content]:
     Raises:
         SettingsError: it is no file of texts.
     """
-    from ..bench.prompts import read_file
+    from ..prompts.reading import read_file
 
     try:
         contents = [content for _, content in read_file(path) if content]
