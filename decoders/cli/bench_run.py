@@ -308,12 +308,14 @@ class Run:
         with interrupted_by_sigterm():
             for sampling, group in itertools.product(plan.samplings, groups):
                 drawing = [replace(method, sampling=sampling) for method in methods]
-                total = bench.calls(len(methods), len(group), plan.repeats)
+                total = bench.calls(len(methods), len(group), plan.repeats) - len(methods) * len(group) * (
+                    plan.suite is not None
+                )
                 try:
                     with progress_bar(self.console, total) as advance:
                         entries = bench.measure(
                             drawing, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
-                            first_tokens=plan.suite is None,
+                            first_tokens=plan.suite is None, checks=plan.suite is None,
                         )  # fmt: skip
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True
