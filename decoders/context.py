@@ -1,4 +1,4 @@
-"""What a strategy is given at the start of a call to prepare itself from."""
+"""The context that a strategy gets at the start of a call."""
 
 from __future__ import annotations
 
@@ -28,71 +28,72 @@ def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def _same_vocabulary(model: PreTrainedModel | str) -> None:
-    """Of a context made by hand."""
+    """For contexts created outside a call."""
 
 
 def no_costs(measure: bool = False) -> None:
-    """Of a context made by hand, and of a draft model."""
+    """For contexts created outside a call, and for draft models."""
 
 
 def no_memory(key: str, factory: Callable[[], Any], of: Configured | None = None) -> Any:
-    """Of a context made by hand, of a draft model, and with the setting ``memory=False``: nothing is kept."""
+    """For contexts created outside a call, for draft models, and with the setting ``memory=False``: nothing is kept."""
     return factory()
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a strategy may prepare itself from, once per ``generate`` call.
+    """Everything a strategy may use to prepare its state, once per ``generate`` call.
 
     Attributes:
-        model: the user's model (its weights and config; do not change either).
+        model: the user's model, for its weights and config; do not change either.
         tokenizer: the tokenizer given to ``enable`` or ``generate``, if any.
         assistant_model: the ``assistant_model=`` of the call, if any.
         rows: number of rows ``B``.
         slots: capacity of each row in tokens, prompt included.
-        device: where the loop's tensors live.
+        device: of the loop's tensors.
         vocab_size: size ``V`` of the target's logits.
-        compile: compiles a plain tensor function without graph breaks, once per model, with sizes left dynamic; gives it
-            back as it is when the call runs eagerly. The time of the first call is booked as compile time.
-        draft: opens a draft model for this call: ``draft(model, ahead=K)`` gives a :class:`~decoders.drafting.Drafter`; see
+        compile: compiles a plain tensor function without graph breaks, once per model, with dynamic sizes; returns it
+            unchanged if the call runs uncompiled. The time of the first call is booked as compile time.
+        draft: opens a draft model for this call: ``draft(model, ahead=K)`` returns a :class:`~decoders.drafting.Drafter`; see
             :class:`~decoders.drafting.OpensDraft`.
-        vocabulary_of: what the tokens of a draft model are where its ids mean others than the target's:
-            ``vocabulary_of(model)`` gives an :class:`~decoders.drafting.OtherVocabulary`, or None where they mean the same, or
-            where no tokenizers tell. `draft` takes such a model too, if the two have enough tokens in common.
-        strategy: makes a strategy from a registry name and settings, for strategies that are built of others.
-        sequences: the rows as they are at the start, prompts only; None in a context made by hand.
+        vocabulary_of: the tokens of a draft model whose ids differ from the target's: ``vocabulary_of(model)`` returns an
+            :class:`~decoders.drafting.OtherVocabulary`, or None if the ids are the same or there are no tokenizers to compare.
+            `draft` takes such a model too, if the two have enough tokens in common.
+        strategy: creates a strategy from a registry name and settings, for strategies that are built of others.
+        sequences: the rows at the start, prompts only; None in a context created outside a call.
         coupled: whether target and drafts share their noise, so that a draft token drawn with it is likely the target's token. If
-            not, a draft says what it was drawn from (:attr:`Draft.scores`).
+            not, sampled drafts must give their scores (:attr:`Draft.scores`).
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
-        plan: what the target's logits go through before a token is chosen (:func:`decoders.sampling.process`), for strategies that
-            have scores of their own. None: greedy, as they are.
-        sampling: the rows' values for that plan.
-        guide: where the rows stand in their grammars, and what these force them to write; None without ``grammar=``. Illegal
-            draft tokens need not be looked for: the loop takes them out.
-        decoder_layers: how many the target has, of which :attr:`Strategy.hidden_layers` may name some.
-        costs: what a verification step costs on this machine, by nodes: ``costs()`` gives a
-            :class:`decoders.costs.StepCosts`, which the loop keeps true while the call runs, or None where nothing was ever
-            measured; ``costs(measure=True)`` measures it first, some steps of several sizes.
-        memory: what this strategy keeps between calls on the model: ``memory(key, factory)`` gives what `factory` made in the
-            first call with a strategy of this class and these settings that asked for `key`. What is in it must not change the
-            tokens. The least recently used go when there are many; :func:`decoders.forget` and :func:`decoders.release` free
-            all. With the setting ``memory=False``, and for a draft model's strategies, every call gets a new one.
-        texts: what :func:`decoders.remember` was given as texts, for all calls and strategies, in a
-            :class:`~decoders.strategies.suffix_index.TextMemory`; None without, and for a draft model's strategies.
-        embed: the target's own input embedding: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, exactly its embedding module.
-            What a model does to embeddings behind that module (Gemma-2's factor) is not in it.
-        head: the target's own output head on packed weights: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
-            `hidden` is what the head reads, as in :attr:`Step.hidden`; all that the model does after its head is in it: a
-            soft-cap, a scale.
-        module: makes a drafter that is no language model ready for this call: ``module(module, ahead=K, example=(…))`` gives
+        plan: the operations on the target's logits before a token is chosen (:func:`decoders.sampling.process`), for strategies
+            with scores of their own. None: greedy, without operations.
+        sampling: the rows' parameters of that plan.
+        guide: the rows' positions in their grammars, and the text these force (:class:`~decoders.drafting.Forced`); None without
+            ``grammar=``. Strategies need not avoid illegal draft tokens: the loop removes them.
+        decoder_layers: number of the target's decoder layers, to which :attr:`Strategy.hidden_layers` refers.
+        costs: the cost of a verification step on this machine, by nodes: ``costs()`` returns a :class:`decoders.costs.StepCosts`,
+            which the loop updates during the call, or None if nothing was ever measured; ``costs(measure=True)`` first measures
+            steps of several sizes.
+        memory: what this strategy keeps between calls on the model: ``memory(key, factory)`` returns the object that `factory` created
+            in the first call with a strategy of this class and these settings that asked for `key`. Its contents must not change
+            the tokens. The least recently used ones are dropped when there are many; :func:`decoders.forget` and
+            :func:`decoders.release` drop all. With the setting ``memory=False``, and for a draft model's strategies, every call
+            gets a new one.
+        texts: the texts given to :func:`decoders.remember`, for all calls and strategies, in a
+            :class:`~decoders.strategies.suffix_index.TextMemory`; None without texts, and for a draft model's strategies.
+        embed: the target's input embedding: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, exactly its embedding module, without
+            what the model applies behind that module (Gemma-2's factor).
+        head: the target's output head on packed weights: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
+            `hidden` is the head's input, as in :attr:`Step.hidden`. It includes what the model applies behind its head, such as a
+            soft cap or a scale.
+        module: prepares a drafting network that is no language model: ``module(module, ahead=K, example=(…))`` returns
             :class:`~decoders.drafting.ModulePasses`; see :class:`~decoders.drafting.OpensModule`.
-        new_tokens: most tokens that a row may write, where the rows begin and end together, so that the call lasts as long as its
-            slowest row; None where requests join and leave by themselves.
-        clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Where several processes share the target, all of
-            them see the first one's clock, and each has to ask as often as the others.
-        first_layers: the target cut off behind its first layers, ``first_layers(count)``, with its own last norm and head: a draft
-            model for :attr:`draft` that shares all weights, and the target's slots: it reads no prompt. A drafter's round has to end
-            before another one's begins.
+        new_tokens: most tokens that a row may write, if all rows begin together and the call lasts as long as its slowest row;
+            None where requests join and leave.
+        clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Processes that share the target all get the first
+            one's clock, so each must call it as often as the others.
+        first_layers: the target's first layers with its last norm and head, ``first_layers(count)``: a draft model for :attr:`draft`
+            that shares all weights and the target's slots, so that it reads no prompt. A drafter's round must end before another
+            one's begins.
     """
 
     model: PreTrainedModel
@@ -124,10 +125,10 @@ class Context:
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
     def part(self, strategy: Configured, seldom: bool = False) -> Context:
-        """This context for a strategy that another one is built of: what it keeps between calls is its own.
+        """This context for a part of a composed strategy, with memories of its own.
 
         Args:
-            seldom: whether it may be asked late or never, as by ``auto``: its draft models read the prompts when they first draft.
+            seldom: whether the part may be asked late or never, as by ``auto``: its draft models read the prompts when first used.
         """
         draft = partial(self.draft, seldom=True) if seldom else self.draft
         return replace(self, memory=partial(self.memory, of=strategy), draft=draft)

@@ -1,4 +1,4 @@
-"""What a strategy drafts with: a second model (``Context.draft``), and what a grammar forces (``Context.guide``).
+"""What strategies draft with: a second model (``Context.draft``), a module (``Context.module``), and forced text (``Context.guide``).
 
 Letters: ``B`` rows, ``Q`` nodes that are continued, ``C`` continuations of each, ``N`` nodes of a block, ``V`` vocabulary.
 """
@@ -44,11 +44,11 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Advance:
-    """What a pass with a stage's draft in it has come to.
+    """The result of a pass that verifies a stage's draft.
 
     Attributes:
         path: ``[B, N]`` int64, the accepted node at each depth; valid up to `emitted`.
-        emitted: ``[B]`` int64, tokens that the rows have got.
+        emitted: ``[B]`` int64, tokens appended to the rows.
         expansion: continuations of all ``N`` nodes of the block.
     """
 
@@ -58,18 +58,18 @@ class Advance:
 
 
 class Drafter(ABC):
-    """A draft model for the length of a call, with rows and a cache of its own that follow what is committed.
+    """A draft model during a call, with its own rows and cache, which follow the committed tokens.
 
-    A round is :meth:`begin`, then passes, then a draft made of what they gave. In a chain, :meth:`extend` appends the model's own
+    A round is :meth:`begin`, then passes, then a draft of their results. For a chain, :meth:`extend` appends the model's own
     choice to every row; with a stage, :meth:`advance` verifies the stage's draft tokens as the shared loop does and may append
-    several. In a tree, :meth:`root` and :meth:`expand` give the best continuations of nodes, level by level. Everything stays on
-    the device.
+    several. For a tree, :meth:`root` and :meth:`expand` return the best continuations of nodes, level by level. Everything stays
+    on the device.
 
     Attributes:
         vocab_size: how many of the target's tokens the draft can propose.
-        children: ``C``, continuations given per node: as many as were asked for, or the whole of a small vocabulary.
-        mask_token: what stands for a token that is still to be drafted, of a model that was trained to draft several in one pass
-            (PARD, arXiv:2504.18583); None of others.
+        children: ``C``, continuations per node: as many as were asked for, or the whole of a smaller vocabulary.
+        mask_token: the id for tokens still to be drafted, for a model trained to draft several in one pass (PARD,
+            arXiv:2504.18583); None for others.
     """
 
     vocab_size: int
@@ -84,11 +84,11 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def length(self) -> Tensor:
-        """``[B]`` int64, tokens per row including what has been drafted."""
+        """``[B]`` int64, tokens per row, drafted ones included."""
 
     @abstractmethod
     def begin(self, sequences: Sequences) -> None:
-        """Takes over what is committed; drafts of the last round that were rejected are forgotten."""
+        """Begins a round: copies the committed tokens and drops rejected ones of the last round."""
 
     @abstractmethod
     def extend(self) -> Expansion:
@@ -96,7 +96,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def advance(self) -> Advance:
-        """One pass with the stage's draft tokens in it: every row gets one token or more."""
+        """One pass over the stage's draft tokens: every row gets one token or more."""
 
     @abstractmethod
     def root(self) -> Expansion:
@@ -115,9 +115,9 @@ class Drafter(ABC):
         """Learns how many tokens at a row's end this model has not read, or not where they belong.
 
         Args:
-            step: what became of the draft.
-            own_nodes: nodes of the draft that this drafter made, the root included. If the block held others (merged
-                strategies), any of them may have been accepted.
+            step: the verified draft.
+            own_nodes: nodes that this drafter proposed, the root included. If the block had others (merged strategies), any
+                of them may have been accepted.
             displaced: most accepted nodes whose keys and values are not in the slots of their positions: 0 for a chain, the
                 depth of a tree.
         """
@@ -125,14 +125,14 @@ class Drafter(ABC):
 
 @dataclass(frozen=True)
 class OtherVocabulary:
-    """A draft model to whom ids mean other tokens than to the target.
+    """A draft model whose ids mean other tokens than the target's.
 
     Attributes:
-        model: it.
+        model: the draft model.
         own: the target's tokens, in bytes.
-        other: its own tokens, in bytes.
-        begin: its tokens in front of every text.
-        shared: share of the target's text tokens that it has.
+        other: the draft model's tokens, in bytes.
+        begin: the draft model's tokens in front of every text.
+        shared: share of the target's text tokens that the draft model has.
     """
 
     model: PreTrainedModel
@@ -143,10 +143,10 @@ class OtherVocabulary:
 
 
 class ModulePasses(ABC):
-    """A drafter that is no language model, for the length of a call: a module with a slot cache of its own.
+    """A drafting network that is no language model, during a call: a module with its own slot cache.
 
-    Committed position ``p`` of a row lives in slot ``p``, node ``i`` of a block in slot ``base + i``. What a pass writes behind a
-    row's end is written anew before anything sees it. Everything stays on the device.
+    Committed position ``p`` of a row is in slot ``p``, node ``i`` of a block in slot ``base + i``. Slots that a pass writes behind a
+    row's end are overwritten before they are read. Everything stays on the device.
 
     Attributes:
         passes: passes of the module so far.
@@ -156,22 +156,22 @@ class ModulePasses(ABC):
 
     @abstractmethod
     def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None, **options: Any) -> Any:
-        """One pass of the module over ``Q`` nodes of every row; what it gives.
+        """One pass of the module over ``Q`` nodes of every row; returns its output.
 
         Args:
-            base: ``[B]`` int64, slot and position of the block's node 0; all slots in front of it are seen.
-            inputs: ``[B, Q, …]`` each, what the module reads.
-            tree: the block, whose last ``Q`` nodes these are; those before have been run since. None: a chain, as text is.
-                Here `visible` is free: nodes may see each other in both directions. `ancestors` and `parents` are not looked at.
-            options: keywords that `module` is called with as well, few different ones; compiled passes are made for each.
+            base: ``[B]`` int64, slot and position of the block's node 0; all slots in front of it are visible.
+            inputs: ``[B, Q, …]`` each, the module's inputs.
+            tree: the block, whose last ``Q`` nodes are run; earlier ones were run before. None: a chain. `visible` may be any
+                relation, also in both directions; `ancestors` and `parents` are not used.
+            options: further keywords of the module. Passes are compiled for each combination, so there should be few.
         """
 
 
 def cache_keyword(module: nn.Module) -> str:
     """The keyword by which `module` takes its key-value cache, ``cache`` or ``past_key_values``, for calls of layers of transformers.
 
-    transformers 5.24 renamed it, and modeling code of a checkpoint may know the other name: it is the one that ``module.forward``
-    names, else that of the installed transformers. Ask once, where a module is made, not in each pass.
+    transformers 5.24 renamed it, and modeling code of a checkpoint may use either name: the result is the name in ``module.forward``,
+    else that of the installed transformers. Call this once per module, not in each pass.
     """
     from .common import transformers_compat
 
@@ -180,11 +180,11 @@ def cache_keyword(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The tokens of the target that a drafter with scores of its own can propose.
+    """The target's tokens that a drafter with scores of its own can propose.
 
     Attributes:
         size: ``V``, tokens of the target.
-        ids: ``[D]`` int64, the target's id of each draft id, each once; None: they are the same.
+        ids: ``[D]`` int64, the target's id of each draft id, all different; None if they are equal.
     """
 
     size: int
@@ -192,14 +192,14 @@ class DraftVocabulary:
 
     @staticmethod
     def of(size: int, d2t: Tensor | None = None, t2d: Tensor | None = None) -> DraftVocabulary:
-        """Of the tables that EAGLE-3 checkpoints hold.
+        """From the tables in EAGLE-3 checkpoints.
 
         Args:
-            d2t: ``[D]`` integers, what is added to a draft id.
-            t2d: ``[V]`` bool, which of the target's tokens there are, in order. One of the two is enough.
+            d2t: ``[D]`` integers that are added to draft ids.
+            t2d: ``[V]`` bool, the target's tokens that the drafter has, in order. One of the two is enough.
 
         Raises:
-            UnsupportedError: they are no lists, disagree, or name no token or one that the target does not have.
+            UnsupportedError: they are no lists, disagree, are empty, or name a token that the target does not have.
         """
         ids: Tensor | None = None
         for name, table in (("d2t", d2t), ("t2d", t2d)):
@@ -237,12 +237,12 @@ class DraftVocabulary:
         scores = logits.float()
         if self.ids is not None:
             scores = scores.new_full((*logits.shape[:2], self.size), float("-inf")).index_copy(-1, self.ids, scores)
-        if sampling is None:  # a context made by hand: greedy
+        if sampling is None:  # a context created outside a call: greedy
             top = scores.log_softmax(-1).topk(count)
             return Expansion(top.indices, top.values, scores if keep_scores else None)
         left = candidates(scores, plan, sampling, positions, at_least=count).settled()
         dense = left.dense() if keep_scores or self.ids is not None else None
-        if self.ids is not None and dense is not None:  # noise is needed for these alone
+        if self.ids is not None and dense is not None:  # only the draft's tokens need noise
             own = self.ids.expand(*logits.shape[:2], -1)
             left = Candidates(dense.index_select(-1, self.ids), own, self.size)
         tokens, weights = left.best(count, plan, sampling, positions)
@@ -256,44 +256,45 @@ class OpensDraft(Protocol):
         self, model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Configured | None = None,
         seldom: bool = False,
     ) -> Drafter:  # fmt: skip
-        """A drafter with rows, a cache and compiled passes of its own.
+        """A drafter with its own rows, cache and compiled passes.
 
         Args:
-            model: loaded, or the path of one.
+            model: loaded, or a path.
             ahead: most nodes that a round writes behind the committed tokens.
-            children: continuations of each node that :attr:`Expansion.tokens` has.
-            stage: drafts for the draft model, whose rounds are then made of :meth:`Drafter.advance`.
-            seldom: whether it may be asked late or never: it reads the prompts when it first drafts; where rows come and go, as
-                they join. One with a stage reads them at once.
+            children: continuations per node in :attr:`Expansion.tokens`.
+            stage: a strategy that drafts for the draft model, whose rounds then consist of :meth:`Drafter.advance`.
+            seldom: whether it may be asked late or never: it reads the prompts when it first drafts, or where rows join and leave
+                as they join. One with a stage reads them at once.
 
         Raises:
-            UnsupportedError: a model that cannot draft for this target, or a stage that drafts from what only the target hands out.
+            UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts, which only the target
+                provides.
         """
 
 
 class OpensModule(Protocol):
-    """:attr:`Context.module`: makes a drafter that is no language model ready for a call."""
+    """:attr:`Context.module`: prepares a drafting network that is no language model for a call."""
 
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """Its passes, with a slot cache, tree masks and packed weights like a draft model's, compiled where the call compiles.
+        """The module's passes, with a slot cache, tree masks and packed weights as for a draft model, compiled if the call is.
 
         Args:
-            module: is called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
-                ``forward`` has that), all ready, which it hands to attention layers of transformers (``LlamaDecoderLayer``, say;
-                :func:`cache_keyword` has the name that they take it by).
+            module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
+                ``forward`` has that), which it passes on to attention layers of transformers (such as ``LlamaDecoderLayer``;
+                :func:`cache_keyword` returns their name of the cache).
             ahead: most nodes that a step writes behind a row.
-            example: what it reads of one node, ``[1, 1, …]`` each.
-            on_device: false where what drafts with it waits for the device: such a step is not recorded.
+            example: its inputs for one node, ``[1, 1, …]`` each.
+            on_device: False if the strategy waits for the device: such steps are not recorded.
 
         Raises:
-            UnsupportedError: a module on another device.
+            UnsupportedError: the module is on another device.
         """
 
 
 class Forced(Protocol):
-    """What the grammars of a call's rows force them to write.
+    """The text that the grammars of a call's rows force.
 
     Attributes:
         on_device: whether :meth:`forced` never waits for the device.
@@ -302,12 +303,12 @@ class Forced(Protocol):
     on_device: bool
 
     def expect(self, sequences: Sequences) -> None:
-        """:meth:`forced` will be asked; `sequences` are the rows as they begin. What it needs is there before a step is recorded."""
+        """Announces calls of :meth:`forced`, so that it is prepared before a step is recorded. sequences: the rows at the start."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """``[B, K]`` int64, tokens of the bytes that must come next, -1 behind the last one; ``K`` is at most `limit`.
 
-        Where several tokens would do, as each row has spelled such text before. The last bytes are left out where a row has no
+        The bytes are split into tokens as each row has spelled such text before. The last bytes are left out where a row has no
         history of them and the tokenizer might join them with what follows.
 
         Args:

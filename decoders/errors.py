@@ -11,7 +11,7 @@ class DecodersError(Exception):
 
 
 class UnknownNameError(DecodersError, ValueError):
-    """A name (strategy, verifier, setting …) that nothing is registered under."""
+    """An unknown name of a strategy, verifier, setting …"""
 
     def __init__(self, kind: str, name: str, choices: Iterable[str], hint: str = ""):
         choices = sorted(choices)
@@ -36,37 +36,35 @@ class ContextLengthError(DecodersError, ValueError):
 
 
 class CacheMemoryError(DecodersError, MemoryError):
-    """There is no memory for the key-value cache that a call wants."""
+    """There is no memory for a call's key-value cache."""
 
 
 class RanksError(DecodersError, RuntimeError):
-    """Processes that share a model were asked for different things, or a strategy drafts differently in them."""
+    """Processes that share a model got different calls, or a strategy drafts differently in them."""
 
 
 class QueueFull(DecodersError, RuntimeError):
-    """A scheduler has as many requests waiting as it takes."""
+    """A scheduler's queue of waiting requests is full."""
 
 
 class DeadlineError(DecodersError, TimeoutError):
-    """A request has not come to its end in the time that it was given. ``partial`` is what was written."""
+    """A request did not end before its deadline. ``partial`` is the output so far."""
 
 
 class CancelledError(DecodersError, RuntimeError):
-    """A request was cancelled, or its scheduler was closed. ``partial`` is what was written."""
+    """A request was cancelled, or its scheduler was closed. ``partial`` is the output so far."""
 
 
 class DraftError(DecodersError, ValueError):
-    """A strategy broke the contract of :class:`decoders.strategy.Draft` (wrong shape, dtype or topology), or wrote into the loop's
-    tensors.
-    """
+    """A strategy broke the contract of :class:`decoders.strategy.Draft` (shape, dtype or topology), or wrote to the loop's tensors."""
 
 
 class VerifierError(DecodersError, ValueError):
-    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`: what it gave is no distribution."""
+    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`: its result is no distribution."""
 
 
 class TrainingError(DecodersError):
-    """Training cannot start or go on: there is too little text, or the checkpoint belongs to another run."""
+    """Training cannot start or continue: there is too little text, or the checkpoint belongs to another run."""
 
 
 class PluginError(DecodersError):
@@ -77,8 +75,8 @@ class GrammarError(DecodersError, ValueError):
     """A grammar that cannot be compiled, or a finished text that breaks one.
 
     Attributes:
-        keyword: what is to blame, a keyword of JSON Schema, say.
-        path: where it stands, as a JSON path.
+        keyword: the cause, such as a keyword of JSON Schema.
+        path: its place, as a JSON path.
     """
 
     def __init__(self, message: str, keyword: str | None = None, path: str | None = None) -> None:
@@ -96,6 +94,6 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """`text` for a message: one line, not too long."""
+    """`text` for a message: one line, cut to `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

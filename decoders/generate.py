@@ -1,6 +1,6 @@
-"""Models enabled, disabled, released, warmed up and calibrated. What ``generate`` does then is in ``hf``.
+"""Enabling, disabling, releasing, warming up and calibrating models. The replaced ``generate`` is in ``hf``.
 
-Nothing else imports ``hf``, which a contract checks: what decodes the calls of a model itself gets them from :func:`enabled`.
+An import contract checks that only this module imports ``hf``; schedulers get prepared calls from :func:`enabled`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def enable(
 
 
 def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
-    """Gives an enabled ``PeftModel`` its weights back; what enables the model that is left without it."""
+    """Restores the weights of an enabled ``PeftModel``, and returns the function that enables the model without it."""
     present = enabled(wrapper)
     present.release()
     kept = present.defaults
@@ -92,20 +92,20 @@ def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
-    """Enables `model` and gives what stands in the place of ``model.generate``, for schedulers, which decode calls themselves."""
+    """Enables `model` and returns its replacement of ``generate``, for schedulers, which decode calls themselves."""
     enable(model, tokenizer)
     present: Generate = vars(model)["generate"]
     return present
 
 
 def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-    """Raises what is wrong with `arguments` of ``generate`` that calls to come have in common; the prompt may be missing.
+    """Raises errors in `arguments` of ``generate`` that later calls will share; the prompt may be missing.
 
     Args:
         model: an enabled one.
 
     Raises:
-        SettingsError: a value of the wrong kind, or no strategy. UnknownNameError: a name that nothing is registered under.
+        SettingsError: a value of the wrong kind, or no strategy. UnknownNameError: an unknown name.
         UnsupportedError: an argument that the loop cannot honour.
     """
     present = vars(model).get("generate")
@@ -137,11 +137,11 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def release(model: PreTrainedModel) -> PreTrainedModel:
-    """Frees all that is kept for an enabled model between calls, and gives freed weights back. It stays enabled.
+    """Frees everything that is kept for an enabled model between calls, and restores freed weights. It stays enabled.
 
-    Freed are packed weights, caches and the texts in them, compiled code, recorded steps, and the same of the draft models
-    that were used with it. The next call makes them anew. With the setting ``weights="packed"`` the model gets its dense
-    weights back, the same objects, bit for bit. A call that runs in another thread is waited for.
+    This drops packed weights, caches with their texts, compiled code and recorded steps, also those of the draft models
+    that were used with it. The next call creates them again. With the setting ``weights="packed"`` the model gets its dense
+    weights back, the same objects, bit for bit. Waits for a running call of another thread.
 
     Args:
         model: a model of transformers. Nothing happens to one that is not enabled, or was not used.
@@ -159,10 +159,10 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def forget(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes an enabled model forget its earlier calls: what strategies keep between them, and the texts whose keys and values do.
+    """Makes an enabled model forget its earlier calls: what strategies keep between calls, and the texts kept for prefix reuse.
 
     Packed weights and compiled code stay, so the next call is as fast as the first after :func:`warmup`. The tokens are the same
-    either way. The same for the draft models that were used with it. A call that runs in another thread is waited for.
+    either way. The draft models that were used with it forget, too. Waits for a running call of another thread.
 
     Args:
         model: a model of transformers. Nothing happens to one that is not enabled, or was not used.
@@ -180,13 +180,13 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
-    """What strategies keep between calls on an enabled model, as a copy that can be pickled: texts of ``suffix``, rates of ``auto`` …
+    """A copy of what strategies keep between calls on an enabled model, which can be pickled: texts of ``suffix``, rates of ``auto`` …
 
-    For a process that is to begin where another one ended, with :func:`remember`.
+    With :func:`remember` another process can start with it.
 
     Returns:
-        by the strategy's class, the strategy with its settings, and the name that it keeps something under. Empty for a model that is
-        not enabled or was not used.
+        by the strategy's class, the strategy with its settings, and the name of the memory. Empty for a model that is not enabled or
+        was not used.
 
     Raises:
         UnsupportedError: not a model of transformers.
@@ -201,16 +201,16 @@ def remember(
     *,
     texts: Iterable[str | Sequence[int]] = (),
 ) -> PreTrainedModel:
-    """Gives an enabled model texts to draft from, or what :func:`memories` has read from one with the same tokenizer.
+    """Gives an enabled model texts to draft from, or the result of :func:`memories` of one with the same tokenizer.
 
-    The tokens that are written are the same either way. :func:`forget` drops both.
+    The written tokens are the same either way. :func:`forget` drops both.
 
     Args:
-        memories: stand in the place of what the same strategies keep there; others keep theirs. A pickle runs code when it is read:
-            load memories of your own only.
-        texts: like those to be written, or their token ids, for ``suffix``, by itself and in ``auto``: earlier outputs, code, answers.
-            They are added to those that were given before, and drafted from in all calls, whatever their settings. Where they exceed
-            262,144 tokens, those that were least recently used for a draft are dropped, and a warning says so.
+        memories: replace what the same strategies keep there; others keep theirs. Reading a pickle runs code: load only memories of
+            your own.
+        texts: similar to those to be written (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
+            ``auto``. They are added to those given before, and used in all calls, whatever their settings. Beyond 262,144 tokens
+            those least recently used for a draft are dropped, with a warning.
 
     Returns:
         the same object.
@@ -232,7 +232,7 @@ def remember(
 
 
 def _present(model: PreTrainedModel, function: str) -> Generate | None:
-    """What :func:`enable` has put on `model`, None if nothing; refuses what is no model of transformers, for `function`."""
+    """The replacement of ``generate`` on `model`, or None; raises for other than transformers' models, naming `function`."""
     if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
     present = vars(model).get("generate")
@@ -249,24 +249,23 @@ def warmup(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Warmup:
-    """Makes `model` ready ahead of its first call: packs its weights, compiles its forward pass, runs every strategy briefly.
+    """Prepares `model` before its first call: packs its weights, compiles its forward pass, runs every strategy briefly.
 
-    What is compiled stays in this process, and in torch.compile's cache on disk for others. If compiling fails, a warning
-    says why, and calls run uncompiled. Where the setting ``compile`` is false, nothing is compiled and the rest is done.
+    Compiled code stays in this process, and in torch.compile's cache on disk for others. If compiling fails, a warning says why, and
+    calls run uncompiled. With the setting ``compile=False`` nothing is compiled and the rest is done.
 
     Args:
         model: enabled, or it will be.
         strategies: as in ``generate(strategy=…)``.
         rows: batch sizes that will be used; all above one share their graphs.
-        assistant_model: given to the strategies that draft with one.
-        sampling: also make ready drawing tokens: True for the model's own parameters, or ``temperature=…, top_k=…`` as a
-            dict.
+        assistant_model: for the strategies that draft with one.
+        sampling: also prepare sampling: True for the model's own parameters, or ``temperature=…, top_k=…`` as a dict.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
     Raises:
-        UnsupportedError: a model that cannot be decoded, or a strategy that needs `assistant_model`. SettingsError: no
-            strategy of the name, or `rows` below one.
+        UnsupportedError: the model cannot be decoded, or a strategy needs `assistant_model`. SettingsError: an unknown
+            strategy, or `rows` below one.
     """
     return warm(enabled(model, tokenizer), strategies, rows, assistant_model, sampling, options)
 
@@ -283,15 +282,15 @@ def calibrate(
 ) -> Calibration:
     """Measures what a decoding step of `model` costs on this machine: seconds by nodes, for every number of rows and context.
 
-    ``strategy="auto"`` decides by that, and measures what it lacks by itself, in its first call. What is measured is kept on
-    disk (setting ``cost_cache``), for the model's class and sizes, dtype, quantisation, device, threads and version of torch.
+    ``strategy="auto"`` decides by these costs, and measures missing ones itself in its first call. They are stored on disk (setting
+    ``cost_cache``) for the model's class and sizes, dtype, quantisation, device, threads and version of torch.
 
     Args:
         model: enabled, or it will be.
         rows: batch sizes.
         contexts: tokens per row that attention looks at.
         assistant_model: a draft model to measure as well.
-        seconds: most to spend on each model; what comes late is left out.
+        seconds: most to spend on each model; sizes for which there is no time are left out.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 

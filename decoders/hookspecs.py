@@ -28,8 +28,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def decoders_strategies() -> Iterable[type[Strategy]]:  # type: ignore[empty-body]
     """Strategy classes that this plugin provides.
 
-    Called once, when strategies or verifiers are first listed or named. Names must be unique among all plugins: a name
-    that two plugins claim belongs to neither until one of them is blocked.
+    Called once, when the registry is first used. Names must be unique among all plugins: a name that two plugins claim
+    belongs to neither until one of them is blocked.
     """
 
 
@@ -45,7 +45,7 @@ def decoders_verifiers() -> Iterable[type[Verifier]]:  # type: ignore[empty-body
 
 @hookspec
 def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empty-body]
-    """Classes that compile grammars, which this plugin provides.
+    """Grammar backends that this plugin provides.
 
     Subclasses of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, made without arguments, that
     pass :func:`decoders.testing.check_backend`. Called once. The rules for names are those of strategies; backends have a
@@ -65,7 +65,7 @@ def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
 
 @hookspec
 def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
-    """Classes that are told of calls: when one starts, of every step, and how it ended.
+    """Observers that this plugin provides, which are called when a call starts, after every step, and when it ends.
 
     Subclasses of :class:`decoders.Observer` with a ``snake_case`` name, made once without arguments. Called once. The rules for
     names are those of strategies; observers have a namespace of their own. Where no plugin has one, calls pay nothing.
@@ -76,8 +76,8 @@ def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body
 def decoders_commands() -> Mapping[str, Callable[..., None]]:  # type: ignore[empty-body]
     """Commands that this plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` in the group ``bench`` or ``train``.
 
-    A value is a function as Typer takes it: its parameters are the arguments and options, its docstring is the help. What it
-    needs is imported in its body, since ``decoders --help`` reads every function. Called once. A command of this package
+    A value is a Typer function: its parameters are the arguments and options, its docstring is the help. It should import what it
+    needs in its body, because ``decoders --help`` reads every function. Called once. A command of this package
     keeps its name; a name that two plugins claim belongs to neither until one of them is blocked. A function that Typer
     cannot read is listed by ``decoders plugins`` and ``decoders doctor``, and the other commands work.
     """

@@ -1,6 +1,6 @@
-"""What the plugins of this process provide, the built-in one and those that are installed.
+"""Access to the plugins of this process, the built-in one and the installed ones.
 
-``registry()`` lists them, finds them by name, and takes more (``register``); ``resolve_*`` make objects of what a user writes.
+``registry()`` lists them, finds objects by name, and registers more plugins; ``resolve_*`` turn a user's value into an object.
 """
 
 from .registry.kinds import Entry, PluginInfo

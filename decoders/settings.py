@@ -1,6 +1,6 @@
 """Settings: one frozen pydantic class per strategy and verifier, and the loop's own.
 
-Their values come from the call, the generation config, ``enable()``, the environment and a file. The loop's own settings are
+Values come from the call, the generation config, ``enable()``, the environment and a file. The loop's own settings are
 :class:`RuntimeSettings`: ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's are a *section*:
 ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]``. In ``pyproject.toml`` the same stands under ``[tool.decoders]``.
 """
@@ -44,7 +44,7 @@ class Settings(BaseModel):
 
 
 class Configured:
-    """What is made of settings: strategies and verifiers.
+    """Base of classes with settings: strategies and verifiers.
 
     Args:
         settings: an instance of the class's `settings_class`; or its values as keywords.
@@ -76,7 +76,7 @@ class Configured:
 
 
 class Table(dict):
-    """A mapping as the value of a setting: JSON-safe, and hashable, as frozen settings are."""
+    """A mapping as the value of a setting: JSON-safe and hashable, as frozen settings require."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(json.dumps(self, sort_keys=True, default=repr))
@@ -91,7 +91,7 @@ class Table(dict):
 
 
 def _json_safe(value: Any) -> Any:
-    """`value` with whatever JSON has no word for (a loaded model, say) as the name of its type."""
+    """`value` with anything JSON cannot express (such as a loaded model) replaced by the name of its type."""
     if isinstance(value, dict):
         return {str(key): _json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -176,7 +176,7 @@ def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[
     """``["max_ngram=4", "prompt_lookup.length=8"]`` as nested settings; a value is JSON, or else the text itself.
 
     Raises:
-        SettingsError: an item without ``=``, or a name that is both a value and a table. `place` says where it stands.
+        SettingsError: an item without ``=``, or a name that is both a value and a table. `place` is the origin for messages.
     """
     settings: dict[str, Any] = {}
     for item in assignments:
@@ -214,7 +214,7 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names after ``DECODERS_`` that are no settings: where the file is, the plugin lists, and the key of `decoders serve`.
+#: Names after ``DECODERS_`` that are no settings: the file's path, the plugin lists, and the key of `decoders serve`.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key")
 
 S = TypeVar("S", bound=Settings)
@@ -241,16 +241,16 @@ def load_settings(
     """Settings in force: call > generation config > ``enable()`` > environment > file > default. Each setting is taken whole.
 
     Args:
-        cls: what to fill.
-        section: the strategy it belongs to, None for the loop's own.
+        cls: the settings class.
+        section: the strategy's name, None for the loop's own settings.
         call: values given in the call.
         generation_config: values found in the generation config.
         enabled: values given to ``decoders.enable``.
-        sections: all section names there are. They tell ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a
+        sections: all known section names. They distinguish ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a
             setting ``lookup_length`` of ``prompt``, and a misspelt table from that of an absent plugin.
 
     Raises:
-        SettingsError: unknown setting or bad value, naming the variable or file it stands in; unreadable file.
+        SettingsError: unknown setting or bad value, with its variable or file; or an unreadable file.
     """
     values, origin = _surroundings(cls, section, sections)
     for source, place in ((enabled, "given to enable()"), (generation_config, "in the generation config"), (call, "")):
@@ -263,7 +263,7 @@ def load_settings(
 
 
 def origins(cls: type[Settings], section: str | None, *, sections: Collection[str] = ()) -> dict[str, str]:
-    """Where each setting of a call comes from that sets nothing itself: the variable, the file, or "default".
+    """The origin of each setting in a call without settings of its own: the variable, the file, or "default".
 
     Raises:
         SettingsError: as :func:`load_settings`.
@@ -275,7 +275,7 @@ def origins(cls: type[Settings], section: str | None, *, sections: Collection[st
 def _surroundings(
     cls: type[Settings], section: str | None, sections: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What environment and file give to `section`, unvalidated, and where each value stands."""
+    """The unvalidated values of `section` from environment and file, and the origin of each."""
     section = section.replace("-", "_") if section else None
     known = {name.replace("-", "_") for name in sections} | ({section} if section else set())
     path, content = settings_file()
@@ -295,14 +295,14 @@ def unknown_variables(sections: Collection[str]) -> list[str]:
 
 
 def _environment(cls: type[Settings], section: str | None, known: Collection[str]) -> dict[str, Any]:
-    """Values that the environment gives to `section`, still unvalidated."""
+    """The unvalidated values of `section` from the environment."""
     prefix = variable_of(section, "")
     names = {key[len(prefix) :].lower() for key in os.environ if key.upper().startswith(prefix)}
     if section:
         names = {name for name in names if variable_of(section, name) not in OWN_VARIABLES}
     if not names:  # the usual case, and this runs in every generate
         return {}
-    # What belongs to a section with a longer name ("prompt_lookup" beside "prompt") is not ours.
+    # Variables of a section with a longer name ("prompt_lookup" beside "prompt") are left out.
     start = f"{section}_" if section else ""
     others = tuple(f"{name[len(start) :]}_" for name in known if name.startswith(start) and name != section)
     names = {name for name in names if not name.startswith(others)}
@@ -331,7 +331,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
             f"{cls.__name__}: {field} from environment variable {variable} must be JSON, such as '[1, 2]' or "
             f"'{{\"name\": 1}}', not {os.environ.get(variable, '')!r} ({error.__cause__ or error})"
         ) from error
-    # pydantic-settings reports under the field's name whatever the section's longer-named neighbours hold.
+    # pydantic-settings also returns values of sections with longer names under the field's name.
     return {name: value for name, value in values.items() if name in names}
 
 
@@ -355,7 +355,7 @@ def settings_file() -> tuple[Path | None, dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    """Content of `path`; modification time and size are in the key, so an edited file is read again."""
+    """Content of `path`; time and size are part of the cache key, so that an edited file is read again."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
@@ -371,7 +371,7 @@ def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
 def _file_values(
     content: dict[str, Any], section: str | None, known: Collection[str], path: Path | None
 ) -> dict[str, Any]:
-    """What the file says about `section`; settings of the loop are the keys outside any table."""
+    """The file's values of `section`; settings of the loop are the keys outside any table."""
     if section is None:
         for name, value in content.items():
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)

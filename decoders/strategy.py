@@ -1,7 +1,7 @@
-"""The contract of a decoding strategy: propose tokens, observe what became of them. Everything else is the loop's.
+"""The contract of a decoding strategy: propose tokens, and observe the verified step. Everything else is the loop's.
 
-A strategy never runs the target, never samples, never touches the cache. Its whole effect on the output is *when* a
-token is found, not *which*: what it proposes is verified against the target's own choice.
+A strategy never runs the target, never samples its output, never touches the cache. It affects only *when* a token is found, not
+*which*: its draft is verified against the target's own choice.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """All that a strategy declares of itself: the attributes of :class:`Strategy` by the same names, which say what each means.
+    """Everything a strategy declares about itself; see the attributes of :class:`Strategy` of the same names.
 
-    There are no defaults: whoever makes one has to decide about every trait.
+    There are no defaults, so that code that builds traits must decide about every one.
     """
 
     exact: bool
@@ -51,7 +51,7 @@ class Traits:
 
     @staticmethod
     def merged(parts: Sequence[Traits]) -> Traits:
-        """Those of a strategy whose drafts are those of all `parts`."""
+        """The traits of a strategy that merges the drafts of all `parts`."""
         return Traits(
             exact=all(part.exact for part in parts),
             needs_assistant=any(part.needs_assistant for part in parts),
@@ -88,38 +88,38 @@ class Strategy(Configured, ABC):
     Class attributes (those after `settings_class` an instance may refine, by its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
-        needs: what it takes beside the target, a draft model and a grammar apart, in a word or two: ``"heads"``.
+        needs: in a word or two what it needs besides the target, other than a draft model or a grammar: ``"heads"``.
         settings_class: pydantic model of the settings.
         hints: transformers' drafting arguments that stand for a setting, ``{"num_assistant_tokens": "length"}``. Others are
             refused beside this strategy.
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
         takes_assistant: whether it may bring one.
-        rests: whether it can be left out of steps, and still be shown them: `observe` then comes without a `propose` before it,
-            or after a draft of which other nodes than its own were verified, or its first ones only. Those without an `observe`
-            always can. Where rows share steps, drafts that are not worth their time are left out so.
-        misses_steps: whether steps that it is left out of need not be shown to it either; says something of those that rest, and
-            whose `observe` takes time.
-        timed: whether what it drafts depends on the clock, so that equal calls may draft differently. The tokens are the same.
-        rows_apart: whether what a row drafts depends on that row alone. If not, rows learn from each other, or share a budget or
-            random numbers. The kit compares what rows draft together with what they draft alone; the tokens are the same in any case.
+        rests: whether it can be left out of steps and still observe them: `observe` then comes without a `propose` before it, or
+            after other nodes than its draft's, or only its first ones, were verified. Strategies without `observe` always can.
+            Where rows share steps, drafts that are not worth their time are left out.
+        misses_steps: whether it need not even observe the steps that it is left out of; for strategies that rest and whose `observe`
+            takes time.
+        timed: whether its drafts depend on the clock, so that equal calls may draft differently. The tokens are the same.
+        rows_apart: whether a row's drafts depend on that row alone. If not, rows learn from each other, or share a budget or
+            random numbers. The kit compares drafts of rows together with drafts alone; the tokens are the same in any case.
         needs_grammar: whether the call must bring ``grammar=``; others take one as well.
         on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
-            and change nothing but the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it.
-            What a guide does counts for the guide: the loop asks it too.
-        hidden_layers: decoder layers of the target whose outputs ``Step.layers`` and ``PromptChunk.layers`` hold; 0 is the
-            first, -1 the last. Read when a call begins. Taking them is another forward pass to compile.
-        grade_rates: how often draft tokens of each grade (:attr:`Draft.grades`) are right if their parent is, as a rule, from grade 0
-            on: what they are expected to be before any was judged. Empty where it grades nothing, or does not know.
-        prompt_logits: whether :meth:`prefill` is handed the prompts' logits: a pass of the output head over every token.
+            and change only the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it. Guides
+            have a promise of their own, which the loop asks for.
+        hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the
+            first, -1 the last. Read when a call begins. Every selection of layers is a forward pass of its own to compile.
+        grade_rates: the usual rates at which draft tokens of each grade (:attr:`Draft.grades`) are right if their parent is, from grade
+            0 on; used until enough were judged. Empty if it has no grades, or the rates are unknown.
+        prompt_logits: whether :meth:`prefill` gets the prompts' logits, for which the output head runs over every prompt token.
 
-    Set where a class overrides a hook, unless it declares them itself:
+    True if the class overrides the hook, unless it declares them itself:
         observes: whether :meth:`observe` does anything. If not, nodes at a draft's end without a draft token in any row are left out.
         reads_prompt: whether :meth:`prefill` is to be called.
-        rebatches: whether :meth:`rebatch` keeps the state of rows that stay. One that reads prompts and does not would have to be
-            shown all texts anew: it is given its requests one at a time.
-        limits: whether it drafts as deep as :meth:`limit` says, so that a token more costs time.
-        finds_layers: whether :meth:`layers_of` or :meth:`layers_for` say which hidden layers it reads.
+        rebatches: whether :meth:`rebatch` keeps the state of rows that stay. A strategy that reads prompts and cannot would have to be
+            shown all texts again, so it gets its requests one at a time.
+        limits: whether it drafts as deep as :meth:`limit` asks for, because deeper drafts take more time.
+        finds_layers: whether :meth:`layers_of` or :meth:`layers_for` choose the hidden layers.
     """
 
     name: str
@@ -154,21 +154,21 @@ class Strategy(Configured, ABC):
 
     @property
     def traits(self) -> Traits:
-        """What it declares, in one object."""
+        """Its declarations in one object."""
         return Traits(**{field.name: getattr(self, field.name) for field in fields(Traits)})
 
     def declare(self, traits: Traits) -> None:
-        """Declares `traits` of this instance, whatever its class says: for strategies that are built of others."""
+        """Overrides the class's declarations for this instance: for strategies that are built of others."""
         vars(self).update(vars(traits))
 
     def start(self, context: Context) -> Any:
-        """Makes the state of one ``generate`` call (tensors on ``context.device``), given back to the other hooks."""
+        """Creates the state of one ``generate`` call (tensors on ``context.device``), which the other hooks get."""
         return None
 
     @abstractmethod
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        """Proposes the next tokens of every row. Runs before each target forward; where rows share steps, a strategy that can be left
-        out (:attr:`rests`) is asked less often while what it proposes is not worth the time.
+        """Proposes the next tokens of every row. Runs before each forward pass of the target; where rows share steps, a strategy that
+        :attr:`rests` is asked less often while its drafts are not worth their time.
         """
 
     def observe(self, state: Any, step: Step) -> None:
@@ -177,61 +177,61 @@ class Strategy(Configured, ABC):
     def layers_of(self, count: int) -> tuple[int, ...]:
         """The hidden layers that a call reads of a target with `count` decoder layers: :attr:`hidden_layers`.
 
-        Overridden where they depend on how many there are.
+        Override it if they depend on the number of layers.
         """
         return self.hidden_layers
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
-        """What a call asks for: the same, unless it depends on the target's `config` (transformers' ``PreTrainedConfig``)."""
+        """As :meth:`layers_of`; override it if the layers depend on the target's `config` (transformers' ``PreTrainedConfig``)."""
         return self.layers_of(count)
 
     @property
     def reads_layers(self) -> bool:
-        """Whether it asks for hidden layers of the target."""
+        """Whether it reads hidden layers of the target."""
         return bool(self.hidden_layers) or self.finds_layers
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
-        """Learns from a stretch of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
+        """Learns from a chunk of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
 
-        A strategy that overrides this is shown whole prompts: nothing is taken from earlier calls, and nothing is left to the
-        first step. Behind :meth:`rebatch` it is shown those of the new rows.
+        A strategy that overrides this is shown whole prompts: no prefix is reused, and nothing is left to the first step. After
+        :meth:`rebatch` it is shown those of the new rows.
         """
 
     def finish(self, state: Any) -> None:
-        """The call is over, done or failed; comes once for every state that :meth:`start` has made."""
+        """Called when the call has ended or failed, once for every state from :meth:`start`."""
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
-        """Requests have come or gone between two steps; makes the state of the rows as they are now, from that of those before.
+        """Returns the state for the batch after requests have joined or left between two steps.
 
-        By default :meth:`start` is called again, on rows that hold all that was committed so far. That is always exact, and
-        forgets what was learnt. A strategy that overrides this keeps the state of rows that stay. Its draft models and modules
-        stay open, and have been told: they hold what they held of each row, at its new place.
+        By default :meth:`start` is called again, with rows that hold all committed tokens. That is always exact, and forgets what
+        was learnt. A strategy that overrides this keeps the state of rows that stay. Its draft models and modules stay open and
+        were rebatched already.
 
         Args:
-            state: given up; it may be changed and returned.
-            rows: ``[B]`` int64: which row of the batch before each row is, -1 for one that is new.
-            context: of the rows as they are now, as :meth:`start` gets it.
+            state: no longer used by the loop; it may be changed and returned.
+            rows: ``[B]`` int64: the former index of each row, -1 for a new one.
+            context: of the new batch, as :meth:`start` gets it.
         """
         return self.start(context)
 
     def keeps_rows(self, state: Any) -> bool:
-        """Whether it does with this state. If not, the loop ends it and starts anew, draft models included."""
+        """Whether :meth:`rebatch` can keep this state. If not, the loop finishes it and calls :meth:`start`, with new draft models."""
         return self.rebatches
 
     def limit(self, state: Any, tokens: int) -> None:
-        """Says how many tokens deep the next draft is wanted at most; strategies to which a token costs something obey."""
+        """Sets the greatest useful depth of the next draft, for strategies whose deeper drafts take more time."""
 
     def details(self, state: Any) -> Mapping[str, Any]:
-        """What the report is to say of the call besides its figures: JSON-safe, ``report.details``. Asked once, at the end."""
+        """``report.details``: further information on the call, JSON-safe. Called once, at the end."""
         return {}
 
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """Within it a call runs; behind it `strategy` is told that it is over. What ended the call is what is raised.
+    """Surrounds a call and calls `finish` of `strategy` at its end. An error of the call is raised unchanged.
 
     Args:
-        state: gives the state as it then is.
+        state: returns the state at the end.
     """
     try:
         yield
@@ -242,10 +242,10 @@ def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
 
 
 def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | None = None) -> None:
-    """Calls :meth:`Strategy.finish` of all `states`, whatever happens, and raises the first error; later ones become its notes.
+    """Calls :meth:`Strategy.finish` of all `states`, whatever they raise, and raises the first error with later ones as notes.
 
     Args:
-        cause: what has ended the call, if it has failed: then nothing is raised.
+        cause: the error that has ended the call, if any: errors become its notes, and nothing is raised.
     """
     first = cause
     for strategy, state in states:

@@ -118,6 +118,36 @@ MUTATIONS = (
         ("generate/test_compiled.py",),
     ),
     Mutation(
+        "another-image-behind-the-same-tokens-is-taken-for-the-first", "decoders/hf/multimodal.py",
+        "_digest((digest, row, ends[: row + 1], types))",
+        "_digest((row, ends[: row + 1], types))",
+        ("images/test_calls.py",),
+    ),
+    Mutation(
+        "rows-of-a-batch-take-each-others-images", "decoders/hf/multimodal.py",
+        "_digest((digest, row, ends[: row + 1], types))",
+        "_digest((digest, types))",
+        ("images/test_calls.py",),
+    ),
+    Mutation(
+        "a-prefix-that-ends-within-an-image-is-reused", "decoders/engine/decode/prompts.py",
+        "return n if n >= self.least else 0",
+        "return n",
+        ("engine/test_kept_texts.py",),
+    ),
+    Mutation(
+        "placeholders-are-drafted", "decoders/engine/decode/batch.py",
+        "draft.tokens.masked_fill(torch.isin(draft.tokens, placeholders), -1)",
+        "draft.tokens",
+        ("images/test_calls.py",),
+    ),
+    Mutation(
+        "text-behind-an-image-is-placed-by-slot", "decoders/engine/model/target.py",
+        "positions = positions + buffers.shifts[:, None]",
+        "pass",
+        ("images/test_designs.py",),
+    ),
+    Mutation(
         "given-keys-and-values-are-computed-again", "decoders/engine/decode/prompts.py",
         "(longest if given else pending)",
         "pending",
@@ -197,7 +227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mixed-nodes-are-numbered-by-place", "decoders/engine/model/mixed.py",
-        "    positions = torch.cat([(base[:, None] + tree.offsets).reshape(1, -1), stretch], dim=1)\n",
+        "    positions = torch.cat([places.reshape(1, -1), stretch], dim=1)\n",
         "    positions = slots\n",
         ("engine/test_mixed.py",),
     ),
@@ -347,8 +377,8 @@ MUTATIONS = (
     ),
     Mutation(
         "one-token-too-many-of-a-prefix-is-reused", "decoders/engine/decode/session.py",
-        "reused.append(min(max(longest, in_place), len(prompt) - 1))",
-        "reused.append(min(max(longest, in_place) + 1, len(prompt) - 1))",
+        "reused.append(min(max(longest, in_place), len(prompt.tokens) - 1))",
+        "reused.append(min(max(longest, in_place) + 1, len(prompt.tokens) - 1))",
         ("engine/test_session.py",),
     ),
     Mutation(
@@ -455,7 +485,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-stream-shows-half-a-stop-string", "decoders/server/texts.py",
-        "count = len(text) if ended else len(text) - self._open(text)",
+        "count = len(text) if ended else len(text) - unfinished(text, self.stops)",
         "count = len(text)",
         ("server/test_texts.py",),
     ),

@@ -195,7 +195,11 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
 
     target = target_of(load(name, dtype)[0], "auto", Precision())
     dtype_name = str(target.dtype).removeprefix("torch.")
-    yield Finding("model", "ok", f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}")
+    yield Finding(
+        "model",
+        "ok",
+        f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}, checked on {target.checked}",
+    )
     if target.rejected is None:
         yield Finding("attention", "ok", target.attends)
     else:

@@ -170,7 +170,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
     """Tokens of the prompt, put in the chat template or as it is."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
-    from ..server.prompts import prompt_text
+    from ..server.templates import prompt_text
 
     chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
     # The template writes the special tokens itself.

@@ -56,6 +56,9 @@ def serve(
         str | None,
         typer.Option(metavar="BEGIN END", help='What thoughts begin and end with, as in "<think> </think>"; known of many models.'),
     ] = None,
+    tool_format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="How the model writes calls of functions; by default as its chat template does.")
+    ] = None,
     suffix_corpus: Annotated[
         Path | None,
         typer.Option(
@@ -110,7 +113,7 @@ def serve(
 
     from ..server.client_settings import ClientSettings
     from ..server.limits import LOOPBACK, Limits, hosts_of
-    from ..server.prompts import read_template
+    from ..server.templates import format_named, read_template
 
     limits = Limits(
         body=max_body, prompt_tokens=max_prompt_tokens, new_tokens=max_tokens, choices=max_choices, deadline=deadline, rows=rows,
@@ -121,6 +124,8 @@ def serve(
     config = parse_assignments(settings or [])
     template = read_template(chat_template) if chat_template is not None else None
     markers = _markers(thinking) if thinking is not None else None
+    if tool_format is not None:
+        format_named(tool_format)
     corpus = [] if suffix_corpus is None else _corpus(suffix_corpus)
     console = plain_console(stderr=True)
     if host not in LOOPBACK and not keys:
@@ -132,7 +137,9 @@ def serve(
 
         torch.set_num_threads(threads)
     with waiting(console, f"loading {model}"):
-        service = _service(model, name, strategy, config, assistant, template, markers, corpus, dtype, compile, limits)
+        service = _service(
+            model, name, strategy, config, assistant, template, markers, tool_format, corpus, dtype, compile, limits
+        )
     from ..server.app import make_app
     from ..server.running import Server
 
@@ -192,7 +199,7 @@ def check_installed() -> None:
 
 def _service(
     model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
-    thinking: tuple[str, str] | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
+    thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
 ) -> Any:  # fmt: skip
     """The service around a model that has been loaded and has written a token."""
     from ..server.service import Service
@@ -203,7 +210,7 @@ def _service(
     service = Service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
         assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
-        chat_template=chat_template, thinking=thinking, config=None if compile else {"compile": False},
+        chat_template=chat_template, thinking=thinking, tool_format=tool_format, config=None if compile else {"compile": False},
     )  # fmt: skip
     service.warm_up()
     if corpus:

@@ -13,15 +13,17 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # State on model objects.
 
-#: Attributes that ``generate`` sets on a model: caches and compiled calls, which are no part of the network. Not needed once they
-#: are kept in an object of their own.
-SET_BY_GENERATE = frozenset({"_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length"})
+#: Attributes that ``generate`` sets on a model: caches, compiled calls, and how far the images of the last prompts have shifted
+#: positions, which are no part of the network. Not needed once they are kept in an object of their own.
+SET_BY_GENERATE = frozenset(
+    {"_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length", "rope_deltas"}
+)
 
 #: Attributes that say how gradients are computed, which trainers switch around every rollout. Not needed once they are kept in an
 #: object of their own.
@@ -116,6 +118,23 @@ def cache_keyword(module: nn.Module) -> str:
 def cache_of(output: Any) -> Any:
     """The key-value cache in a model's output."""
     return getattr(output, CACHE)
+
+
+# Images.
+
+
+def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+    """The positions with which ``generate`` begins, None for a design that makes them itself. Designs whose images take other positions
+    than tokens say so in a private method.
+
+    Args:
+        arguments: what else the first forward pass is given.
+    """
+    prepare = getattr(model, "_prepare_position_ids_for_generation", None)
+    if prepare is None or "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return None
+    positions: Tensor = prepare(input_ids, arguments)
+    return positions
 
 
 # Several processes.

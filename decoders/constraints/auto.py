@@ -1,4 +1,4 @@
-"""The backend that chooses among the built-in ones, by how many states an expression will need."""
+"""The backend that chooses a built-in one, by how many states an expression will need."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .vocabulary import Vocabulary
 
 
 class Auto(Backend):
-    """A table where the language is regular and small enough, since its masks cost a look-up; else llguidance."""
+    """A table where the language is regular and small enough, because its masks are only looked up; else llguidance."""
 
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
 
-    #: In the order they are asked; a table comes last where it will be too large, which it may take seconds to find out.
+    #: Tried in this order; the table comes last where it will be too large, since finding that out may take seconds.
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
-        """What the first backend that can makes of `language`; `backend` of the grammar says which one it was.
+        """`language` compiled by the first backend that can; the grammar's `backend` names it.
 
         Raises:
-            GrammarError: none can; names the reasons of each.
+            GrammarError: none can; gives the reason of each.
         """
         too_large = language.regex is not None and least_states(language.regex) > STATES
         choices = sorted(self.choices, key=lambda backend: too_large and backend is Table)
@@ -39,7 +39,7 @@ class Auto(Backend):
                 return backend().compile(language, vocabulary, policy)
             except GrammarError as refusal:
                 refusals.append(refusal)
-        if language.regex is None:  # that it is no expression is no defect of it
+        if language.regex is None:  # a context-free language: messages need not say that the table cannot take it
             raise refusals[-1]
         reasons = "; ".join(
             f"{backend.name}: {str(refusal).removeprefix(f'{language.name}: ')}"
@@ -51,30 +51,29 @@ class Auto(Backend):
     def restore(
         self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
     ) -> CompiledGrammar:
-        """Of the choices only the first keeps anything on disk."""
+        """Only the first choice stores anything on disk."""
         return self.choices[0]().restore(content, language, vocabulary, policy)
 
 
-#: A count from which on the expression is looked at.
+#: Expressions with a count of two digits or more are estimated.
 _COUNT = re.compile(r"\{(?:\d*,)?\d{2,}")
-#: States that any character of UTF-8 takes: behind each kind of first byte, and of two or three more.
+#: States for any character in UTF-8: after each kind of first byte, and after the second and third bytes.
 _ANY = 8
-#: Characters of two bytes or more take two at least.
+#: Least states for a character of two bytes or more.
 _BEYOND_ASCII = 2
 _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 
 
 def least_states(regex: str) -> int:
-    """About how many states the minimal automaton of `regex` has at least; 0 where nothing is counted.
+    """Estimate of the least states of the minimal automaton of `regex`; 0 without counted repetitions.
 
-    Each copy of a counted part has states of its own, unless the expression is ambiguous (``(a{500})?a*``): an estimate, to
-    choose a backend by.
+    It takes each copy of a counted part to have states of its own, which is wrong for ambiguous expressions (``(a{500})?a*``).
     """
     if not _COUNT.search(regex):
         return 0
     try:
         return _states(read(regex, RUST))
-    except (GrammarError, RecursionError):  # compiling it reports the error
+    except (GrammarError, RecursionError):  # compilation will report the error
         return 0
 
 
@@ -89,7 +88,7 @@ def _states(pattern: Pattern) -> int:
             return _ANY if _ALMOST_ANY.search(text) else 1 if text.isascii() else _BEYOND_ASCII
         case Cat(parts):
             return sum(map(_states, parts))
-        case Or(parts):  # they may share their ends; single characters and longer texts share the very last state only
+        case Or(parts):  # alternatives may share states at their ends; short and long ones share only the last state
             characters = max((_states(part) for part in parts if isinstance(part, (Chars, Class))), default=1)
             longer = max((_states(part) for part in parts if not isinstance(part, (Chars, Class))), default=1)
             return characters + longer - 1

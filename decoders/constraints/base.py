@@ -1,4 +1,4 @@
-"""The contract of a grammar backend: a language compiled for a vocabulary, and matchers that walk it and come back.
+"""The contract of a grammar backend: a language compiled for a vocabulary, and matchers that walk it and can roll back.
 
 Letters: ``V`` size of the model's logits, ``W = ceil(V / 32)`` words of a packed mask, ``N`` nodes of a block. Bit ``v % 32`` of
 word ``v // 32`` says whether token ``v`` may come next.
@@ -23,11 +23,11 @@ class Language:
     """A set of texts, in the notations that backends read; at least one is given.
 
     Attributes:
-        name: what it is called in messages and reports.
+        name: for messages and reports.
         regex: the whole text must match; syntax of Rust's ``regex`` crate, no look-around, no back-references, no flags.
         lark: llguidance's dialect of Lark, the first rule is ``start``.
-        warnings: what the language leaves out that the specification would allow, or the reverse; one sentence each.
-        whole: judges a finished text where the language is wider than the specification: raises GrammarError.
+        warnings: how the language differs from the specification, one sentence each.
+        whole: judges a finished text where the language is wider than the specification; raises GrammarError.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Tables:
         next: ``[S, C]`` int32, state after a byte of each of ``C`` classes; 0 is the dead state.
         classes: ``[256]`` int64, class of each byte.
         mask_of: ``[S]`` int64, row of `masks` of each state.
-        masks: ``[R, W]`` int32. Stop tokens are among the bits of accepting states; the dead state's mask is ones, so that
-            no softmax over nothing arises.
+        masks: ``[R, W]`` int32. Masks of accepting states have the bits of stop tokens; the dead state's mask allows all, so that
+            a softmax over it is finite.
         start: the first state.
         stopped: the state after a stop token, where only stop tokens are legal.
     """
@@ -68,10 +68,10 @@ class CompiledGrammar(ABC):
     """A language compiled for a vocabulary. Immutable; shared by all calls.
 
     Attributes:
-        language: what it was compiled from.
-        vocabulary: what it was compiled for.
+        language: its source.
+        vocabulary: of the model it was compiled for.
         policy: which spellings of a text are legal.
-        backend: name of what compiled it.
+        backend: name of the backend that compiled it.
     """
 
     backend: str
@@ -86,24 +86,24 @@ class CompiledGrammar(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory of what was compiled."""
+        """Memory of the compiled grammar."""
 
     def judge(self, tokens: Sequence[int]) -> None:
-        """Judges the tokens of a finished text where the language is wider than the specification.
+        """Judges the tokens of a finished text, for languages that are wider than their specification.
 
         Raises:
-            GrammarError: they break it.
+            GrammarError: the text breaks the specification.
         """
         if self.language.whole is not None:
             self.language.whole(self.vocabulary.spell(tokens).decode())
 
     def dump(self) -> bytes | None:
-        """What :meth:`Backend.restore` reads it from: data, no code. None if restoring would save no time over compiling."""
+        """The grammar in a form for :meth:`Backend.restore`: data, no code. None if restoring saves no time over compiling."""
         return None
 
 
 class Tabulated(CompiledGrammar):
-    """A grammar whose positions are states of an automaton, with a mask for each: walking it is looking up numbers.
+    """A grammar whose positions are states of an automaton with a mask for each, so that walking it is table look-up.
 
     Attributes:
         first: the state of the empty text.
@@ -115,28 +115,28 @@ class Tabulated(CompiledGrammar):
 
     @abstractmethod
     def step(self, state: int, token: int) -> int:
-        """The state after `token`; 0 if it is illegal. A stop token leads to a state of its own, which allows nothing more."""
+        """The state after `token`; 0 if it is illegal. A stop token leads to a state that allows nothing more."""
 
     @abstractmethod
     def forced_bytes(self, state: int) -> bytes:
-        """The bytes that every continuation begins with, as a matcher in `state` says them."""
+        """The bytes that every continuation of `state` begins with, see :meth:`Matcher.forced_bytes`."""
 
     def forced_tokens(self, state: int, limit: int) -> list[int]:
-        """The tokens that the tokenizer itself would write the forced bytes with, at most `limit`.
+        """The forced bytes in the tokenizer's own tokens, at most `limit`.
 
-        The last ones are left out where what follows might join them into a longer token.
+        The last tokens are left out where the bytes behind them might join them into a longer token.
         """
         return self.vocabulary.written(self.forced_bytes(state), limit, self.policy)
 
     @abstractmethod
     def tables(self) -> Tables:
-        """The automaton as tensors on the CPU. The masks may be a fresh copy in each call, which the caller may keep."""
+        """The automaton as tensors on the CPU. The masks may be a new copy in each call."""
 
 
 class Matcher(ABC):
-    """A position in a text. No call, whether its tokens are legal or not, leaves it in a state from which it cannot go on.
+    """A position in a text. It stays usable after every call, also after illegal tokens.
 
-    The loop makes one per row and moves it from node to node of a block: it rolls back to where two paths part and advances from there.
+    The loop creates one per row and moves it between the nodes of a block: it rolls back to where paths diverge and advances there.
     """
 
     grammar: CompiledGrammar
@@ -144,39 +144,40 @@ class Matcher(ABC):
     @property
     @abstractmethod
     def accepting(self) -> bool:
-        """Whether the text may end here. Also true once it has ended."""
+        """Whether the text may end here, or has ended."""
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Takes `tokens` up to the first illegal one; returns how many it took. After a stop token all are illegal."""
+        """Takes `tokens` up to the first illegal one and returns how many it took. After a stop token all are illegal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
-        """Gives back the last `count` tokens, a stop token among them or not.
+        """Takes back the last `count` tokens, which may include a stop token.
 
         Raises:
-            ValueError: fewer tokens have been taken.
+            ValueError: fewer tokens were taken.
         """
 
     @abstractmethod
     def fill_mask(self, out: Tensor) -> None:
         """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
 
-        Never empty: from every position that can be reached some token is legal. After a stop token, all stop tokens.
+        The mask is never empty: from every position that can be reached some token is legal. After a stop token it allows all stop
+        tokens.
         """
 
     @abstractmethod
     def forced_bytes(self) -> bytes:
-        """The bytes that every continuation begins with; empty where there is a choice, the end among them."""
+        """The bytes that every continuation begins with; empty where several are possible, or the text may end."""
 
     def forced_tokens(self, limit: int) -> list[int] | None:
-        """The tokens that must come next, at most `limit`; None where :meth:`forced_bytes` says all."""
+        """The tokens that must come next, at most `limit`; None if :meth:`forced_bytes` is to be asked instead."""
         return None
 
     def replacements(self) -> Mapping[int, int] | None:
-        """Where any token may be drawn, as if there were no grammar: the illegal ones, and what is written instead of each.
+        """In free text, where any token may be drawn: the illegal tokens, and the token written instead of each.
 
-        None: what may be drawn is what :meth:`fill_mask` says.
+        None where :meth:`fill_mask` restricts the draw instead.
         """
         return None
 
@@ -197,16 +198,16 @@ class Backend(ABC):
         """`language` for `vocabulary`, in bounded time and memory.
 
         Raises:
-            GrammarError: it has no form that this backend reads, or exceeds its limits; names what would handle it.
+            GrammarError: it has no notation that this backend reads, or exceeds its limits; names what would handle it.
         """
 
     def restore(
         self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
     ) -> CompiledGrammar:
-        """The grammar that was dumped as `content`, once compiled from the same.
+        """The grammar that was dumped as `content`, compiled from the same arguments.
 
         Raises:
-            GrammarError: `content` is not that.
+            GrammarError: `content` is no such dump.
         """
         raise GrammarError(f"backend {self.name!r} keeps nothing on disk")
 
@@ -228,6 +229,6 @@ def pack(allowed: Tensor) -> Tensor:
 
 def unpack(masks: Tensor, vocabulary: int) -> Tensor:
     """Packed masks ``[…, W]`` int32 as ``[…, V]`` bool."""
-    eighths = masks.contiguous().view(torch.uint8)  # little-endian, as is whatever PyTorch runs on
+    eighths = masks.contiguous().view(torch.uint8)  # little-endian, as on every platform of PyTorch
     bits = (eighths[..., None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return bits.view(torch.bool).flatten(-2)[..., :vocabulary]

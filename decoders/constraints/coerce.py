@@ -1,4 +1,4 @@
-"""What may be given as ``grammar=``, as specifications: names of the library, types, outlines' terms, one for each row."""
+"""Coercing the values of ``grammar=`` to specifications: library names, types, outlines' terms, and lists with one per row."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _ALLOWED = (
 )
 #: Types whose texts have a grammar in the library.
 _READY = {dict: "json_object", list: "json_array", UUID: "uuid", IPv4Address: "ipv4", IPv6Address: "ipv6"}
-#: JSON and Python read these strings alike; outlines' own have raw line breaks and no escapes.
+#: Strings that JSON and Python read alike; outlines' own pattern allows raw line breaks and no escapes.
 _STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
 
 
 def as_spec(value: Any, find: Callable[[str], Any] | None = None) -> Spec | CompiledGrammar | None:
-    """What one row may write; None for anything. A compiled grammar is what it is.
+    """The specification of one row; None for free text. A compiled grammar is returned as it is.
 
     Args:
-        find: the grammar of a name; None: the library's.
+        find: returns the grammar of a name; None: the library's.
 
     Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them)
-    are written as outlines writes them, which is as Python does: ``True``, ``None``, ``"text"``. What has a structure is JSON.
+    are written as in outlines, which is Python's notation: ``True``, ``None``, ``"text"``. Structured types are JSON.
 
     Raises:
-        UnknownNameError: a text that is no name of the library.
-        GrammarError: nothing can be made of it; says what can be given.
+        UnknownNameError: a string that is no name of the library.
+        GrammarError: the value is no grammar; lists what can be given.
     """
     if value is None or isinstance(value, (Spec, CompiledGrammar)):
         return value
@@ -65,7 +65,7 @@ def spec_of_file(path: Path) -> Spec:
     """The grammar in a file: ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
 
     Raises:
-        GrammarError: another kind of file, one that cannot be read, or what stands in it is no grammar.
+        GrammarError: another kind of file, an unreadable one, or one without a valid grammar.
     """
     if path.suffix == ".json":
         return json_schema(path)
@@ -77,10 +77,10 @@ def spec_of_file(path: Path) -> Spec:
 def as_specs(
     value: Any, prompts: int, per_prompt: int = 1, find: Callable[[str], Any] | None = None
 ) -> list[Spec | CompiledGrammar | None]:
-    """What every row may write.
+    """The specifications of all rows.
 
     Args:
-        value: what :func:`as_spec` takes, for all rows; or a list or tuple with one for each prompt, None for anything.
+        value: a value that :func:`as_spec` takes, for all rows; or a list or tuple with one for each prompt, None for free text.
         prompts: rows of the input.
         per_prompt: ``num_return_sequences``.
         find: see :func:`as_spec`.
@@ -119,7 +119,7 @@ def spec_of_library(name: str) -> Spec:
 
 
 def unknown_grammar(name: str, choices: Iterable[str]) -> UnknownNameError:
-    """No grammar has that name."""
+    """The error that no grammar has that name."""
     hint = (
         "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list), "
         "and pathlib.Path(name) for a file."
@@ -139,18 +139,20 @@ def _of_type(value: Any) -> Spec:
     try:
         term = _term(value)
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(value, type) or typing.get_origin(value) is not None:  # what outlines does not know, Pydantic may
+        if (
+            isinstance(value, type) or typing.get_origin(value) is not None
+        ):  # Pydantic may know types that outlines does not
             return json_schema(value)
         raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
     spec = _of_term(term)
-    if term is not value and isinstance(spec, Regex):  # not by the pattern that outlines makes of it
+    if term is not value and isinstance(spec, Regex):  # label it by the type, not by outlines' pattern for it
         name = value.__name__ if isinstance(value, type) else str(value)
         return dataclasses.replace(spec, label=f"type {shortened(name)}")
     return spec
 
 
 def _aliased(value: Any) -> Any:
-    """What ``type X = …`` stands for."""
+    """The type behind an alias ``type X = …``."""
     return value.__value__ if type(value).__name__ == "TypeAliasType" else None
 
 
@@ -158,18 +160,18 @@ def _term(value: Any) -> Term:
     """`value` as outlines reads it.
 
     Raises:
-        TypeError, ValueError, RecursionError: outlines cannot.
+        TypeError, ValueError, RecursionError: outlines cannot read it.
     """
     from outlines.types.dsl import Term, is_genson_schema_builder, python_types_to_terms
 
     is_a_type = isinstance(value, type) or typing.get_origin(value) is not None
     if not (is_a_type or inspect.isroutine(value) or isinstance(value, Term) or is_genson_schema_builder(value)):
-        raise TypeError(f"{type(value).__name__} is not understood")  # outlines would take whatever can be called
+        raise TypeError(f"{type(value).__name__} is not understood")  # outlines would take any callable
     return python_types_to_terms(value)
 
 
 def _of_term(term: Term) -> Spec:
-    """A term of outlines. Schemas and grammars in it are compiled by us, not by outlines, which leaves keywords out."""
+    """The specification of an outlines term. Schemas and grammars in it are compiled by us, since outlines ignores some keywords."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.JsonSchema):
@@ -193,11 +195,11 @@ def _of_schema(term: Any) -> Spec:
         )
     return json_schema(
         json.loads(term.schema), closed=True
-    )  # as outlines has it, whose schemas come from types and functions
+    )  # as in outlines, whose schemas come from types and functions
 
 
 def _as_patterns(term: Any) -> Any:
-    """`term` with all but strings and operators in it replaced by patterns of ours."""
+    """`term` with everything but strings and operators replaced by our patterns."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.CFG):
@@ -222,7 +224,7 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern of outlines; those of Python's types are replaced by ones whose texts Python reads back."""
+    """A pattern of outlines; those of Python types are replaced by patterns whose texts Python can read back."""
     from outlines import types as named
 
     day, clock = library.read("iso_date"), named.time.pattern

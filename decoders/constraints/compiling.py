@@ -1,4 +1,4 @@
-"""Grammars are compiled once: for a specification, a vocabulary, a backend and a policy. Kept in memory, on request on disk."""
+"""The cache of compiled grammars, by specification, vocabulary, backend and policy: in memory, and on request on disk."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Source = Literal["compiled", "memory", "disk"]
 
 @dataclass(frozen=True)
 class Compilation:
-    """A grammar and what it took to have it.
+    """A compiled grammar, and how it was obtained.
 
     Attributes:
-        seconds: until it was there, waiting for another thread that compiles the same among them.
-        source: whether it was compiled now, had been before, or was read from a file.
+        seconds: until it was ready, waiting for another thread that compiles the same included.
+        source: whether it was compiled now or before, or read from a file.
     """
 
     grammar: CompiledGrammar
@@ -45,7 +45,7 @@ class Compilation:
 
 
 class Cache:
-    """Grammars in memory, for any number of threads; each grammar is compiled by one of them while the others wait for it."""
+    """Grammars in memory. Thread-safe: one thread compiles a grammar while others that need it wait."""
 
     def __init__(self, size: int = KEPT) -> None:
         self.size = size
@@ -56,7 +56,7 @@ class Cache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets all grammars; calls that hold one keep it."""
+        """Drops all grammars; calls that hold one keep it."""
         with self._lock:
             self._entries.clear()
 
@@ -71,15 +71,15 @@ class Cache:
         """The language of `spec` for `vocabulary`, compiled by `backend`.
 
         Args:
-            directory: where compiled grammars are kept from one process to the next; none by default.
-            seconds: that compiling may take on the processor; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
+            directory: where compiled grammars are stored for later processes; None: nowhere.
+            seconds: CPU time that compiling may take; None: :data:`~decoders.constraints.patterns.limits.SECONDS`.
 
         Raises:
-            GrammarError: it cannot be expressed or compiled, or not in time. Nothing is kept then.
+            GrammarError: it cannot be expressed or compiled, or not in time; nothing is cached then.
         """
         begin = time.perf_counter()
         folder = None if directory is None else Path(directory)
-        # The label is no part of the meaning, but messages and reports show it.
+        # The label does not change the language, but messages and reports show it.
         key = (spec.key, spec.label, vocabulary.fingerprint, type(backend), spec.policy)
         with self._lock:
             known = key in self._entries
@@ -147,30 +147,30 @@ def _made(
 
 
 _shared = Cache()
-#: :meth:`Cache.compiled` and :meth:`Cache.clear` of the cache that this process has.
+#: :meth:`Cache.compiled` and :meth:`Cache.clear` of the process's cache.
 compiled, forget = _shared.compiled, _shared.clear
 
 
-# Files: a line that says what it is, then what :meth:`CompiledGrammar.dump` gave. Nothing in them is run. A file is named after all
-# that its content follows from, so another version of the language or vocabulary has another file. Tables are kept. Of
-# llguidance there is nothing to keep: it compiles in a millisecond, and cannot write what it has.
+# A file has a header line, then the result of :meth:`CompiledGrammar.dump`. Nothing in it is executed. Its name is a hash of
+# everything that its content depends on, so another version of the language or vocabulary has another file. Only tables are stored:
+# llguidance compiles in a millisecond and cannot serialize its state.
 
-#: Raised when the files or the automata in them change their meaning. Files of another version are made anew.
+#: Increased when the format of the files or of the automata in them changes. Files of other versions are replaced.
 VERSION = 2
 _KIND = "compiled grammar of hf-decoders"
 SUFFIX = ".grammar"
 
 
 def stored_path(directory: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend) -> Path:
-    """Where `language`, compiled for `vocabulary` by `backend`, is kept."""
+    """The file of `language`, compiled for `vocabulary` by `backend`."""
     content = [backend.name, policy, vocabulary.fingerprint, language.regex, language.lark]
     return directory / (hashlib.sha256(json.dumps(content).encode()).hexdigest() + SUFFIX)
 
 
 def store(grammar: CompiledGrammar, path: Path) -> bool:
-    """Keeps `grammar` as `path`, whole or not at all; returns whether it has a form that can be kept.
+    """Stores `grammar` as `path`, atomically; returns whether it can be stored.
 
-    A file that cannot be written is a warning: the grammar is there all the same.
+    If the file cannot be written there is only a warning.
     """
     content = grammar.dump()
     if content is None:
@@ -187,7 +187,7 @@ def store(grammar: CompiledGrammar, path: Path) -> bool:
 def restored(
     path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
 ) -> CompiledGrammar | None:
-    """The grammar kept as `path`; None if there is none of this version. A file that is damaged or something else warns."""
+    """The grammar stored as `path`; None if there is none of this version. Warns about a file that is damaged or of another kind."""
     try:
         with path.open("rb") as file:
             line = file.readline(4096)

@@ -32,8 +32,8 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
     """Texts that match `pattern` as a whole, for ``generate(grammar=…)``.
 
     Args:
-        pattern: what Python's ``re`` and Rust's ``regex`` have in common. Look-around, back-references, word boundaries
-            and flags are refused; ``^`` and ``$`` around the whole are allowed and idle. ``.`` is anything but a newline.
+        pattern: in the common syntax of Python's ``re`` and Rust's ``regex``. Look-around, back-references, word boundaries
+            and flags are refused; ``^`` and ``$`` around the whole have no effect. ``.`` is any character but a newline.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
@@ -56,8 +56,8 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     """Texts of a context-free grammar, for ``generate(grammar=…)``.
 
     Args:
-        text: llguidance's dialect of Lark, or the path of a file that holds it; a text of one line that names an
-            existing file is its path.
+        text: llguidance's dialect of Lark, or the path of a file with it; a single line that names an existing file is
+            taken for its path.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
@@ -85,12 +85,12 @@ def choice(
 
     Args:
         options: texts, verbatim; numbers, booleans and None as JSON writes them; members of an Enum as their values.
-            Repeated ones count once.
+            Repeated options count once.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: there is nothing to choose from, too much, or something that has no such text.
+        GrammarError: there are no options, too many, or one that has no such text.
     """
     if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
         raise GrammarError(f"choice: a list of texts is needed, not {shortened(repr(options))}", "choice")
@@ -114,18 +114,18 @@ def json_schema(
         schema: a JSON schema as a dict, its text or the path of its file; a Pydantic model, TypedDict, dataclass or another
             type that Pydantic knows.
         whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
-            break with its indent, wherever JSON lets white space stand inside brackets.
-        indent: every member in a line of its own, with so many blanks for each level: exactly what ``json.dumps(…, indent=…)`` writes;
-            `whitespace` says nothing then. For values of bounded depth.
+            break with its indent, wherever JSON allows white space inside brackets.
+        indent: every member on a line of its own, indented by so many blanks per level, exactly as ``json.dumps(…, indent=…)`` writes;
+            `whitespace` is ignored then. For values of bounded depth.
         strict: refuse every keyword that cannot be honoured; else the finished text is validated instead.
-        closed: objects that declare properties take no others where the schema says nothing of others. By default those of
-            Python's types do, and those of schemas do not, as the standard has it.
+        closed: objects that declare properties allow no others unless the schema mentions others. The default is True for
+            Python's types and False for schemas, as in the standard.
         backend: name of the grammar backend; automatic by default.
         policy: ``full``, or ``canonical``: forced text only in the tokenizer's own tokens.
 
     Raises:
-        GrammarError: there is no such schema; or, when it is compiled, a keyword that cannot be honoured: names it, its path
-            and what would handle it.
+        GrammarError: it is no schema; or, when it is compiled, a keyword cannot be honoured: names it, its path and what
+            would handle it.
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
     file = schema if isinstance(schema, Path) else library.file_named(schema) if isinstance(schema, str) else None
@@ -154,7 +154,7 @@ def _text_of(option: Any, place: int) -> str:
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):
-        return str.__str__(option)  # a member of a StrEnum is the text it stands for
+        return str.__str__(option)  # for a member of a StrEnum its value
     if option is None or isinstance(option, (bool, int)) or (isinstance(option, float) and math.isfinite(option)):
         return json.dumps(option)
     raise GrammarError(

@@ -1,4 +1,4 @@
-"""What the loop looks up of a tabulated grammar: states by tokens, on the device of the tables, and rows of masks, on the host."""
+"""Look-up tables of tabulated grammars: states by tokens, on a device, and rows that are computed on first use, on the host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from .base import Tables, Tabulated, unpack
 from .vocabulary import Vocabulary
 
-#: Most entries of a table; what needs more is walked on the host.
+#: Most entries of a table; larger grammars are walked on the host.
 ENTRIES = 1 << 24
-#: Entries of a table that are worked out at a time: 32 MB of states.
+#: Entries of a table that are computed at a time: 32 MB of states.
 CHUNK = 1 << 22
 
 
@@ -37,15 +37,15 @@ class TokenTable:
 
     @staticmethod
     def of(grammar: Tabulated, device: torch.device) -> TokenTable | None:
-        """The table of a grammar, made once per device and kept as long as the grammar; None if it would be too large."""
+        """The table of a grammar, cached per device as long as the grammar lives; None if it would be too large."""
         known = _TABLES.setdefault(grammar, {})
         if device not in known:
             known[device] = _made(grammar.tables(), grammar.vocabulary, device)
         return known[device]
 
     def forced(self, grammar: Tabulated) -> Tensor:
-        """``[S, 3]`` int64: what each state of `grammar`, which this is the table of, forces: how many bytes, the first one,
-        and the token that the tokenizer writes there; -1 for no byte and no token.
+        """``[S, 3]`` int64 for each state of `grammar`, this table's: how many bytes are forced, the first of them, and the
+        token that the tokenizer writes there; -1 for no byte and no token.
         """
         if not self._forced:
             rows = torch.tensor([[0, -1, -1]]).repeat(len(self.next), 1)
@@ -62,7 +62,7 @@ _TABLES: WeakKeyDictionary[Tabulated, dict[torch.device, TokenTable | None]] = W
 
 def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> TokenTable | None:
     states = len(tables.next)
-    # Columns are told apart by two random sums of their states: two of them agree by chance once in 2^100.
+    # Columns are compared by two random sums of their states, which collide with a probability of 2^-100.
     chance = torch.Generator().manual_seed(0)
     weights = torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance).mul(2).add(1).to(device)
     numbers = {(0, 0): 0}
@@ -86,13 +86,13 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
     """Yields tokens in batches, with the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
     states = len(tables.next)
     every = torch.arange(states)
-    # Whatever has the dead state's mask no text comes to, and after a stop token nothing is legal.
+    # States with the dead state's mask are unreachable, and after a stop token nothing is legal.
     living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
     some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
     used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
     stops = [token for token in vocabulary.stops if token in used]
     spelled = sorted(used.difference(stops), key=lambda token: len(vocabulary.tokens[token] or b""))
-    # A column of its own for what is behind a token's end: nothing moves.
+    # A further column for padding behind a token's end: it leads back to the same state.
     after = torch.cat([tables.next.long()[:, tables.classes], every[:, None]], dim=1).to(device)
     every, living, masks, mask_of = (t.to(device) for t in (every, living, tables.masks, tables.mask_of))
 
@@ -103,7 +103,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
 
     if stops:
         yield stops, legal(stops, torch.full((states, len(stops)), tables.stopped, device=device))
-    size = min(max(CHUNK // states, 1), 1 << 14)  # of about the same length
+    size = min(max(CHUNK // states, 1), 1 << 14)  # tokens per batch, which are of about the same length
     for begin in range(0, len(spelled), size):
         tokens = spelled[begin : begin + size]
         texts = [vocabulary.tokens[token] or b"" for token in tokens]
@@ -117,7 +117,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
 
 
 class LazyMasks:
-    """Rows of one array, each written when it is first asked for; all are dropped when there would be too many.
+    """Rows of an array that are computed on first use; all are dropped when there would be too many.
 
     Attributes:
         most: rows that are held at a time.
@@ -128,7 +128,7 @@ class LazyMasks:
     ) -> None:
         """make: writes the row of a number to an array ``[width]``."""
         self.most, self._make = most, make
-        # Replaced together: another thread may still look at the ones before.
+        # Replaced as a pair, because another thread may still read the previous one.
         self._held: tuple[dict[int, int], NDArray[Any]] = {}, np.empty((0, width), dtype)
         self._making = Lock()
 
@@ -137,7 +137,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """Places of the rows of `numbers` in a read-only array ``[R, width]``, and that array; None if they are too many."""
+        """Indices of the rows of `numbers` in a read-only array ``[R, width]``, and that array; None if they are too many."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

@@ -1,4 +1,4 @@
-"""Python's types: which of them are JSON with a schema, and which list their values."""
+"""JSON schemas of Python's types, and types that list their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def is_json(value: Any) -> bool:
-    """Whether a type has a structure, or conditions that only a schema can tell."""
+    """Whether a type has a structure, or conditions that only a schema can express."""
     origin = typing.get_origin(value)
     if origin in (typing.Union, types.UnionType):
         return any(is_json(arm) for arm in typing.get_args(value))
@@ -39,7 +39,7 @@ def has_fields(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[str] | None:
-    """The texts of a Literal or an Enum, where its values have one; None for other types."""
+    """The texts of the values of a Literal or an Enum; None for other types, or if a value has no text."""
     if typing.get_origin(value) is typing.Literal:
         values = list(typing.get_args(value))
     elif isinstance(value, EnumMeta):
@@ -55,7 +55,7 @@ def schema_of(value: Any) -> dict[str, Any]:
     """The JSON schema that Pydantic makes of a type.
 
     Raises:
-        GrammarError: Pydantic makes none, or a pattern means something else in a schema.
+        GrammarError: Pydantic has no schema of it, or a pattern has another meaning in a schema.
     """
     from pydantic import PydanticUserError, TypeAdapter
 
@@ -69,17 +69,17 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 
 def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
-    """Patterns of the terms of outlines among the fields of a type, and of theirs."""
-    dsl = sys.modules.get("outlines.types.dsl")  # there is no term before it is imported
+    """Patterns of the outlines terms among the fields of a type, nested fields included."""
+    dsl = sys.modules.get("outlines.types.dsl")  # no value is a term before it is imported
     if dsl is None or id(value) in seen:
         return
-    seen[id(value)] = value  # kept alive: ids of what is gone come back
+    seen[id(value)] = value  # kept alive, because ids are reused
     if isinstance(value, dsl.Term):
         yield dsl.to_regex(value)
     inner = list(typing.get_args(value))
     if has_fields(value):
         fields = getattr(value, "model_fields", None)
-        with suppress(NameError):  # a name of a function's inside
+        with suppress(NameError):  # a name that is local to a function
             inner += (
                 [field.annotation for field in fields.values()] if fields else typing.get_type_hints(value).values()
             )
@@ -88,7 +88,7 @@ def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
 
 
 def _anchored(schema: Any, patterns: set[str]) -> Any:
-    """`schema` with `patterns` as patterns of the whole text: outlines writes them such that a part may match."""
+    """`schema` with `patterns` anchored to the whole text, which outlines leaves out."""
     return (
         _replaced(schema, {pattern: f"^(?:{pattern})$" for pattern in patterns}, of_keys=False) if patterns else schema
     )
@@ -98,17 +98,17 @@ _NO_SCHEMAS = ("metadata", "serialization", "default", "function")
 
 
 def translated(schema: Any, core_schema: Any) -> Any:
-    """`schema`, which Pydantic has made of a type, with the patterns of its `core_schema` as ECMA-262 has them.
+    """Pydantic's `schema` of a type, with the patterns of its `core_schema` translated to ECMA-262.
 
     Raises:
-        GrammarError: a pattern that ECMA-262 reads as something else, and cannot say.
+        GrammarError: a pattern has another meaning in ECMA-262 and cannot be translated.
     """
     patterns = {pattern: in_ecma(pattern) for pattern in _patterns(core_schema)}
     return _replaced(schema, patterns) if patterns else schema
 
 
 def _patterns(core_schema: Any) -> set[str]:
-    """The patterns that Rust matches; none where some node asks for Python's engine, which reads them as ECMA-262 does, about."""
+    """The patterns that Rust matches; none where a node selects Python's engine, which is close enough to ECMA-262."""
     patterns: set[str] = set()
     waiting = [core_schema]
     while waiting:
@@ -135,15 +135,15 @@ def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> An
         new["pattern"] = patterns[new["pattern"]]
     if of_keys and isinstance(keys := new.get("patternProperties"), dict) and not patterns.keys().isdisjoint(keys):
         new["patternProperties"] = {patterns.get(key, key): part for key, part in keys.items()}
-        new.setdefault("additionalProperties", False)  # Pydantic takes no other keys, and leaves that out
+        new.setdefault("additionalProperties", False)  # Pydantic accepts no other keys, but its schema does not say so
     return new
 
 
 def readable(kind: Any) -> Any:
-    """`kind`, with every TypedDict in it that is not inside of another class as Pydantic reads it.
+    """`kind` with its TypedDicts replaced by ones that Pydantic reads, except those inside other classes.
 
     Raises:
-        NameError: a TypedDict names a type that is not there. RecursionError: it refers to itself.
+        NameError: a TypedDict names an unknown type. RecursionError: it refers to itself.
     """
     if sys.version_info >= (3, 12):
         return kind
@@ -169,7 +169,7 @@ def _modern(kind: Any) -> Any:
 
     fields = {}
     for name, part in typing.get_type_hints(kind, include_extras=True).items():
-        marked = typing.get_origin(part) in (Required, NotRequired)  # as strings, they have escaped `typing`
+        marked = typing.get_origin(part) in (Required, NotRequired)  # in string annotations `typing` has not seen them
         needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
         inner = readable(typing.get_args(part)[0] if marked else part)
         fields[name] = Required[inner] if needed else NotRequired[inner]

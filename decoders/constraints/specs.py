@@ -1,4 +1,4 @@
-"""What a user asks for with ``grammar=``: specifications, from which backends get a language."""
+"""Specifications: what a user gives as ``grammar=``, and the languages that backends compile of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .schemas.rules import MOST_INDENT, WHITESPACE
 from .schemas.writing import Writer
 from .vocabulary import Vocabulary
 
-#: Characters of all choices together: automata of a million states are no longer built in seconds.
+#: Most characters of all choices together; larger automata take more than seconds to build.
 CHOICES_LIMIT = 5_000_000
 
 
@@ -38,9 +38,9 @@ class Spec(ABC):
     """A specification of the texts that a row may write.
 
     Attributes:
-        backend: registry name of what compiles it; ``auto`` takes the table automaton where it can.
+        backend: registry name of the backend; ``auto`` takes the table automaton where it can.
         policy: which tokens may spell a legal text, see :data:`~decoders.constraints.base.Policy`.
-        label: its name in messages and reports; specifications that differ in it alone are equal.
+        label: its name in messages and reports; not part of its meaning.
     """
 
     backend: str | None = field(default=None)
@@ -54,7 +54,7 @@ class Spec(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """A text that tells specifications apart, for caches in memory and on disk: class, content and options."""
+        """A unique text of class, content and options, as a key of caches in memory and on disk."""
 
     @abstractmethod
     def language(self) -> Language:
@@ -65,7 +65,7 @@ class Spec(ABC):
         """
 
     def compiled(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> CompiledGrammar:
-        """The grammar for `vocabulary`. compile: compiles the language of a specification, this one or one in it."""
+        """The grammar for `vocabulary`. compile: compiles the language of a specification, this one or one inside it."""
         return compile(self)
 
     def _keyed(self, content: str) -> str:
@@ -86,7 +86,7 @@ class Regex(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.whole  # errors where the pattern is written, not where it is used
+        _ = self.whole  # raises errors at construction
 
     @cached_property
     def whole(self) -> str:
@@ -156,8 +156,8 @@ class Choice(Spec):
     def whole(self) -> str:
         """The choices as a regular expression.
 
-        What all have in front and behind is written once: one path of the automaton instead of one for each choice.
-        The rest is a plain list: automaton builders fold literals themselves, faster than they read a nested pattern.
+        Their common prefix and suffix are written once, so that the automaton has one path for these. The rest is a plain
+        list: automaton builders merge literals themselves, faster than they read a nested pattern.
         """
         ordered = sorted(self.texts)
         front = len(commonprefix(ordered))  # noqa: RUF071 -- no files
@@ -176,9 +176,9 @@ class Choice(Spec):
         return Language(self.label or f"choice of {shortened(shown)}", regex=self.whole)
 
 
-#: Keywords that are left out of one schema, and the work of finding them in units of what one attempt may do.
+#: Most keywords that are left out of one schema, and the most work to find them, in units of one attempt's limit.
 _MOST_DROPPED, _MOST_ATTEMPTS = 100, 4
-#: No validation makes up for what is not there.
+#: Keywords that are never left out, because validation needs them as well.
 _NEEDED = ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "type")
 _UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
 _WARNINGS = (
@@ -193,7 +193,7 @@ _PATTERN = (
     r"Patterns are those of ECMA-262: \d and \w are ASCII, $ is the very end. jsonschema reads them as Python's re does, and may "
     "judge strings of other characters otherwise."
 )
-#: What a warning says of a keyword that a lenient language leaves out.
+#: End of the warning about a keyword that a lenient language leaves out.
 LEFT_OUT = "is left to the validation of the finished text."
 _CLOSED = "Objects that declare properties take no others, unless the schema says something of others."
 
@@ -205,12 +205,12 @@ class JsonSchema(Spec):
     Attributes:
         schema: a dict, a boolean, or JSON text; for types of Python see :meth:`of`.
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
-            break with its indent wherever JSON lets white space stand inside brackets.
-        indent: every member stands in a line of its own, with so many blanks for each level, exactly as ``json.dumps(…, indent=…)`` has
-            it; `whitespace` says nothing then.
-        strict: refuse what the language cannot honour. Otherwise such keywords are left out, and the finished text is
+            break with its indent wherever JSON allows white space inside brackets.
+        indent: every member on a line of its own, indented by so many blanks per level, exactly as ``json.dumps(…, indent=…)``
+            writes; `whitespace` is ignored then.
+        strict: refuse keywords that the language cannot honour. Otherwise they are left out, and the finished text is
             validated.
-        closed: objects that declare properties take no others where the schema says nothing of others.
+        closed: objects that declare properties allow no others unless the schema mentions others.
     """
 
     schema: Any
@@ -224,11 +224,10 @@ class JsonSchema(Spec):
         """The specification of a schema, or of a type: a pydantic model, a TypedDict, a dataclass, ``list[int]``, ….
 
         Args:
-            options: attributes of the specification. `closed` is true for types unless given: what is no field is not
-                asked for.
+            options: attributes of the specification. `closed` is True for types unless given.
 
         Raises:
-            GrammarError: pydantic knows no schema of the type.
+            GrammarError: pydantic has no schema of the type.
         """
         if value is None or isinstance(value, dict | str | bool):
             return JsonSchema(value, **options)
@@ -271,7 +270,7 @@ class JsonSchema(Spec):
 
     @cached_property
     def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
-        """The rules, what they leave out: (path, keyword), and warnings."""
+        """The rules, the keywords left out as (path, keyword), and warnings."""
         if self.whitespace not in WHITESPACE:
             raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
         if self.indent is not None and (type(self.indent) is not int or not 0 <= self.indent <= MOST_INDENT):
@@ -283,7 +282,7 @@ class JsonSchema(Spec):
         steps = 0
         while True:
             normaliser, root = self._read(dropped)
-            # What takes too long is left out, too: an attempt has half of the time, and the next one half of the rest.
+            # Keywords that take too long are left out, too: each attempt has half of the time that is left.
             seconds = left() if self.strict else left() / 2
             try:
                 with deadline(seconds):
@@ -294,7 +293,7 @@ class JsonSchema(Spec):
                 raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
             except GrammarError as problem:
                 steps += normaliser.steps
-                needed = problem.keyword in (None, *_NEEDED)  # None: no schema at all, or too large as a whole
+                needed = problem.keyword in (None, *_NEEDED)  # None: it is no schema, or too large as a whole
                 cause = None if self.strict or needed else normaliser.droppable(problem)
                 if cause is None or len(dropped) == _MOST_DROPPED or steps > _MOST_ATTEMPTS * limits.STEPS:
                     raise
@@ -304,7 +303,7 @@ class JsonSchema(Spec):
         return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(normaliser.places))]
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
-        """The schema without what is left out."""
+        """The schema without the keywords that are left out."""
         root = document(self.text)
         normaliser = Normaliser(frozenset(dropped), evaluation=any(key in _UNEVALUATED for key in self._keys))
         return normaliser, normaliser.place(root)
@@ -315,7 +314,7 @@ class JsonSchema(Spec):
 
 
 def _regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as a regular expression; None if there is none, or it would take more than half of the time that is left."""
+    """`rules` as a regular expression; None if it has none, or it would take more than half of the time that is left."""
     try:
         with deadline(left() / 2):
             return notation.regex(rules)

@@ -1,4 +1,4 @@
-"""Types whose values meet conditions that no schema tells: validators, keys that are no texts, digits of decimals, addresses."""
+"""Types with conditions that JSON Schema cannot express: validators, keys that are no strings, digits of decimals, addresses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .specs import JsonSchema
 
 _WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
 
-#: Of Pydantic's core schemas, those whose JSON schema says all that a value must meet, each with the conditions that it says.
-#: A text of any other kind, or under any other condition, is judged by the type: so what a later Pydantic adds is.
+#: Pydantic's core schemas whose JSON schema is complete, each with the conditions that it covers. Texts of other kinds, or with
+#: other conditions, are judged by the type itself, so that additions of later versions are, too.
 _TOLD: dict[str, frozenset[str]] = {
     kind: frozenset(conditions.split())
     for kind, conditions in {
@@ -42,7 +42,7 @@ _TOLD: dict[str, frozenset[str]] = {
         "call": "arguments_schema function", "arguments": "arguments_schema",
     }.items()
 }  # fmt: skip
-#: Names in core schemas that put no condition on values, or one that JSON schemas always tell.
+#: Names in core schemas that put no condition on values, or one that JSON schemas always cover.
 _IDLE = frozenset((
     "type", "ref", "metadata", "serialization", "strict", "cls", "cls_name", "generic_origin", "frozen", "slots",
     "computed_fields", "extra_behavior", "title", "revalidate_instances", "from_attributes", "custom_error_type",
@@ -53,24 +53,24 @@ _IDLE = frozenset((
     "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
     "polymorphic_serialization",
 ))  # fmt: skip
-#: Values of other names that put no condition either; None is one for all.
+#: Values of other names that put no condition either; None never does.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
     "ascii_only": False, "validate_default": False, "str_strip_whitespace": False, "str_to_lower": False, "str_to_upper": False,
 }  # fmt: skip
-#: Names whose content holds no schema of the JSON that is read.
+#: Names whose content contains no schema of parts of the value.
 _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
 ))  # fmt: skip
-#: Classes of Rust's patterns are wider than those of ECMA-262, so what is outside of them is narrower.
+#: Negated classes, which in Rust are narrower than in ECMA-262, because Rust's classes are wider.
 _NARROWER = re.compile(r"\\[DWSsP]|\[\^|--|~~|\[:\^")
 
 
 @dataclass(frozen=True)
 class OfType(JsonSchema):
-    """JSON of a Python type; the finished text is judged by the type itself.
+    """JSON of a Python type, which judges the finished text itself.
 
     Attributes:
         kind: the type, as Pydantic knows it.
@@ -80,7 +80,7 @@ class OfType(JsonSchema):
 
     @cached_property
     def text(self) -> str:
-        """The schema as JSON, with what Pydantic leaves out of it."""
+        """The schema as JSON, with conditions that Pydantic's schema lacks."""
 
         return json.dumps(completed(self.schema, self.kind))
 
@@ -96,7 +96,7 @@ class OfType(JsonSchema):
 
 @dataclass(frozen=True)
 class _Checker:
-    """Refuses texts of the language that the type does not validate. Keeps the type alive, since keys have its id."""
+    """Refuses texts that the type does not validate. Keeps the type alive, because keys contain its id."""
 
     base: Language
     kind: Any
@@ -122,7 +122,7 @@ class _Checker:
 
 
 def asks_more(kind: Any) -> bool:
-    """Whether values of a type meet conditions that its JSON schema does not tell, as far as is known."""
+    """Whether a type may have conditions that its JSON schema does not cover."""
     from pydantic import TypeAdapter
 
     return any(map(_more, _nodes(TypeAdapter(readable(kind)).core_schema)))
@@ -132,11 +132,11 @@ def _more(node: dict[str, Any]) -> bool:
     conditions = _TOLD.get(node["type"])
     if conditions is None or _conditions(node) - conditions or _conditions(node.get("config") or {}):
         return True
-    if (node.get("metadata") or {}).get("pydantic_js_annotation_functions"):  # the schema is another one's
+    if (node.get("metadata") or {}).get("pydantic_js_annotation_functions"):  # a custom JSON schema
         return True
     match node["type"]:
         case "str":
-            pattern = node.get("pattern") or ""  # a compiled one may have flags
+            pattern = node.get("pattern") or ""  # a compiled pattern may have flags
             return not isinstance(pattern, str) or _NARROWER.search(pattern) is not None
         case "literal":
             return not all(map(_is_json, node["expected"]))
@@ -158,7 +158,7 @@ def _conditions(node: dict[str, Any]) -> set[str]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a text in JSON stands for `value` itself."""
+    """Whether JSON can express `value` itself."""
     return value is None or type(value) in (str, int, bool, float)
 
 
@@ -167,7 +167,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            is_schema = isinstance(node.get("type"), str)  # else fields by name, one of which may be called "type"
+            is_schema = isinstance(node.get("type"), str)  # else a dict of fields, one of which may be called "type"
             if is_schema:
                 yield node
             waiting += [part for name, part in node.items() if not (is_schema and name in _NO_PARTS)]
@@ -176,7 +176,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema`, in which a function that would be called with the validated arguments is replaced by one that does nothing."""
+    """`schema` with functions that validation would call replaced by one that does nothing."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":
@@ -189,7 +189,7 @@ def _called(kind: Any) -> str:
 
 
 def _identity(kind: Any) -> str:
-    """A text that differs for types of one name, and is the same for equal types such as two ``list[int]``."""
+    """A text that is equal for equal types, such as two ``list[int]``, and differs for different types of one name."""
     if arguments := typing.get_args(kind):
         return f"{typing.get_origin(kind)}[{', '.join(map(_identity, arguments))}]"
     return f"{kind!r}@{id(kind)}" if isinstance(kind, type) else repr(kind)
@@ -198,19 +198,19 @@ def _identity(kind: Any) -> str:
 _UUID = "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-%d[0-9A-Fa-f]{3}-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"
 _UUIDS = {f"uuid{version}": _UUID % version for version in range(1, 9)}
 _NAIVE = rf"^(?:{FORMATS['date']})T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?$"
-#: Most digits of a decimal that the schema counts. Floats hold 15; a number of more is left to the type.
+#: Most digits of a decimal that the schema counts, as floats hold 15; more are left to the type.
 _DIGITS = 15
 
 
 def completed(schema: Any, kind: Any) -> Any:
-    """`schema`, which :func:`~decoders.constraints.python_types.schema_of` has made of `kind`, with what Pydantic leaves out."""
+    """`schema`, from :func:`~decoders.constraints.python_types.schema_of` of `kind`, with conditions that Pydantic leaves out."""
     adapter = TypeAdapter(readable(kind))
     new = translated(adapter.json_schema(schema_generator=_Schemas), adapter.core_schema)
     return _completed(new, schema)
 
 
 def _completed(new: Any, old: Any) -> Any:
-    """`new` with the patterns that are anchored in `old`, and versions of UUIDs, which Pydantic tells as a format."""
+    """`new` with the anchored patterns of `old`, and with versions of UUIDs, which Pydantic gives as a format only."""
     if isinstance(new, list):
         same = isinstance(old, list) and len(old) == len(new)
         return [_completed(*pair) for pair in zip(new, old if same else [None] * len(new), strict=True)]
@@ -227,13 +227,13 @@ class _Schemas(GenerateJsonSchema):
     """Pydantic's schemas with conditions that it leaves out."""
 
     def datetime_schema(self, schema: core_schema.DatetimeSchema) -> dict[str, Any]:
-        """Date and time; without an offset for those that must have none."""
+        """Date and time, without an offset where the type forbids one."""
         if schema.get("tz_constraint") == "naive":
             return {"type": "string", "pattern": _NAIVE}
         return super().datetime_schema(schema)
 
     def decimal_schema(self, schema: core_schema.DecimalSchema) -> dict[str, Any]:
-        """A number, or one as a string. A string cannot be bounded: where there are bounds, only numbers are written."""
+        """A number, or a number in a string. Strings cannot be bounded: with bounds only numbers are written."""
         arms = super().decimal_schema(schema).get("anyOf", [])
         number = next((arm for arm in arms if arm.get("type") == "number"), {"type": "number"})
         most, places = schema.get("max_digits"), schema.get("decimal_places")
@@ -245,7 +245,7 @@ class _Schemas(GenerateJsonSchema):
 
 
 def _counted(most: int | None, places: int | None) -> dict[str, Any]:
-    """Keywords for numbers of so many digits, so many of them behind the point."""
+    """Keywords for numbers with at most `most` digits, `places` of them behind the point."""
     conditions: dict[str, Any] = {}
     if places is not None and places <= _DIGITS:
         conditions["multipleOf"] = json.loads(f"1e-{places}") if places else 1
@@ -255,7 +255,7 @@ def _counted(most: int | None, places: int | None) -> dict[str, Any]:
 
 
 def _spelled(most: int | None, places: int | None) -> str:
-    """The pattern of such numbers in strings; how many digits there are on both sides together is left to the type."""
+    """The pattern of such numbers in strings; the total number of digits is left to the type."""
     whole = "[0-9]*" if most is None else f"[0-9]{{0,{most - (places or 0) - 1}}}"
     integer = "0" if most is not None and most <= (places or 0) else f"(?:0|[1-9]{whole})"
     behind = places if places is not None else most

@@ -1,4 +1,4 @@
-"""The bytes of every token of a model. Grammars are about bytes, since a token may hold half a character."""
+"""The bytes of every token of a model. Grammars work on bytes, because a token may be part of a character."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Vocabulary:
     """The tokens of a model's logits as bytes.
 
     Attributes:
-        tokens: ``V`` entries; None for what never stands in a text: special tokens, stop tokens, unused rows of the logits.
+        tokens: ``V`` entries; None for tokens without text: special tokens, stop tokens, unused rows of the logits.
         stops: ids that end a text.
-        encode: text to ids as the tokenizer itself writes it, no special tokens.
-        rules: a text that differs between tokenizers that have the same tokens and encode differently.
+        encode: the tokenizer's text to ids, without special tokens.
+        rules: tells tokenizers apart that have the same tokens and encode differently.
         special: ids of special tokens by their names.
 
     Raises:
@@ -58,8 +58,8 @@ class Vocabulary:
         """The vocabulary of `tokenizer` for logits of `size` entries.
 
         Raises:
-            UnsupportedError: its tokens cannot be told in bytes (neither byte-level nor with byte fallback), or no stop token is
-                among them.
+            UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop
+                token.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts: dict = json.loads(backend.to_str()) if backend is not None else {}
@@ -70,7 +70,7 @@ class Vocabulary:
             token for token in {*tokenizer.get_vocab().values(), *added} if token < size and token not in special
         )
         tokens: list[bytes | None] = [None] * size
-        # The names that are decoded: those of added tokens may have been normalised, and are not their text.
+        # These are the names that the tokenizer decodes; names in its vocabulary may have been normalised.
         for token, name in zip(texts, tokenizer.convert_ids_to_tokens(texts), strict=True):
             tokens[token] = spell(name)
 
@@ -87,7 +87,7 @@ class Vocabulary:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells vocabularies apart: tokens, stop tokens, and how texts are written in them."""
+        """A hash of tokens, stop tokens, and how texts are encoded."""
         digest = hashlib.sha256(repr((self.stops, self.rules)).encode())
         for token in self.tokens:
             digest.update(b"-" if token is None else b"%d:" % len(token) + token)
@@ -116,7 +116,7 @@ class Vocabulary:
         return found
 
     def holding(self, text: bytes) -> list[int]:
-        """Tokens that have `text` in them and go on behind it."""
+        """Tokens that contain `text` and go on behind it."""
         return [token for token, whole in enumerate(self.tokens) if whole is not None and text in whole[:-1]]
 
     @cached_property
@@ -130,13 +130,13 @@ class Vocabulary:
         return frozenset(text[:end] for text in self.ids for end in range(1, len(text)))
 
     def spell(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of `tokens`; nothing for those that stand for no text."""
+        """The bytes of `tokens`; those without text are skipped."""
         return b"".join(self.tokens[token] or b"" for token in tokens if token >= 0)
 
     def encoded(self, text: bytes) -> list[int]:
-        """`text` as the tokenizer writes it, without the beginning of a character at its end.
+        """`text` as the tokenizer encodes it, without an incomplete character at its end.
 
-        Bytes that are no text are written by the longest tokens.
+        Bytes that are not valid UTF-8 are encoded by the longest tokens first.
         """
         whole = _decodable(text)
         if not whole and len(text) > 3:
@@ -147,12 +147,11 @@ class Vocabulary:
         return tokens
 
     def canonical(self, forced: bytes) -> list[int]:
-        """`forced` bytes as the tokenizer writes them, as far as what comes next cannot change that.
+        """`forced` bytes as the tokenizer encodes them, up to where the bytes behind could change the tokens.
 
-        Tokens that might be joined with what follows are left out: those behind which the rest of the bytes is the
-        beginning of a longer token.
+        A token is left out if the bytes from it on could be the beginning of a longer token.
         """
-        if not _decodable(forced):  # none, or the end of a character that has begun: a tokenizer writes whole ones
+        if not _decodable(forced):  # empty, or the rest of a character, which a tokenizer does not encode alone
             return []
         tokens = self.encoded(forced)
         begin = 0
@@ -163,10 +162,10 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """As :meth:`canonical`, at most `limit`; by the canonical policy as far as each token is also what the rest, by itself,
-        begins with.
+        """As :meth:`canonical`, at most `limit`. By the canonical policy each token must also be the first one of the remaining
+        bytes encoded alone.
 
-        They may differ where the tokenizer sees a special token in the whole, or joins digits from the left.
+        The two may differ where the tokenizer sees a special token in the whole text, or groups digits from the left.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):
@@ -194,7 +193,7 @@ class Vocabulary:
 
 
 def _decodable(text: bytes) -> str:
-    """`text` without the beginning of a character at its end."""
+    """`text` without an incomplete character at its end."""
     for cut in range(min(4, len(text) + 1)):
         try:
             return text[: len(text) - cut].decode()
@@ -204,7 +203,7 @@ def _decodable(text: bytes) -> str:
 
 
 def _rules(parts: dict) -> str:
-    """Digest of what a tokenizer's `parts` make of a text, its plain vocabulary aside."""
+    """Digest of the parts of a tokenizer that affect encoding, without its plain vocabulary."""
     model = parts.get("model", {})
     deciding = {name: part for name, part in model.items() if name != "vocab" or model.get("type") == "Unigram"}
     content = json.dumps([deciding, parts.get("normalizer"), parts.get("pre_tokenizer")])
@@ -212,10 +211,10 @@ def _rules(parts: dict) -> str:
 
 
 def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str], bytes]:
-    """How `tokenizer`, made of `parts`, writes bytes in the names of its tokens.
+    """The function from names of tokens to bytes of `tokenizer`, which consists of `parts`.
 
     Raises:
-        UnsupportedError: neither byte-level nor with byte fallback, or a decoder that is not known.
+        UnsupportedError: neither byte-level nor with byte fallback, or an unknown decoder.
     """
     if '"ByteLevel"' in json.dumps(parts.get("decoder")):
         alphabet = _byte_level_alphabet()
@@ -233,7 +232,7 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
             is_byte = False
             for step in steps:
                 if step is not None:
-                    if is_byte and step[0] in name:  # taken for the sign of a blank, it is no text of its own
+                    if is_byte and step[0] in name:  # the sign of a blank has no bytes of its own
                         return b""
                     name = name.replace(*step)
                 elif byte := BYTE_TOKEN.fullmatch(name):
@@ -251,10 +250,10 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[tuple[str, str] | None]:
-    """What `decoder` does to the name of a token within a text, in turn: texts that it replaces, None where it reads ``<0x0A>``.
+    """The steps by which `decoder` turns a token's name into text: pairs of replaced texts, None for reading ``<0x0A>``.
 
     Raises:
-        UnsupportedError: it does something else, too.
+        UnsupportedError: it has other steps.
     """
     if decoder is None:  # as sentencepiece itself does
         return [None, ("\u2581", " ")]
@@ -267,7 +266,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
                 steps.append((replacement, " "))
             case {"type": "Replace", "pattern": {"String": old}, "content": new}:
                 steps.append((old, new))
-            case {"type": "Fuse" | "Strip"}:  # nothing within a text
+            case {"type": "Fuse" | "Strip"}:  # no effect within a text
                 pass
             case _:
                 raise UnsupportedError(

@@ -36,7 +36,7 @@ class Prompt:
         kind: "code" to go on with, "copy" to copy with a rename, "docstring" to write.
         text: the prompt itself.
         source: the held-out file that it comes from, relative to the standard library.
-        answer: what a perfect model says to a copy prompt; empty for the other kinds.
+        answer: the right answer to a copy prompt; empty for the other kinds.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Prompt:
 
 
 class DemoModelMissingError(DecodersError, RuntimeError):
-    """The demo weights are not where they were looked for."""
+    """The demo weights were not found."""
 
 
 def available(directory: str | os.PathLike[str] | None = None) -> bool:
@@ -86,7 +86,7 @@ def load(
 def prompts(kind: str | None = None) -> list[Prompt]:
     """The shipped prompts, all from held-out files; only those of `kind` ("code", "copy" or "docstring") if given.
 
-    They are data rather than generated on the spot, because another Python version has other sources.
+    They are stored, not generated, because other versions of Python have other sources.
     """
     if kind is not None and kind not in KINDS:
         raise UnknownNameError("kind of prompt", kind, KINDS)

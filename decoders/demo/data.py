@@ -1,8 +1,7 @@
 """The demo models' data: the Python standard library's own sources, split by file; edit tasks made of them; and batches of both.
 
-An edit task is a function, an instruction in a comment, and the function again with the edit made. A model this small does not learn to
-copy from plain code. These texts teach it to, which is what makes copy-heavy decoding (prompt lookup, speculative drafts) behave on the
-demo models as it does on large ones.
+An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy from plain
+code. These texts teach it, so that copy-heavy decoding (prompt lookup, speculative drafts) behaves as on large models.
 
 Licence of the data: PSF-2.0 (a few files carry their own, compatible notices).
 """
@@ -87,7 +86,7 @@ def stdlib_root() -> Path:
 def is_held_out(path: str) -> bool:
     """Whether a relative path belongs to the held-out split.
 
-    It depends on the path alone, so a file that a later Python adds cannot move another one across the split.
+    It depends on the path alone, so that files added by a later Python do not change the split of others.
     """
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
@@ -167,7 +166,7 @@ class EditTask:
 
 
 def functions(sources: Iterable[Source]) -> list[Function]:
-    """Every function of 5 to 40 lines, each distinct text once. Files that do not parse are passed over."""
+    """Every function of 5 to 40 lines, each distinct text once. Files that do not parse are skipped."""
     by_source: dict[str, Function] = {}
     for source in sources:
         try:
@@ -191,7 +190,7 @@ def new_names(functions: Iterable[Function]) -> list[str]:
 
 
 def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
-    """A copy task (:data:`COPY_SHARE` of the time, or where nothing can be renamed), else a rename to one of `names`."""
+    """A copy task (with probability :data:`COPY_SHARE`, or where nothing can be renamed), else a rename to one of `names`."""
     if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):
@@ -219,10 +218,10 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
     if last - first + 1 not in LINES or len(source) > MAX_CHARACTERS:
         return None
     try:
-        ast.parse(source)  # dedenting can break a function that holds a multi-line string
+        ast.parse(source)  # dedenting can break a function with a multi-line string
     except (SyntaxError, ValueError):
         return None
-    # A name qualifies when every occurrence of its letters is an occurrence of the name: then it stands in no string,
+    # A name qualifies if every occurrence of its letters is an occurrence of the name: then it occurs in no string,
     # comment, attribute or keyword argument, and a textual replacement is a correct rename.
     words = Counter(re.findall(r"\w+", source))
     names = Counter(_names(node))
@@ -241,7 +240,7 @@ def _names(function: ast.AST) -> Iterable[str]:
 
 
 def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """One text's ids without special tokens; quiet about texts longer than the model's context."""
+    """One text's ids without special tokens, without a warning about texts longer than the model's context."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
@@ -259,7 +258,7 @@ class Batches:
     """Batches of B rows of T + 1 ids: a quarter of the rows edit tasks, the others windows of code.
 
     Code windows are drawn without replacement: epoch e cuts the stream at its own random offset and permutes the
-    windows. Edit rows start at a task and hold random functions with random renames, made on the fly.
+    windows. Edit rows start at a task and have random functions with random renames, generated on the fly.
     """
 
     def __init__(

@@ -82,9 +82,9 @@ def looping(
     length: int = 256,
     rows: int = 64,
 ) -> float:
-    """Share of greedy text that goes on with a loop: of `length - prompt` tokens each after the beginnings of `rows` windows.
+    """Share of looping tokens in greedy text: `length - prompt` tokens each, after the beginnings of `rows` windows.
 
-    The windows of `length` tokens lie evenly in the sources; nan where these have none.
+    The windows of `length` tokens are spread evenly over the sources; nan where these have none.
     """
     import torch
 

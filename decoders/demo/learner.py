@@ -1,4 +1,4 @@
-"""A demo model while it is trained, on files and then against its own loops: settings, losses, and how its weights are written."""
+"""Training of a demo model, on files and then against its own loops: settings, losses, and writing its weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class DemoTraining:
 
     Attributes:
         shape: of the model, with its peak learning rate.
-        tokens: to learn from, which sets the number of steps; all other settings decide what is learnt from the same tokens.
+        tokens: to learn from, which gives the number of steps.
         seed: of the weights and of the order of the data.
         rows: of a batch.
         length: tokens of a row.
         weight_decay: of the matrices.
-        clip: greatest norm of the gradients.
+        clip: largest norm of the gradients.
     """
 
     shape: DemoShape
@@ -61,7 +61,7 @@ class DemoTraining:
         )
 
     def run(self, corpus: str) -> Run:
-        """The run on a corpus with the fingerprint `corpus`. It may be resumed with another number of tokens."""
+        """The run on the corpus with the fingerprint `corpus`. It may be resumed with another number of tokens."""
         settings = {name: value for name, value in asdict(self).items() if name != "tokens"}
         return Run(steps=self.steps, rate=self.rate, identity={**settings, "corpus": corpus}, clip=self.clip)
 
@@ -104,7 +104,7 @@ class DemoLearner(Learner):
         return loss.detach()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """What forward passes run in."""
+        """The context of forward passes."""
         return torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
 
     def _loss(self, ids: Tensor) -> Tensor:
@@ -125,13 +125,13 @@ class DemoLearner(Learner):
         """Writes the rounded model, the tokenizer and the card where `from_pretrained` finds them."""
         from safetensors.torch import save_file
 
-        # Files are written aside and moved, so that a reader never sees half a file while training goes on.
+        # Files are written to a temporary folder and moved, so that a reader never sees half a file.
         partial = directory.with_name(f".{directory.name}.partial")
         partial.mkdir(exist_ok=True)
         model = self.rounded()
         model.config.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)
-        # Not model.save_pretrained: it would draw its own progress bar through ours.
+        # Not model.save_pretrained, whose progress bar would mix with ours.
         weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         self.tokenizer.save_pretrained(partial)
@@ -170,9 +170,9 @@ class UnlikelihoodTraining:
     """Settings of a demo model's training against loops, which follows its training on files.
 
     Attributes:
-        steps: optimizer steps; each sees a batch of files too, as before.
+        steps: optimizer steps; each sees a batch of files, too.
         learning_rate: peak.
-        prompt: tokens of each row of that batch that the model goes on with.
+        prompt: tokens of each row of that batch that the model continues.
         length: tokens of such a row, the prompt included.
         weight: of the unlikelihood beside the likelihood of the files.
     """
@@ -192,14 +192,13 @@ class UnlikelihoodTraining:
 class UnlikelihoodLearner(Learner):
     """A demo model that unlearns its loops.
 
-    Every step learns a batch of files as in the training before, and makes unlikely what :func:`in_loops` finds in what the
-    model writes greedily after the beginnings of its rows: the sequence-level objective of
-    Welleck et al. 2020 (arXiv 1908.04319, equation 6), with loops in the place of all repeated n-grams, as code repeats
-    n-grams on purpose.
+    Every step learns a batch of files as in the training before, and lowers the probability of the tokens that :func:`in_loops` finds
+    in the model's greedy continuations of these rows: the sequence-level objective of Welleck et al. 2020 (arXiv 1908.04319,
+    equation 6), for loops instead of all repeated n-grams, because code repeats n-grams on purpose.
 
     Args:
-        before: the learner whose training is over. Its model is trained on, from the weights that it would write.
-        first_step: the first step whose data that training has not seen.
+        before: the learner of the training before. Its model is trained further, from the weights that it would write.
+        first_step: the first step whose data it has not seen.
     """
 
     model: LlamaForCausalLM
@@ -227,7 +226,7 @@ class UnlikelihoodLearner(Learner):
         return loss
 
     def _unlikelihood(self, ids: Tensor, looping: Tensor) -> Tensor:
-        """-log(1 - p) of the tokens that loop, a mean over all that were written, scalar.
+        """-log(1 - p) of the looping tokens, averaged over all written tokens, scalar.
 
         Args:
             ids: ``[B, T]``.

@@ -1,4 +1,4 @@
-"""What the two demo models are: their shapes (Llama, tied embeddings), and their tokenizer, a byte-level BPE, lossless on any text."""
+"""The two demo models: their shapes (Llama, tied embeddings), and their tokenizer, a byte-level BPE, lossless on any text."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class DemoShape:
 
 SHAPES = {
     "target": DemoShape(hidden=256, layers=6, intermediate=512, heads=8, kv_heads=4, learning_rate=4e-3),
-    # As wide as an eighth of the target allows, with whole heads of 32: two layers of 64 did not learn to copy from
-    # their context, and a draft that cannot copy is of no use where speculation gains most.
+    # As wide as an eighth of the target's size allows, with heads of 32. Two layers of 64 did not learn to copy from
+    # their context, and a draft that cannot copy fails where speculation gains most.
     "draft": DemoShape(hidden=96, layers=2, intermediate=160, heads=3, kv_heads=3, learning_rate=6e-3),
 }
 # Training tokens of the shipped models.

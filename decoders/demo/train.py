@@ -1,4 +1,4 @@
-"""`train_demo`: the two demo models from nothing but this Python's own sources, and the card (README.md) that each carries."""
+"""`train_demo`: trains the two demo models on this Python's own sources, and writes their cards (README.md)."""
 
 from __future__ import annotations
 
@@ -48,14 +48,13 @@ def train_demo(
 ) -> dict[str, dict[str, float]]:
     """Trains tokenizer, draft and target, writes them to `out_dir/{draft,target}`, and returns each model's figures.
 
-    Each learns from `target_tokens` or `draft_tokens` of files, and then for `loop_steps` not to go round in circles
+    Each learns from `target_tokens` or `draft_tokens` of files, and then for `loop_steps` steps not to loop
     (:class:`UnlikelihoodLearner`). The figures are those of `decoders.demo.evaluate.evaluate` on the held-out files,
     `agreement`, and `looping` after and before those steps.
 
-    At every checkpoint the model is also written as it stands, so that it can be tried while training goes on. With
-    `resume`, checkpoints under `out_dir/checkpoints` are continued, and the result is that of a run that was never
-    interrupted; with other numbers of tokens the training on files goes on, too. The same seed, settings, thread count
-    and CPU give the same weights.
+    At every checkpoint the model is also written, so that it can be tried during training. With `resume`, checkpoints under
+    `out_dir/checkpoints` are continued, with the result of an uninterrupted run; training on files may be continued with
+    other numbers of tokens, too. The same seed, settings, thread count and CPU give the same weights.
 
     With a `console`, shows a progress bar and a line at each checkpoint; without one, prints nothing.
 
@@ -83,7 +82,7 @@ def train_demo(
         train_leg(name, learner, training.run(digest(train)), checkpoints / f"{name}.pt")
         course.looping = looping(course.model(), tokenizer, held_out)
         against = UnlikelihoodLearner(learner, UnlikelihoodTraining(steps=loop_steps), first_step=training.steps)
-        # A run that is resumed with other numbers keeps what it has learnt from files, and begins this leg anew.
+        # With other numbers of steps this leg begins anew, after the same training on files.
         stem = f"{name}-loops-{training.steps}-{loop_steps}"
         train_leg(f"{name} against loops", against, against.run(), checkpoints / f"{stem}.pt")
         course.export()
@@ -104,15 +103,15 @@ def train_demo(
 
 @dataclass
 class _Course:
-    """The training of one model: on files, then against loops.
+    """The training of one model in legs: on files, then against loops.
 
     Attributes:
         name: "draft" or "target".
         learner: holds the model.
         directory: where it is written.
-        files: what it learns from.
-        looping: of the model when it had learnt from files alone.
-        legs: trained so far, the one that runs included.
+        files: numbers of training and held-out files.
+        looping: share of looping text after the training on files.
+        legs: those trained so far, the running one included.
     """
 
     name: str
@@ -126,7 +125,7 @@ class _Course:
         self, title: str, learner: Learner, run: Run, checkpoint: Path, *,
         resume: bool, checkpoint_minutes: float, console: Console | None,
     ) -> None:  # fmt: skip
-        """Trains one more leg to its end; at every checkpoint the model is written as it stands."""
+        """Trains one more leg; at every checkpoint the model is written."""
         leg = Trainer(learner, run)
         self.legs.append(leg)
         leg.train(
@@ -135,12 +134,12 @@ class _Course:
         )  # fmt: skip
 
     def export(self, figures: Mapping[str, float] | None = None) -> None:
-        """Writes the model as it stands, with a card that says how far its training got."""
+        """Writes the present model, with a card on the state of its training."""
         legs = [Leg(steps=leg.step, seconds=leg.seconds) for leg in self.legs]
         self.learner.export(self.directory, card_of(self.name, self.learner, self.files, legs, figures))
 
     def model(self) -> LlamaForCausalLM:
-        """The model to measure: with the rounded weights, the ones that are written, in float32."""
+        """The model to measure: with the rounded weights that are written, in float32."""
         return self.learner.rounded().float().eval()
 
 
@@ -163,7 +162,7 @@ class Files:
 def card_of(
     name: str, learner: DemoLearner, files: Files, legs: Sequence[Leg], figures: Mapping[str, float] | None = None
 ) -> str:
-    """The card of model `name` after `legs`, on files and against loops; without `figures` training is not finished."""
+    """The card of model `name` after `legs`; without `figures` training is not finished."""
     training, shape = learner.training, learner.training.shape
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     other = "draft" if name == "target" else "target"

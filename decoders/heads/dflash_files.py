@@ -21,6 +21,7 @@ from ..common.network_files import (
     Stamp,
     Whole,
     filled,
+    find_network,
     read_json,
     read_tensors,
     stamp_of,
@@ -121,6 +122,20 @@ class _Index(FileConfig):
     """Which file holds which tensor."""
 
     weight_map: dict[str, str]
+
+
+def find_draft_model(named: str | None, config: Any) -> Path:
+    """The folder of the draft model for a model with this `config`: the one that is named, or ``dflash`` beside the model's own files.
+
+    Raises:
+        UnsupportedError: none is named, and none lies beside the model.
+    """
+    if (folder := find_network(named, config, "dflash")) is not None:
+        return folder
+    raise UnsupportedError(
+        "dflash needs a draft model that was trained for the model: name its folder as draft_model=, or keep it as 'dflash' in the "
+        "model's own folder; `decoders train dflash` makes one"
+    )
 
 
 def read_config(folder: str | Path) -> DFlashConfig:

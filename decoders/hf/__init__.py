@@ -1,1 +1,1 @@
-"""Everything that speaks to transformers: arguments, inputs, checkpoints, draft models, streamers. ``generate.py`` calls it."""
+"""The interface to transformers: arguments, inputs, checkpoints, draft models, streamers. ``generate.py`` calls it."""

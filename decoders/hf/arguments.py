@@ -1,6 +1,6 @@
-"""Arguments of ``generate`` beside a strategy: each works, is translated, or is refused. Prompts are checked, too.
+"""Arguments of ``generate`` with a strategy: each is honoured, translated, or refused. Prompts are checked, too.
 
-An argument that none of the tables names is unknown: a test walks those of the installed transformers.
+An argument in none of the tables is unknown; a test compares them with the installed transformers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v is not None, "classifier-free guidance is not supported; drop strategy="),
 }  # fmt: skip
 
-#: transformers' hints how to draft. A strategy says which of its settings they stand for (``Strategy.hints``).
+#: transformers' arguments about drafting. A strategy maps them to its settings (``Strategy.hints``).
 HINTS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -70,7 +70,7 @@ HINTS = (
     "max_matching_ngram_size",
 )
 
-#: What transformers up to 5.17 put into every generation config: there it says nothing.
+#: Values that transformers up to 5.17 put into every generation config, so that they are no choice of the user's.
 UNSAID = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -85,7 +85,7 @@ TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "prefill_chunk_size": ("prefill_chunk", lambda v: v),
 }
 
-#: Arguments that mean what they mean in transformers, be it nothing without beams or an encoder.
+#: Arguments with their meaning in transformers; some have none without beams or an encoder.
 HONOURED = frozenset({
     "inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
     "prefix_allowed_tokens_fn", "assistant_model", "streamer", "tokenizer", "assistant_tokenizer", "trust_remote_code",
@@ -99,6 +99,9 @@ HONOURED = frozenset({
     "transformers_version",
 })  # fmt: skip
 
+#: All arguments of ``generate``: what else a model takes are its own.
+PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
+
 _WHOLE_NUMBERS = (
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_return_sequences", "num_beams", "top_k",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_assistant_tokens", "prompt_lookup_num_tokens",
@@ -106,8 +109,13 @@ _WHOLE_NUMBERS = (
 )  # fmt: skip
 
 
-def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(
+    configs: list[GenerationConfig], kwargs: Mapping[str, Any], takes: frozenset[str] = frozenset()
+) -> None:
     """Raises, before anything is touched, for arguments that cannot be honoured exactly.
+
+    Args:
+        takes: what the model's forward pass takes beside text, images for example.
 
     Raises:
         UnsupportedError: an argument of :data:`REFUSED`, or one of the model's forward pass that the loop does not pass on.
@@ -122,7 +130,7 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
         if refused(value):
             where = "" if kwargs.get(name) is not None else of_config(name)
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.{where}")
-    known = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
+    known = PLAIN | takes
     for name, value in kwargs.items():
         if name not in known and value is not None:
             near = difflib.get_close_matches(name, [*known, *OWN], n=1, cutoff=0.8)
@@ -143,7 +151,7 @@ def refuse_arguments(configs: list[GenerationConfig], kwargs: Mapping[str, Any])
 
 
 def of_config(name: str) -> str:
-    """What errors add about a value that comes from a config and not from the call."""
+    """The addition to errors about a value from a config."""
     return (
         f" It comes from a generation config, which transformers fills from the checkpoint's files: set {name} to None there "
         f"(model.generation_config.{name} = None)."
@@ -151,7 +159,7 @@ def of_config(name: str) -> str:
 
 
 def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the loop that `source`, the arguments of a call or of a generation config, asks for in transformers' words."""
+    """Settings of the loop for transformers' arguments in `source`, a call or a generation config."""
     options = {}
     for name, (setting, value) in TRANSLATED.items():
         if source.get(name) is not None:
@@ -160,9 +168,9 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The drafting hints that `source` gives."""
+    """The drafting hints in `source`."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
-    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # what a row has learned ends with the call
+    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # learnt lengths always end with the call
         hints["num_assistant_tokens_schedule"] = "heuristic"
     return hints
 
@@ -213,7 +221,7 @@ def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bo
 
 
 def said_in(configs: list[GenerationConfig], name: str) -> Any:
-    """As :func:`first_of`; None for a value that older versions of transformers fill in themselves."""
+    """As :func:`first_of`; None for values of :data:`UNSAID`."""
     value = first_of(configs, name)
     return None if value == UNSAID.get(name, object()) else value
 
@@ -223,20 +231,20 @@ def first_of(configs: list[GenerationConfig], name: str) -> Any:
     return next((v for c in configs if (v := getattr(c, name, None)) is not None), None)
 
 
-#: What an embedding takes.
+#: Dtypes of token ids.
 ID_TYPES = (torch.int64, torch.int32)
 
 
 def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, cached: int = 0) -> None:
-    """Raises what is wrong with the prompts, before anything is touched; None is left to transformers.
+    """Raises errors in the prompts, before anything is touched. None is left to transformers.
 
     Args:
         input_ids: ``[B, P]``.
         attention_mask: ``[B, P]`` of zeros and ones.
-        cached: tokens in a cache of the call, which the mask may be over as well.
+        cached: tokens in the caller's cache, which the mask may cover as well.
 
     Raises:
-        InputError: not a tensor, another shape or dtype, an id outside the vocabulary, a mask that is no mask.
+        InputError: not a tensor, another shape or dtype, an id outside the vocabulary, an invalid mask.
         ContextLengthError: there is no prompt.
     """
     if input_ids is None:
@@ -274,7 +282,7 @@ def _check_mask(mask: Any, input_ids: Tensor, cached: int) -> None:
             else "shapes must be equal"
         )
         raise InputError(f"attention_mask is {list(mask.shape)} and input_ids are {[rows, count]}: {wanted}")
-    wrong = (mask != 0) & (mask != 1)  # NaN is neither
+    wrong = (mask != 0) & (mask != 1)  # also for NaN
     if wrong.any():
         row, place = wrong.nonzero()[0].tolist()
         raise InputError(f"attention_mask holds {mask[row, place].item()} (row {row}, place {place}): it takes 0 and 1")
@@ -289,7 +297,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int |
 
     Args:
         attention_mask: ``[B, P]`` of zeros and ones.
-        inferred_from: the padding token by which transformers made the mask, None if the user gave it.
+        inferred_from: the padding token from which transformers inferred the mask, None if the user gave it.
 
     Raises:
         ContextLengthError: a row is empty. UnsupportedError: a mask with holes or right padding.
@@ -315,7 +323,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int |
 def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int) -> None:
     """Raises ContextLengthError if a prompt is empty or prompt and new tokens do not fit the model's positions.
 
-    The last new token needs no position: nothing comes after it.
+    The last new token needs no position, because it is never read.
     """
     longest, context = max(len(p) for p in prompts), context_length(model)
     if min(len(p) for p in prompts) == 0:
@@ -332,7 +340,7 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
 
 
 def check_pad_token(model: PreTrainedModel, pad_token: int) -> None:
-    """Raises InputError if ended rows cannot be padded with `pad_token`, since the model cannot read it."""
+    """Raises InputError if `pad_token` is outside the model's vocabulary, so that ended rows cannot be padded with it."""
     vocabulary = embeddings_of(model)
     if not 0 <= pad_token < vocabulary:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Draft models beside an enabled model: loaded once, checked against its vocabulary, each with an engine of its own."""
+"""Draft models of an enabled model: loaded once, checked against its vocabulary, each with an engine of its own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
 from .translation import TokenMap, tokens_of, translated
 
-#: Heads are padded to multiples of up to this many ids; a larger difference means another vocabulary.
+#: Heads are padded to multiples of up to so many ids; a larger difference means another vocabulary.
 PADDING = 256
 
 
 class Assistants:
-    """The draft models of one enabled model. They are not its parts: each engine goes when its model goes."""
+    """The draft models of one enabled model. Their engines are dropped when their models are."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
@@ -35,7 +35,7 @@ class Assistants:
         self._engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
-        return Assistants, ()  # engines stay with this copy
+        return Assistants, ()  # a copy begins without engines
 
     def release(self) -> None:
         """Frees the engines of all draft models, and the models that were loaded from paths."""
@@ -47,14 +47,14 @@ class Assistants:
         self._loaded.clear()
 
     def forget(self) -> None:
-        """Drops what the engines of all draft models keep of earlier calls."""
+        """Drops what all draft models keep of earlier calls."""
         for engine in list(self._engines.values()):
             engine.forget()
 
     def engine(
         self, model: PreTrainedModel, attention: Attention, weights: Scheme | None, exact_products: bool = True
     ) -> Engine:
-        """The engine of a draft model, made once. weights: number format of its matrices, None for its own.
+        """The engine of a draft model, created once. weights: number format of its matrices, None for its own.
 
         Raises:
             UnsupportedError: its design does not fit the loop.
@@ -69,10 +69,10 @@ class Assistants:
     def tokens(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
     ) -> TokenMap:  # fmt: skip
-        """How the tokens of a draft model and of the target correspond.
+        """The map between the tokens of a draft model and of the target.
 
         Raises:
-            UnsupportedError: their vocabularies cannot be told in bytes.
+            UnsupportedError: the bytes of their tokens are unknown.
         """
         kept = self._maps.get(model)
         if kept is None or kept[0] is not tokenizer or kept[1] is not other:
@@ -83,10 +83,10 @@ class Assistants:
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
-        """The draft model with the target's vocabulary; made once, and again when its embedding or head was written to.
+        """The draft model with the target's vocabulary; created once, and again after its embedding or head was written to.
 
         Raises:
-            UnsupportedError: the difference, where no tokenizer tells the tokens, or the vocabularies have too little in common.
+            UnsupportedError: `difference` without tokenizers; or the vocabularies have too little in common.
         """
         if tokenizer is None or other is None:
             raise difference
@@ -105,7 +105,7 @@ class Assistants:
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer, None where it has none; of the type and on the device that the target has now.
+        """A draft model and its tokenizer, if it has one; with the target's present dtype and device.
 
         Raises:
             UnsupportedError: there is no such model.
@@ -119,7 +119,7 @@ class Assistants:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError):
-                tokenizer = None  # weights alone will do; sizes are compared then
+                tokenizer = None  # without one only the sizes of the vocabularies are compared
             self._loaded[path] = model, tokenizer
         return self._loaded[path]
 
@@ -174,7 +174,7 @@ class CallAssistants:
         """See :attr:`decoders.strategy.Context.vocabulary_of`.
 
         Raises:
-            UnsupportedError: no such model, or a vocabulary that cannot be told in bytes.
+            UnsupportedError: no such model, or the bytes of its tokens are unknown.
         """
         model, tokenizer = self._loaded(model)
         try:
@@ -182,7 +182,7 @@ class CallAssistants:
             return None
         except UnsupportedError as difference:
             if self.tokenizer is None or tokenizer is None:
-                return None  # `draft` says what is wrong
+                return None  # opening it with `draft` raises the error
             try:
                 tokens = self.kept.tokens(model, self.target, self.tokenizer, tokenizer)
             except UnsupportedError as error:
@@ -208,9 +208,9 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Raises UnsupportedError unless ids mean the same to both models. Heads padded to different sizes are fine.
+    """Raises UnsupportedError unless ids mean the same tokens in both models. Heads may be padded to different sizes.
 
-    Tokenizers are compared where both are known; otherwise the sizes of the heads have to be explained by padding.
+    Tokenizers are compared where both are known; otherwise the sizes of the heads may differ by padding only.
     """
     if draft is target:
         return
@@ -220,7 +220,7 @@ def check_vocabulary(
         return
     sizes = [vocabulary_of(model) for model in (target, draft) if model.get_output_embeddings() is not None]
     if len(sizes) < 2:
-        return  # the engine refuses a model without a head, with its own words
+        return  # the engine refuses a model without a head
     enough = tokenizer is not None and min(sizes) >= len(tokenizer)
     if abs(sizes[0] - sizes[1]) >= PADDING and not enough:
         raise UnsupportedError(
@@ -233,7 +233,7 @@ def check_vocabulary(
 def _compare(target: dict[str, int], draft: dict[str, int]) -> None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
-    # Tokens that only the draft knows are never proposed if their ids lie behind the target's.
+    # Tokens that only the draft has are never proposed if their ids are behind the target's.
     if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
         return
     shown = "; ".join(

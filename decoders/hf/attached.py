@@ -1,6 +1,6 @@
-"""What ``enable`` attaches to a model beside ``generate``: its state for copies, and methods of a ``PeftModel`` that unload adapters.
+"""What ``enable`` attaches to a model besides ``generate``: its state for copies, and a ``PeftModel``'s methods that unload adapters.
 
-Models that PEFT has wrapped are recognised by what they have: the package need not be installed.
+Models wrapped by PEFT are recognised by their attributes, so the package need not be installed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def is_peft(model: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers that generates: `model` itself, or what PEFT has wrapped, its layers adapted."""
+    """The model of transformers that generates: `model` itself, or the adapted model inside a ``PeftModel``."""
     return model.get_base_model() if is_peft(model) else model
 
 
-#: What takes adapters off: the model of transformers comes back.
+#: Methods that unload adapters and return the model of transformers.
 UNLOADING = ("merge_and_unload", "unload")
 
 
@@ -40,7 +40,7 @@ class Unloading:
     Attributes:
         wrapper: the ``PeftModel``.
         method: the name of its method.
-        ready: makes the wrapper ready to be taken apart, and gives what enables the model that is left.
+        ready: prepares the wrapper for unloading, and returns the function that enables the remaining model.
     """
 
     def __init__(self, wrapper: nn.Module, method: str, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
@@ -48,12 +48,12 @@ class Unloading:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         enable = self.ready(self.wrapper)
-        base: Any = self.wrapper.base_model  # which PEFT looks the method up in
+        base: Any = self.wrapper.base_model  # where PEFT looks the method up
         return enable(getattr(base, self.method)(*args, **kwargs))
 
 
 def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Puts :class:`Unloading` on a ``PeftModel`` whose adapters can be taken off. ready: see there."""
+    """Puts :class:`Unloading` on a ``PeftModel`` whose adapters can be unloaded. ready: see there."""
     for name in UNLOADING:
         if name not in vars(model) and hasattr(model.base_model, name):
             vars(model)[name] = Unloading(model, name, ready)
@@ -66,17 +66,17 @@ def unwatch_unloading(model: Any) -> None:
             del vars(model)[name]
 
 
-#: Where ``copy`` and ``pickle`` ask an object for what it holds; on the instance, it is asked before the class.
+#: The method by which ``copy`` and ``pickle`` get an object's state; looked up on the instance before the class.
 GETSTATE = "__getstate__"
 
 
 class CopiedState(dict[str, Any]):
-    """What an enabled model holds. As it stands, which is what ``copy.copy`` takes, it leaves out what ``enable`` put there.
+    """The state of an enabled model for copies. ``copy.copy`` takes the dict itself, without what ``enable`` has attached.
 
-    ``generate`` on an instance is told nothing of whose it is: a shallow copy that had it would run the model it was copied from.
+    The attached ``generate`` refers to its model: a shallow copy that had it would run the model it was copied from.
 
     Attributes:
-        whole: all of it, which ``copy.deepcopy`` and ``pickle`` take: there ``generate`` is copied along with its model.
+        whole: the whole state, which ``copy.deepcopy`` and ``pickle`` take: there ``generate`` is copied along with its model.
     """
 
     def __init__(self, whole: dict[str, Any], previous: Any) -> None:
@@ -99,10 +99,10 @@ class CopiedState(dict[str, Any]):
 
 
 def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
-    """Raises UnsupportedError where an adapter puts vectors in front of the prompt, or begins within it: the loop would decode without.
+    """Raises UnsupportedError for adapters that put vectors in front of the prompt or begin within it, which the loop would ignore.
 
     Args:
-        model: what generates.
+        model: the one that generates.
         wrapper: the ``PeftModel`` around it, None without one.
     """
     configs = wrapper.peft_config if wrapper is not None else {}
@@ -132,10 +132,10 @@ def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
 def refuse_adapter_names(model: PreTrainedModel) -> None:
     """Raises UnsupportedError where a ``PeftModel`` around `model` was given ``adapter_names=`` for several rows.
 
-    It keeps the argument to itself, and has every layer read the names of the rows from a hook. An error on the way would leave these
-    hooks on the model, where plain calls trip over them: they are removed.
+    It handles the argument itself: hooks give every layer the names of the rows. The error would leave these hooks on the model, where
+    they break plain calls, so they are removed.
     """
-    if "peft_config" not in vars(model):  # PEFT tells the models that it has put layers into
+    if "peft_config" not in vars(model):  # PEFT sets it on models whose layers it has replaced
         return
     names: Any = None
     hooked = []

@@ -1,4 +1,4 @@
-"""One call prepared: transformers' view of it becomes a :class:`Request`, and what is decoded goes back in transformers' form."""
+"""Preparing a call: from transformers' preparation to a :class:`Request`, and from the output back to transformers' form."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from .arguments import HINTS, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
+from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
 from .given import CACHES, CallCache
 from .grammars import Grammars
+from .multimodal import arguments_of, inputs_of
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
 
-#: Arguments of ``generate`` that transformers is not given.
+#: Arguments of ``generate`` that are not passed to transformers.
 _HANDLED = (
     "custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer", "stop_strings", "cache_implementation",
     *CACHES,
@@ -48,10 +49,10 @@ class DecodersOutput(GenerateDecoderOnlyOutput):
 
 
 class StreamAligner:
-    """Hands a streamer ``[B]`` tokens per position as soon as every row has got that far or has ended.
+    """Passes a streamer ``[B]`` tokens per position as soon as every row has reached it or has ended.
 
-    A row that ended early is filled with the pad token, as transformers does. A streamer that wants to know which tokens
-    came out of one step may have a method ``on_step(new: list[list[int]])``, called before their ``put``.
+    A row that ended early is padded, as in transformers. A streamer that wants the tokens of each step may have a method
+    ``on_step(new: list[list[int]])``, called before their ``put``.
     """
 
     def __init__(self, streamer: BaseStreamer, pad_token: int) -> None:
@@ -66,7 +67,7 @@ class StreamAligner:
         self._send(written, min(going, default=max(map(len, written))))
 
     def end(self, written: list[list[int]]) -> None:
-        """Sends what is left and closes the stream."""
+        """Sends the remaining tokens and closes the stream."""
         self._send(written, max(map(len, written)))
         self.streamer.end()
 
@@ -79,14 +80,14 @@ class StreamAligner:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call in the loop's form, and the way back to a result in transformers' form.
+    """A call as a request, with what converts its output to a result in transformers' form.
 
     Attributes:
-        engine: decodes it.
-        request: what is to be decoded.
+        engine: of the model.
+        request: the call in the loop's terms.
         input_ids: ``[B, P]`` as transformers prepared them.
         grammars: of the rows.
-        aligner: hands tokens to the call's streamer, if there is one.
+        aligner: passes tokens to the call's streamer, if there is one.
         config: the generation config in force.
     """
 
@@ -97,15 +98,18 @@ class PreparedCall:
     aligner: StreamAligner | None
     config: GenerationConfig
 
-    def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """`written` in transformers' form, its texts judged by the grammars; the stream is closed."""
+    def judge(self, written: RequestOutput) -> None:
+        """Notes in the report what became of the texts; may take long where a grammar is wider than what was asked for."""
         written.report.grammars = self.grammars.judge(written.generated)
+
+    def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
+        """`written` in transformers' form; closes the stream."""
         if self.aligner is not None:
             self.aligner.end(written.generated)
         return self.partial(written)
 
     def partial(self, written: RequestOutput) -> Tensor | DecodersOutput:
-        """`written` as it is: ``[B, P + longest]`` int64 with shorter rows padded, or transformers' output object."""
+        """The output so far: ``[B, P + longest]`` int64 with shorter rows padded, or transformers' output object."""
         config, longest = self.config, max(map(len, written.generated))
         new = torch.full((written.rows, longest), self.request.pad_token, dtype=torch.int64)
         for row, tokens in enumerate(written.generated):
@@ -115,7 +119,7 @@ class PreparedCall:
             return sequences
 
         def by_position(per_row: list[list[Tensor]]) -> tuple[Tensor, ...]:
-            # A row that has ended has no scores any more; zeros stand in its place.
+            # Rows that have ended get zeros.
             blank = next((torch.zeros_like(t) for row in per_row for t in row), torch.empty(0))
             return tuple(torch.stack([row[t] if t < len(row) else blank for row in per_row]) for t in range(longest))
 
@@ -137,11 +141,12 @@ def prepare(
     Args:
         model: the user's.
         tokenizer: of the call or of the model.
-        engine_of: gives the model's engine, making it if need be; called once the call is known to be right.
-        assistants: the draft models that are kept with `model`.
-        kept: what transformers has prepared for earlier calls.
+        engine_of: returns the model's engine, created if needed; called after all checks that do not need it.
+        assistants: draft models used with `model`.
+        kept: transformers' preparations of earlier calls.
         cache: the caller's own.
     """
+    beside, options = options.apart(arguments_of(model) - PLAIN)
     given, runtime = options.arguments, options.runtime
     kind = kind_of(model, options.configs, given)
     earlier = kept.get(kind) if kind is not None else None
@@ -172,8 +177,15 @@ def prepare(
     engine = engine_of()
     engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
     config, plan = preparation.config, preparation.plan
-    copies = config.num_return_sequences or 1
+    copies, multimodal = config.num_return_sequences or 1, None
     beginnings = cache.beginnings(engine.target, mask, len(prompts), copies) if cache is not None else None
+    if beside and cache is not None:
+        raise UnsupportedError(
+            f"past_key_values does not go with {', '.join(sorted(beside))}: leave it out, what was read of images before is kept"
+        )
+    if beside:
+        of_prompts = padded[::copies], mask[::copies] if mask is not None else None
+        multimodal = inputs_of(engine.own_forward(model, engine.target).model, beside, *of_prompts, copies)
     grammars = Grammars.of(
         options.grammar, len(prompts), copies, tokenizer, engine.target.vocab_size,
         preparation.stop_tokens, runtime, options.thinking, prompts,
@@ -192,6 +204,7 @@ def prepare(
         values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
         grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=beginnings,
+        multimodal=multimodal,
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)
 
@@ -199,7 +212,7 @@ def prepare(
 def prepared_by_transformers(
     model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Tensor, Tensor | None, Preparation]:
-    """Prompts ``[B, P]`` and their mask as transformers' ``generate`` has prepared them, and all else that it prepares."""
+    """Prompts ``[B, P]``, their mask and everything else as transformers' ``generate`` prepares them."""
 
     def custom_generate(
         model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
@@ -209,7 +222,7 @@ def prepared_by_transformers(
         return input_ids, model_kwargs.get("attention_mask"), preparation
 
     arguments = {name: value for name, value in options.arguments.items() if name not in _HANDLED}
-    # The user's criteria, and stop strings: transformers loses the tokenizer on the way to a custom loop.
+    # Stop strings are added here, because transformers does not pass the tokenizer to a custom loop.
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
     # As in transformers, an argument counts before any config, whatever its value.
     strings = options.arguments.get("stop_strings", first_of(options.configs, "stop_strings"))
@@ -222,7 +235,7 @@ def prepared_by_transformers(
     arguments["stopping_criteria"] = criteria
     if arguments.get("generation_config") is not None:
         arguments["generation_config"] = _without_own_work(arguments["generation_config"])
-    # transformers fills gaps from the model's config, which must stay as it is: a shallow copy has a cleaned one.
+    # transformers fills gaps from the model's config, so a shallow copy of the model gets a cleaned config.
     stand_in: Any = copy.copy(model)
     stand_in.generation_config = _without_own_work(model.generation_config)
     prepared: tuple[Tensor, Tensor | None, Preparation] = type(stand_in).generate(
@@ -232,7 +245,7 @@ def prepared_by_transformers(
 
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:
-    """A copy without what the loop does itself: stop strings (their tokenizer would get lost), the static cache, drafting."""
+    """A copy without what the loop handles itself: stop strings, the static cache, drafting."""
     config = copy.copy(config)
     for name in ("stop_strings", "cache_implementation", *HINTS, *TRANSLATED):
         setattr(config, name, None)

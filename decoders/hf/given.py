@@ -1,4 +1,4 @@
-"""What a caller gives in the place of token ids: a key-value cache that holds the beginning of the prompts."""
+"""A caller's key-value cache, which holds the beginnings of the prompts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CallCache:
         return CallCache(cache, length)
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Ids of cached and new tokens; -1 for those that the call does not name.
+        """Ids of cached and new tokens; -1 for cached tokens that the call does not name.
 
         Args:
             input_ids: ``[B, P]``, which begin with the cached tokens, unless

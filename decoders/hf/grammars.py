@@ -1,4 +1,4 @@
-"""The grammars of a call: from what the user wrote to one compiled grammar per row, and a verdict on every text."""
+"""The grammars of a call: from the value of ``grammar=`` to one compiled grammar per row, and a verdict on every text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-#: Tokenizers, or states of one, whose vocabularies are kept with them.
+#: Tokenizers, or states of one, whose vocabularies are cached.
 KEPT = 8
 
 
 @dataclass(frozen=True)
 class Grammars:
-    """One grammar per row, None for rows that may write anything; no rows at all without ``grammar=``."""
+    """One grammar per row, None for rows without one; empty without ``grammar=``."""
 
     rows: tuple[CompiledGrammar | None, ...] = ()
     uses: tuple[GrammarUse | None, ...] = ()
@@ -35,7 +35,7 @@ class Grammars:
         given: Any, rows: int, per_prompt: int, tokenizer: PreTrainedTokenizerBase | None, size: int,
         stops: Sequence[int], runtime: RuntimeSettings, thinking: Any = None, prompts: Sequence[Tensor] = (),
     ) -> Grammars:  # fmt: skip
-        """Compiles what the user asked for, or finds it compiled.
+        """The compiled grammars of a call.
 
         Args:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
@@ -43,7 +43,7 @@ class Grammars:
             per_prompt: how many rows in succession share a prompt.
             size: of the logits.
             thinking: the value of ``thinking=``.
-            prompts: of the rows: whether they have begun a thought.
+            prompts: of the rows, which may end within a thought.
 
         Raises:
             GrammarError, SettingsError, UnknownNameError, UnsupportedError.
@@ -84,9 +84,9 @@ class Grammars:
         return any(grammar is not None for grammar in self.rows)
 
     def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
-        """What became of the rows' texts, given as token ids with their stop tokens.
+        """The verdicts on the rows' texts, given as token ids with their stop tokens.
 
-        A complete text that breaks what its language could not express is reported and warned of, not taken away.
+        A complete text that breaks a condition which its language cannot express is reported, with a warning, and returned.
         """
         for row, (grammar, use) in enumerate(zip(self.rows, self.uses, strict=True)):
             if grammar is None or use is None:
@@ -105,7 +105,7 @@ class Grammars:
 def _compiler(
     vocabulary: Vocabulary, runtime: RuntimeSettings, compilations: list[Compilation]
 ) -> Callable[[Spec], CompiledGrammar]:
-    """Compiles specifications, and notes in `compilations` what that took."""
+    """A function that compiles specifications, and adds an entry to `compilations` for each."""
 
     def compile(spec: Spec) -> CompiledGrammar:
         backend = resolve_backend(spec.backend or runtime.constraint_backend)
@@ -120,7 +120,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: S
     """The vocabulary of a model whose logits have `size` entries.
 
     Raises:
-        UnsupportedError: no tokenizer, no stop token, or tokens that cannot be told in bytes.
+        UnsupportedError: no tokenizer, no stop token, or tokens whose bytes are unknown.
     """
     if tokenizer is None:
         raise UnsupportedError("grammar= and thinking= need a tokenizer: pass tokenizer= to enable() or generate()")
@@ -129,7 +129,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: S
             "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
         )
     added = tuple((token, each.content, each.special) for token, each in tokenizer.added_tokens_decoder.items())
-    state = (len(tokenizer), tuple(tokenizer.all_special_ids), added)  # a tokenizer may have been changed since
+    state = (len(tokenizer), tuple(tokenizer.all_special_ids), added)  # in the key, because tokenizers can be changed
     return _vocabulary(tokenizer, size, tuple(stops), state)
 
 
@@ -141,7 +141,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, stops: tuple[int,
 def _check_fit(
     grammar: CompiledGrammar, size: int, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Refuses a compiled grammar that was made for another vocabulary."""
+    """Refuses a compiled grammar for another vocabulary."""
     name, own = grammar.language.name, grammar.vocabulary
     if len(own) != size or set(own.stops) != set(stops):
         raise UnsupportedError(
@@ -150,7 +150,7 @@ def _check_fit(
         )
     if tokenizer is None:
         return
-    with suppress(UnsupportedError):  # tokens whose bytes are not known: the grammar was compiled where they are
+    with suppress(UnsupportedError):  # the bytes of these tokens are unknown: nothing to compare
         tokens = vocabulary_of(tokenizer, size, stops).tokens
         if own.tokens == tokens:
             return

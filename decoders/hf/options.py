@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ _CONFIGURABLE: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """What :func:`decoders.enable` was given for the calls to come.
+    """The defaults that :func:`decoders.enable` was given for calls.
 
     Attributes:
-        strategy: as in ``generate``; None: a call without one is transformers' own.
+        strategy: as in ``generate``; None: calls without a strategy are transformers' own.
         strategy_config: its settings.
         runtime: settings of the loop.
     """
@@ -43,7 +43,7 @@ class Defaults:
     runtime: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises what is wrong with them, which a call would raise."""
+        """Raises the errors that a call would raise because of them."""
         _check_mapping("strategy_config", self.strategy_config)
         load_settings(RuntimeSettings, None, {}, {}, enabled=self.runtime, sections=registry().strategies())
         if self.strategy is not None:
@@ -52,7 +52,7 @@ class Defaults:
             raise SettingsError("strategy_config needs a strategy: give enable() strategy=… too")
 
     def config_for(self, strategy: Any, configured: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """`configured`, settings of `strategy` from a generation config, on top of those for it here."""
+        """These defaults' settings of `strategy`, overridden by `configured`, those from a generation config."""
         chosen_here = isinstance(self.strategy, (str, type)) and strategy_name(self.strategy) == strategy_name(strategy)
         if not chosen_here or not self.strategy_config or isinstance(strategy, Strategy):
             return configured
@@ -71,15 +71,15 @@ class Options:
     """How one call decodes.
 
     Attributes:
-        strategy: proposes.
+        strategy: drafts.
         verifier: decides what is accepted.
         runtime: settings of the loop.
-        grammar: the value of ``grammar=``, as the user wrote it.
-        thinking: the value of ``thinking=``, likewise.
+        grammar: the value of ``grammar=``, as given.
+        thinking: the value of ``thinking=``, as given.
         seed: as given.
         generator: as given.
-        configs: generation configs, the first that has a value wins.
-        arguments: all others of the call, for transformers.
+        configs: generation configs; of a value in several the first one counts.
+        arguments: all other arguments, for transformers.
     """
 
     strategy: Strategy
@@ -96,10 +96,10 @@ class Options:
     def read(
         arguments: Mapping[str, Any], config: GenerationConfig | None, defaults: Defaults = NO_DEFAULTS
     ) -> Options | None:
-        """What `arguments` and the model's own `config` ask for; None without a strategy, where ``generate`` is transformers' own.
+        """The options in `arguments` and the model's own `config`; None without a strategy, where ``generate`` is transformers' own.
 
         Args:
-            defaults: for what neither says.
+            defaults: for options in neither.
 
         Raises:
             SettingsError, UnknownNameError, UnsupportedError, PluginError.
@@ -133,7 +133,7 @@ class Options:
             if misplaced:
                 raise SettingsError(f"{', '.join(misplaced)} needs a strategy: pass strategy=… too")
             return None
-        # Settings in a config that names a strategy are that strategy's.
+        # A config that names a strategy has settings of that strategy only.
         same = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
         in_call = with_hints(chosen, own["strategy_config"], hints_of(others))
         in_config = with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs), of_config)
@@ -153,8 +153,15 @@ class Options:
             arguments={name: value for name, value in others.items() if name not in (*HINTS, *TRANSLATED)},
         )
 
+    def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
+        """The arguments of these names that have a value, and the options without them."""
+        taken = {name: value for name, value in self.arguments.items() if name in names}
+        others = {name: value for name, value in self.arguments.items() if name not in names}
+        given = {name: value for name, value in taken.items() if value is not None}
+        return given, replace(self, arguments=others) if taken else self
+
     def check(self) -> None:
-        """Raises UnsupportedError where the strategy lacks what it needs, or is given what it does not use."""
+        """Raises UnsupportedError if the strategy lacks an argument that it needs, or is given one that it does not use."""
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
             raise SettingsError(
@@ -176,7 +183,7 @@ class Options:
 
 
 def _configured(configs: list[GenerationConfig]) -> dict[str, Any]:
-    """What generation configs say in our words."""
+    """Our own options in generation configs."""
     configured = {name: first_of(configs, name) for name in _CONFIGURABLE}
     for name, kinds in _CONFIGURABLE.items():
         if not isinstance(configured[name], (*kinds, type(None))):
@@ -201,8 +208,8 @@ class OwnDefaults:
 
     Attributes:
         config: a copy that goes with every strategy.
-        strategy_config: settings of the strategy, hints how to draft among them.
-        left_out: what is not in the copy and stands for no setting, by name, as text.
+        strategy_config: settings of the strategy, drafting hints included.
+        left_out: values that are neither in the copy nor settings, by name, as text.
     """
 
     config: GenerationConfig
@@ -211,9 +218,9 @@ class OwnDefaults:
 
     @staticmethod
     def of(config: GenerationConfig, strategy: str, strategy_config: Mapping[str, Any]) -> OwnDefaults:
-        """Leaves out what ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), several texts per prompt, which
-        requests ask for in another way, and sampling at temperature 0. Hints how to draft become settings of `strategy` if it has
-        them.
+        """The defaults without values that ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), without several
+        texts per prompt, which requests ask for in another way, and without sampling at temperature 0. Drafting hints become settings
+        of `strategy` if it has them.
 
         Args:
             strategy, strategy_config: of requests that name none. Settings count before hints.
@@ -222,14 +229,14 @@ class OwnDefaults:
         left_out = {name: value for name, (refused, _) in REFUSED.items() if refused(value := said_in([own], name))}
         if own.num_return_sequences not in (None, 1):
             left_out["num_return_sequences"] = own.num_return_sequences
-        if own.do_sample and own.temperature is not None and own.temperature <= 0:  # meant is the likeliest token
+        if own.do_sample and own.temperature is not None and own.temperature <= 0:  # meaning greedy decoding
             left_out |= {"do_sample": True, "temperature": own.temperature}
         for name, value in hints_of({name: said_in([own], name) for name in HINTS}).items():
             try:
                 settings = dict(with_hints(strategy, settings, {name: value}) or {})
             except UnsupportedError:
                 left_out[name] = value
-            except SettingsError:  # a setting says otherwise
+            except SettingsError:  # contradicts a setting, which counts
                 continue
         for name in (*left_out, *HINTS):
             setattr(own, name, None)

@@ -1,4 +1,4 @@
-"""Processors, criteria and generation config as transformers prepares them, in the loop's terms; kept for calls of the same kind."""
+"""Processors, criteria and generation config as transformers prepares them, in the loop's terms; reused for calls of the same kind."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..engine.model.weights.state import config_state
 from ..sampling.processors import SamplingPlan
 from ..sampling.top import MOST_OF_TOP_K
 
-#: Score of a token that an operation of the step takes out.
+#: Score of a token that an operation of the step rules out.
 REMOVED = float("-inf")
 
 #: Criteria that the step decides itself.
 _INSIDE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
-#: Criteria that look at one row at a time, or at none. A subclass may do anything.
+#: Criteria that judge rows independently, by exact type.
 _BY_ROW = (stopping_criteria.StopStringCriteria, stopping_criteria.MaxTimeCriteria)
 
-#: Arguments of ``generate`` that are a request's own, or that transformers is not given.
+#: Arguments of ``generate`` that differ between requests of a kind, or that are not passed to transformers.
 _OWN = frozenset(
     {"input_ids", "attention_mask", "max_new_tokens", "streamer", "tokenizer", "assistant_model", "assistant_tokenizer"}
 )
 _PLAIN = (bool, int, float, str, type(None))
-#: Most that are kept. A service has one for every way of sampling that it is asked for.
+#: Most preparations that are kept; a service needs one for every combination of sampling parameters.
 LIMIT = 64
 
-#: All that a preparation depends on, but for prompt and length.
+#: Everything that a preparation depends on, except prompt and length.
 Kind = tuple[object, ...]
 
 
@@ -43,14 +43,14 @@ class Preparation:
 
     Attributes:
         config: the generation config in force.
-        length: most tokens that a row may have, padded prompt included.
+        length: most tokens of a row, padded prompt included.
         stop_tokens: end-of-sequence ids.
-        pad_token: follows them.
-        pads_ended_rows: whether a row that was told to stop is padded while others go on.
-        plan: what runs on logits inside the step.
+        pad_token: fills ended rows.
+        pads_ended_rows: whether a row that a criterion stopped is padded while others go on.
+        plan: the operations on logits inside the step.
         values: the plan's parameters.
-        processors: all of them, where the plan cannot express one.
-        criteria: those that the step does not decide itself.
+        processors: all logits processors if the plan cannot express one of them, else None.
+        criteria: stopping criteria that the step does not decide itself.
     """
 
     config: GenerationConfig
@@ -67,8 +67,8 @@ class Preparation:
     def of(
         processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, prompt: int
     ) -> Preparation:
-        """Of what transformers gives a custom ``generate``. prompt: tokens of the padded prompt."""
-        # A length criterion of the user's replaces the one that transformers makes, so the list is what counts.
+        """From the arguments that transformers passes to a custom ``generate``. prompt: tokens of the padded prompt."""
+        # A length criterion of the user's replaces transformers' own, so the list counts, not the config.
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
         stop_tokens = tuple(dict.fromkeys(token for tokens in ends for token in tokens.flatten().tolist()))
@@ -85,7 +85,7 @@ class Preparation:
 
     @property
     def reusable(self) -> bool:
-        """Whether nothing but lengths depends on the prompt, so that other calls of this kind can use it."""
+        """Whether only lengths depend on the prompt, so that other calls of this kind can use it."""
         on_host = self.processors is not None or self.criteria is not None
         return not on_host and self.config.min_new_tokens is None and "min_new_tokens" not in self.plan.operations
 
@@ -101,15 +101,15 @@ def plan_sampling(
 ) -> tuple[SamplingPlan, tuple[float, ...], Processors | None]:
     """Turns transformers' prepared processors into operations of the step, or keeps them all for the host.
 
-    Only exact types are recognised: a subclass may do anything. One that the plan cannot express, with a `filter_value` of its
-    own, say, sends all to the host, since their order matters.
+    Only exact types are recognised, because a subclass may do anything. A single processor that the plan cannot express, such as one
+    with its own `filter_value`, keeps all of them on the host, since their order matters.
     """
     p = logits_process
     known: dict[type, Callable[[Any], tuple[str, float]]] = {
         p.TemperatureLogitsWarper: lambda x: ("temperature", x.temperature),
         p.TopKLogitsWarper: lambda x: (
             "top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k",
-            min(x.top_k, 1 << 31),  # any number keeps all tokens of a vocabulary, and not every number is a float
+            min(x.top_k, 1 << 31),  # representable as a float, and larger than any vocabulary
         ),
         p.TopPLogitsWarper: lambda x: ("top_p", 1 - x.top_p),
         p.MinPLogitsWarper: lambda x: ("min_p", x.min_p),
@@ -138,7 +138,7 @@ def plan_sampling(
 
 
 def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], arguments: Mapping[str, Any]) -> Kind | None:
-    """What transformers' preparation of a call depends on, but for prompt and length; None where that cannot be said.
+    """What transformers' preparation of a call depends on, except prompt and length; None if it cannot be reused.
 
     Args:
         configs: generation configs of the call.
@@ -147,7 +147,7 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
     ids, mask, count = (arguments.get(name) for name in ("input_ids", "attention_mask", "max_new_tokens"))
     if not isinstance(ids, Tensor) or len(ids) != 1 or mask is None or type(count) is not int or count < 1:
         return None
-    if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # may do anything with the prompt
+    if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # may depend on the prompt
         return None
     values = [{name: value for name, value in arguments.items() if name not in _OWN}, *map(vars, configs)]
     values[0].pop("generation_config", None)  # one of the configs
@@ -163,7 +163,7 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
 
 
 def _state(values: Mapping[str, Any]) -> tuple[object, ...] | None:
-    """Something that differs whenever one of `values` does; None if one of them may do anything."""
+    """A hashable equivalent of `values`; None if one of them is not plain data."""
     state = []
     for name, value in values.items():
         if type(value) is list and all(type(entry) is int for entry in value):

@@ -1,4 +1,4 @@
-"""``decoders.warmup`` and ``decoders.calibrate``: a model made ready ahead of its first call, and its steps measured."""
+"""``decoders.warmup`` and ``decoders.calibrate``: preparing a model before its first call, and measuring its steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..strategy import Strategy
 from .assistants import draft_scheme
 from .wrapper import Generate
 
-#: A prompt that repeats itself, so that drafts of every size are proposed and accepted; ids are cut to the vocabulary.
+#: A periodic prompt, so that drafts of every size are proposed and accepted; ids are cut to the vocabulary.
 PROMPT = (3, 5, 7, 11) * 6
 #: Tokens of the call in which a strategy's own work is timed.
 TOKENS = 32
@@ -35,9 +35,9 @@ class WarmupPart:
     Attributes:
         strategy: name.
         rows: of the batch.
-        sampling: whether tokens were drawn.
-        seconds: of the call, all in all.
-        compile_seconds: that it waited for compiling.
+        sampling: whether tokens were sampled.
+        seconds: of the whole call.
+        compile_seconds: spent waiting for compilation.
         compilations: graphs compiled.
     """
 
@@ -51,13 +51,13 @@ class WarmupPart:
 
 @dataclass(frozen=True)
 class Warmup:
-    """What making a model ready took.
+    """The costs of a warm-up.
 
     Attributes:
-        pack_seconds: making the engine, its weights packed; 0.0 if it was there already.
-        compile_seconds: compiling, the forward pass and what the strategies need.
+        pack_seconds: creating the engine with its packed weights; 0.0 if it existed.
+        compile_seconds: compiling the forward pass and the strategies' functions.
         compilations: graphs compiled.
-        parts: per number of rows and strategy, in the order in which they were asked for.
+        parts: per number of rows and strategy, in the order of the arguments.
     """
 
     pack_seconds: float
@@ -105,7 +105,7 @@ def warm(
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """A strategy's own work in a short call on a text that repeats itself.
+    """A strategy's own work in a short call on a periodic text.
 
     Attributes:
         strategy: name.
@@ -122,13 +122,13 @@ class StrategyCost:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """The results of a calibration.
 
     Attributes:
-        curve: of the model, with all that is known of it.
-        assistant: of the draft model, if one was given: a pass of it is a step of one node.
-        strategies: that the model can use as it is.
-        path: where the curve is kept.
+        curve: of the model, earlier measurements included.
+        assistant: of the draft model, if one was given: its pass is a step of one node.
+        strategies: costs of those that the model can use as it is.
+        path: the curve's file.
     """
 
     curve: CostCurve
@@ -189,14 +189,14 @@ def _strategy_costs(
 
 
 def _runtime(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
-    """The settings of the loop that calls with `options` run with."""
+    """The loop's settings of calls with `options`."""
     given = dict(options.get("decoders_config") or {})
     enabled, sections = generate.defaults.runtime, registry().strategies()
     return load_settings(RuntimeSettings, None, given, {}, enabled=enabled, sections=sections)
 
 
 def _report(generate: Generate, strategy: str | Strategy, rows: int, call: dict[str, Any]) -> Report:
-    """Decodes :data:`PROMPT` and gives the report."""
+    """Decodes :data:`PROMPT` and returns the report."""
     model = generate.model
     prompt = torch.tensor([PROMPT], device=model.device).remainder(embeddings_of(model)).expand(rows, -1)
     given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}

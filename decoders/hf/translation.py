@@ -1,8 +1,8 @@
-"""A draft model with another vocabulary than the target's drafts through the tokens that both have: the token-level intersection
+"""Draft models with another vocabulary than the target's draft through the tokens that both have: the token-level intersection
 of Timor et al. 2025 (arXiv 2502.05202).
 
-The draft model gets an embedding and a head with a row for every token of the *target*. Everything around it (rows, cache, noise,
-grammars, verification) works in the target's ids and knows nothing of it.
+The draft model gets an embedding and a head with a row for every token of the *target*, so that everything around it (rows, cache,
+noise, grammars, verification) works in the target's ids.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..engine.model.layout import vocabulary_of
 from ..errors import UnsupportedError
 from .attached import GETSTATE
 
-#: Least share of the target's tokens that the draft has to have.
+#: Least share of the target's tokens that the draft must have.
 LEAST_SHARED = 0.1
-#: Logit of a token that the draft does not have. Its probability is 0 in every precision; an infinity would be compared with itself
-#: where models are probed.
+#: Logit of tokens that the draft lacks. Their probability is 0 in every precision; checks of the model compare logits, which infinities
+#: would break.
 ABSENT = -1e4
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Ids of the draft for those of the target.
+    """The draft's ids for those of the target.
 
     Attributes:
-        written: ``[V]`` int64, the draft's token with the same bytes, -1 where there is none.
-        read: ``[V]`` int64, what the draft reads in its place: the same, or the last token of the draft's own way to write it, so that
-            every token of the text has one slot in either cache.
+        written: ``[V]`` int64, the draft's token with the same bytes, -1 without one.
+        read: ``[V]`` int64, the token that the draft reads instead: the same, or the last token of its own encoding of the text,
+            so that every token has one slot in both caches.
         shared: share of the target's text tokens that the draft has.
         own: the target's tokens in bytes.
         other: the draft's tokens in bytes.
@@ -50,7 +50,7 @@ class TokenMap:
 def token_map(
     tokenizer: PreTrainedTokenizerBase, size: int, draft_tokenizer: PreTrainedTokenizerBase, draft_size: int
 ) -> TokenMap:
-    """How tokens of two vocabularies correspond. size, draft_size: of the heads.
+    """The map between two vocabularies. size, draft_size: of the heads.
 
     Raises:
         UnsupportedError: one of them cannot be told in bytes.
@@ -75,7 +75,7 @@ def token_map(
 
 
 def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's text as far as it is one; the name of a special token."""
+    """A token's text as far as its bytes are valid UTF-8; the name of a special token."""
     if text is None:
         name = tokenizer.convert_ids_to_tokens(token)
         return name if isinstance(name, str) else ""
@@ -101,7 +101,7 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
     """`draft` with the target's vocabulary: it shares all parameters with `draft` but those of embedding and head.
 
     Raises:
-        UnsupportedError: too few tokens are common to both, or the draft's embedding or head is of a kind whose rows cannot be taken.
+        UnsupportedError: too few tokens are shared, or the draft's embedding or head is of a kind whose rows cannot be selected.
     """
     head, embedding = draft.get_output_embeddings(), draft.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):

@@ -31,6 +31,7 @@ from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
 from .given import CallCache
 from .grammars import vocabulary_of
+from .multimodal import arguments_of
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
@@ -43,8 +44,12 @@ GIVEN_TOKENS = 1 << 18
 class Generate:
     """The replacement of ``model.generate``; a call without a strategy goes to transformers' own.
 
-    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model. wrapper: the
-    ``PeftModel`` around it whose ``generate`` this is, if there is one. defaults: of calls.
+    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model.
+
+    Args:
+        previous: the instance's own ``generate`` before, if it had one.
+        wrapper: the ``PeftModel`` around the model whose ``generate`` this is, if there is one.
+        defaults: of calls.
     """
 
     def __init__(
@@ -61,14 +66,14 @@ class Generate:
         return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock", "_preparations")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy has its own: it may be somewhere else.
+        # A copy gets an engine of its own, because it may be moved to another device.
         self._engine: Engine | None = None
         self._lock = CallLock()
         self._preparations: dict[Kind, Preparation] = {}
         vars(self).update(state)
 
     def state(self) -> CopiedState:
-        """The state for copies of the model; ``enable`` puts it in the place of the model's ``__getstate__``."""
+        """The model's state for copies; ``enable`` sets this method as the model's ``__getstate__``."""
         return CopiedState(vars(self.model if self.wrapper is None else self.wrapper), self.previous)
 
     @property
@@ -94,6 +99,7 @@ class Generate:
                 if isinstance(getattr(error, "partial", None), RequestOutput):
                     error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
                 raise
+            call.judge(written)
             result = call.result(written)
             written.report.finished(begun)
             return result
@@ -103,14 +109,14 @@ class Generate:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         model: Any = self.wrapper if self.wrapper is not None else self.model
-        # Looked up late: a bound method would survive deepcopy on the old model.
+        # Not stored as a bound method, which deepcopy would leave bound to the old model.
         return type(model).generate(model, *args, **kwargs)
 
     def prepared(self, **kwargs: Any) -> PreparedCall:
         """A call of ``generate`` with a strategy, checked and prepared, for a scheduler that decodes it.
 
         Raises:
-            what ``generate`` raises.
+            the errors of ``generate``.
         """
         options = Options.read(kwargs, self.model.generation_config, self.defaults)
         assert options is not None, "only calls with a strategy are decoded in the loop"
@@ -119,15 +125,15 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options) -> PreparedCall:
-        """Refuses what cannot be honoured, before anything is touched, and prepares the rest."""
+        """Checks and prepares a call; refusals come before anything is changed."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
-        if ready is None:  # else it is the model that was found fit
+        if ready is None:  # else the model was checked already
             refuse_unfit(self.model)
         refuse_prompt_learning(self.model, self.wrapper)
         refuse_adapter_names(self.model)
         given = options.arguments
-        refuse_arguments(options.configs, given)
+        refuse_arguments(options.configs, given, arguments_of(self.model))
         input_ids = given.get("input_ids")
         cache = CallCache.of(given, options.strategy)
         check_inputs(
@@ -144,14 +150,14 @@ class Generate:
     def compiles_with(
         self, stops: Sequence[int], config: Mapping[str, Any] | None
     ) -> tuple[Vocabulary, Backend, float]:
-        """What grammars are compiled for, by what, and the seconds that one may take.
+        """Vocabulary, backend and time limit by which grammars are compiled.
 
         Args:
             stops: tokens that end a text.
             config: ``decoders_config`` of the calls.
 
         Raises:
-            UnsupportedError: there are no grammars for this tokenizer.
+            UnsupportedError: grammars are not possible with this tokenizer.
         """
         options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
         assert options is not None
@@ -160,8 +166,8 @@ class Generate:
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
-        # Two first calls from two threads share one. Calls hold the same lock: with two, a call made within a call (by a
-        # streamer) and one in another thread would wait for each other.
+        # Two first calls from two threads share one engine. Calls hold the same lock: with separate locks a nested call
+        # (of a streamer) and one in another thread could deadlock.
         precision, originals = _formats(runtime)
         with self._lock:
             if self._engine is not None and not self._engine.refresh(self.model, runtime.attention, precision):
@@ -179,9 +185,9 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The engine if it is there and the model is as it was, without waiting for the lock. None: :meth:`engine` has work to do.
+        """The engine if it exists and the model is unchanged, without waiting for the lock; None if :meth:`engine` has work to do.
 
-        A scheduler holds the lock for a step at a time: requests that are submitted need not wait for each.
+        A scheduler holds the lock for a step at a time, and submitting a request should not wait for it.
         """
         present = self._engine
         if present is None or self._remembered:
@@ -190,7 +196,7 @@ class Generate:
 
     @contextmanager
     def ahead(self) -> Iterator[float]:
-        """Within it the model is this thread's, which goes before others that wait for it. Gives the seconds that others had it."""
+        """Gives this thread the model before others that wait for it; yields the seconds waited."""
         begun = time.monotonic()
         self._lock.acquire(first=True)
         try:
@@ -219,7 +225,7 @@ class Generate:
             return kept | self._remembered
 
     def remember(self, memories: Mapping[MemoryKey, Any]) -> None:
-        """See :func:`decoders.remember`. Kept until there is an engine, which packs the weights."""
+        """See :func:`decoders.remember`. Stored until there is an engine."""
         with self._lock:
             if self._engine is not None:
                 self._engine.remember(memories)
@@ -265,16 +271,16 @@ class Generate:
 
 
 def _formats(runtime: RuntimeSettings) -> tuple[Precision, Literal["keep", "packed"]]:
-    """The number formats that an engine computes in, and whether the model's own weights are kept."""
+    """The number formats of an engine, and whether the model's own weights are kept."""
     cache = runtime.kv_cache if runtime.kv_cache != "keep" else None
     precision = Precision(scheme_of(runtime.weights), cache, runtime.exact_products)
     return precision, "packed" if runtime.weights == "packed" else "keep"
 
 
 def ordinary_device(model: PreTrainedModel) -> AbstractContextManager:
-    """Within it, tensors are made by default where the loop expects them.
+    """Sets a default device that the loop can work with.
 
-    A default device that is the model's, or the CPU, stays: processors and streamers of the caller may count on it.
+    The model's device or the CPU stays the default if it is, because the caller's processors and streamers may rely on it.
     """
     default = torch.get_default_device().type
     return nullcontext() if default in ("cpu", model.device.type) else torch.device("cpu")

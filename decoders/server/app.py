@@ -98,7 +98,9 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
     def refused(scope: Scope, error: Refusal) -> None:
         service.refused(_endpoint(scope["path"]), error)
 
-    return Gate(app, keys, hosts, service.limits.body, refused, lambda: bool(service.pool.running))
+    gate = Gate(app, keys, hosts, service.limits.body, refused, lambda: bool(service.pool.running))
+    service.keys = len(gate.keys)
+    return gate
 
 
 async def _answered(

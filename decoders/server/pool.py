@@ -27,15 +27,29 @@ class _Entry:
 
     Attributes:
         key: of its strategy and settings.
+        outstanding: the requests, with their turns.
+        leases: requests that are being submitted.
         used: number of the pool's request that used it last.
+        turn: the latest turn of a request that has had a row.
+        turns: of clients, those of their latest requests.
     """
 
     key: str
     strategy: str
     scheduler: Scheduler
-    outstanding: set[Generation] = field(default_factory=set)
+    outstanding: dict[Generation, int] = field(default_factory=dict)
     leases: int = 0
     used: int = 0
+    turn: int = 0
+    turns: dict[str, int] = field(default_factory=dict)
+
+    def next_turn(self, client: str) -> int:
+        """When a request of `client` is served, among those that wait: each client in turn has one (fair queueing by start)."""
+        begun = [turn for generation, turn in self.outstanding.items() if generation.waited is not None]
+        self.turn = max([self.turn, *begun])
+        self.turns = {name: turn for name, turn in self.turns.items() if turn > self.turn}
+        turn = self.turns[client] = self.turns.get(client, self.turn) + 1
+        return turn
 
 
 class SchedulerPool:
@@ -66,11 +80,12 @@ class SchedulerPool:
 
     def submit(
         self, strategy: str | None, config: Mapping[str, Any] | None, prompt: list[int], on_done: Callable[[Generation], None],
-        **arguments: Any,
+        client: str = "", **arguments: Any,
     ) -> Generation:  # fmt: skip
         """Puts a request in the queue of its strategy's scheduler.
 
         Args:
+            client: whose request it is. Clients take turns, however many requests each of them has.
             on_done: called once it is done, in the thread that decodes.
             arguments: of :meth:`decoders.Scheduler.submit`.
 
@@ -80,16 +95,18 @@ class SchedulerPool:
         """
         entry = self._lease(strategy, config)
         try:
-            generation = entry.scheduler.submit(prompt, **arguments)
             with self._lock:
-                entry.outstanding.add(generation)
+                turn = entry.next_turn(client)
+            generation = entry.scheduler.submit(prompt, priority=-turn, **arguments)
+            with self._lock:
+                entry.outstanding[generation] = turn
         finally:
             with self._lock:
                 entry.leases -= 1
 
         def ended(generation: Generation) -> None:
             with self._lock:
-                entry.outstanding.discard(generation)
+                entry.outstanding.pop(generation, None)
             on_done(generation)
 
         generation.add_done_callback(ended)

@@ -57,10 +57,12 @@ class Service:
         limits: of requests.
         chat_template: in the place of the tokenizer's own.
         thinking: what thoughts begin and end with, where that is not known of the model.
+        tool_format: name of the format of calls, where the template does not show the right one.
         config: ``decoders_config`` of every request.
 
     Attributes:
         pace: of requests with large bodies.
+        keys: how many tell clients apart.
         draining: whether no more requests are taken.
         ending: set once the requests that were taken are ended, too.
     """
@@ -68,7 +70,8 @@ class Service:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, strategy: str = "autoregressive",
         strategy_config: dict[str, Any] | None = None, assistant: PreTrainedModel | None = None, limits: Limits = Limits(),
-        chat_template: str | None = None, thinking: tuple[str, str] | None = None, config: dict[str, Any] | None = None,
+        chat_template: str | None = None, thinking: tuple[str, str] | None = None, tool_format: str | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
@@ -88,13 +91,13 @@ class Service:
             model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
             ClientSettings(limits.client_settings),
         )  # fmt: skip
-        self.metrics = Metrics(self.pool, limits.rows)
-        self.conversations = Conversations(tokenizer, chat_template, thinking)
+        self.metrics = Metrics(self.pool, limits.rows, name)
+        self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
         self.ending = asyncio.Event()
-        self._long = 0
+        self._long = self.keys = 0
         self.pace = Pace(LONGEST_HOLD)
         self.created, self.draining = int(time.time()), False
 
@@ -296,7 +299,8 @@ class Service:
                 prompt, own = prompts[index // (body.n or 1)], wrapped(seed + index)
                 most = new[index // (body.n or 1)]
                 generation = self.pool.submit(
-                    body.strategy, body.strategy_config, prompt, self._ended, deadline=arrival.left(seconds), cache_salt=salt,
+                    body.strategy, body.strategy_config, prompt, self._ended, arrival.client if self.keys > 1 else job.id,
+                    deadline=arrival.left(seconds), cache_salt=salt,
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip

@@ -47,6 +47,7 @@ class Generation:
         self.member: RequestOutput | None = None
         self.cancelled = False
         self._on_cancel = on_cancel
+        self._unjudged = False
         self._renew_conditions()
         self._count = 0  # tokens that the scheduler has shown
         self._times: list[tuple[float, int]] = []
@@ -67,9 +68,10 @@ class Generation:
         """
         with self._over:
             self._wait_for_end(timeout)
-            if self._error is not None:
-                raise self._error
-            return self._value
+        self._judge()
+        if self._error is not None:
+            raise self._error
+        return self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the end and gives what :meth:`result` would raise, None if nothing.
@@ -79,7 +81,8 @@ class Generation:
         """
         with self._over:
             self._wait_for_end(timeout)
-            return self._error
+        self._judge()
+        return self._error
 
     def _wait_for_end(self, timeout: float | None) -> None:
         if not self._over.wait_for(lambda: self._done, timeout):
@@ -158,8 +161,23 @@ class Generation:
 
     @property
     def report(self) -> Report | None:
-        """Figures of this request, once it is done. Times are those of steps that it shared."""
+        """Figures of this request, once it is done. Times are those of steps that it shared.
+
+        Whoever asks first for it, or for the result, judges the text, where its grammar does not say all of what was asked for: that
+        may take long, and would hold up others in the thread that decodes.
+        """
+        self._judge()
         return self._report
+
+    def _judge(self) -> None:
+        with self._judging:
+            if self._unjudged:
+                assert self.member is not None
+                try:
+                    self.call.judge(self.member)
+                except Exception as error:  # of a grammar of a plugin, say
+                    error.partial, self._error = self._value, error  # type: ignore[attr-defined]
+                self._unjudged = False
 
     def __iter__(self) -> Iterator[Any]:
         seen, done, pieces = 0, False, self._new_pieces()
@@ -221,6 +239,8 @@ class Generation:
         except asyncio.CancelledError:
             self.cancel()
             raise
+        if self._unjudged:
+            await asyncio.to_thread(self._judge)
         return self.result(0)
 
     @contextmanager
@@ -286,6 +306,7 @@ class Generation:
             if self._done:
                 return
             self._value, self._error, self._done = value, error, True
+            self._unjudged = error is None and self.call.grammars.any
             # A caller that keeps the result does not keep the scheduler and the callbacks alive.
             self._on_cancel, callbacks, self._callbacks = _nothing, self._callbacks, []
             self._changed.notify_all()
@@ -305,6 +326,7 @@ class Generation:
         """Makes the conditions that readers of tokens, woken by every step, and of the result, woken at the end, wait for."""
         lock = threading.RLock()
         self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
+        self._judging = threading.RLock()
 
     def _tell(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""The built-in strategies, one file each, and the parts that several of them share."""
+"""The built-in strategies, one file each, and their shared parts."""
 
 from __future__ import annotations
 

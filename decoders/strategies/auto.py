@@ -1,9 +1,9 @@
-"""Chooses what to verify in every step: from all drafters that the call can use, as much as pays, or nothing.
+"""Chooses what to verify in every step: of the drafts of all usable drafters as many nodes as pay, or none.
 
-What a row writes does not depend on its drafts, so every drafter can be judged by the tokens that are written, verified or
-not. How likely each proposed token is follows from that, and what a step of so many nodes costs is measured. A node is
-verified while it is worth its time: with ``P`` the probability of its path and ``R`` the present rate in tokens per second,
-while ``P`` exceeds ``R`` times the seconds that it adds (Dinkelbach 1967 for the ratio of tokens to seconds).
+The tokens of a row do not depend on its drafts, so every drafter can be judged by them, whether its draft was verified or not. That
+gives the probability of each draft token; the cost of a step by its nodes is measured. A node is verified if it is worth its time:
+with ``P`` the probability of its path and ``R`` the present rate in tokens per second, if ``P`` exceeds ``R`` times the seconds that
+it adds (Dinkelbach 1967 for the ratio of tokens to seconds).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
 from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_price, missing, refuse_unfit
 from .auto_plan import AutoState, Memory, Plan
 
-#: What candidates are set to unless the user sets them: long drafts, of which auto takes as much as pays.
+#: Default settings of candidates: long drafts, of which auto takes as much as pays.
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
 #: Weight of the newest step in tokens and seconds of the present rate.
 RATE_WEIGHT = 1 / 32
 
 
 class AutoSettings(Settings):
-    """What to choose among."""
+    """The candidates."""
 
     candidates: tuple[str, ...] = Field(
         ("grammar", "suffix", "ngram", "medusa", "speculative"),
@@ -49,11 +49,10 @@ class AutoSettings(Settings):
 
 
 class Auto(Strategy):
-    """In every step the draft tokens that pay, of whichever drafters propose them; none where none does.
+    """Verifies in every step the draft tokens that pay, of any drafter, or none.
 
-    Never slower than plain decoding but for looking at its candidates, which it does ever less often while they bring nothing, for
-    about a hundredth of the time. A call that has fallen behind plain decoding all the same, by two hundredths, decodes plainly
-    until it can afford another attempt.
+    It is never slower than plain decoding except for trying its candidates, ever less often while they bring nothing, which takes
+    about 1 % of the time. A call that has fallen 2 % behind plain decoding decodes plainly until it can afford another attempt.
     """
 
     name = "auto"
@@ -62,7 +61,7 @@ class Auto(Strategy):
     takes_assistant = True
     timed = True
     rows_apart = False
-    on_device = False  # the host weighs what to verify
+    on_device = False  # the host decides what to verify
 
     def start(self, context: Context) -> AutoState:
         if not context.coupled:
@@ -100,10 +99,10 @@ class Auto(Strategy):
             )
 
     def _opened(self, context: Context, name: str, memory: Memory, costs: StepCosts) -> Candidate | str:
-        """A candidate that has begun, or why it is left out.
+        """A started candidate, or the reason why it is left out.
 
         Raises:
-            DecodersError: it cannot be a candidate in any call, or the user has set how it is to begin and it cannot.
+            DecodersError: it can never be a candidate, or it cannot start with the settings that the user gave.
         """
         strategy = context.strategy(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
         refuse_unfit(strategy)
@@ -116,7 +115,7 @@ class Auto(Strategy):
             if name in self.settings.config:
                 raise
             return str(error)
-        bit = 1 << self.settings.candidates.index(name)  # it means the same drafter in every call
+        bit = 1 << self.settings.candidates.index(name)  # the same in every call
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price)
@@ -125,13 +124,13 @@ class Auto(Strategy):
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
 
     def rebatch(self, state: AutoState, rows: Tensor, context: Context) -> AutoState:
-        """Rows that stay keep their rates of acceptance; those of all calls are what is expected of new ones."""
+        """Rows that stay keep their rates of acceptance; new ones begin with those of all calls."""
         before, costs = state.rows, context.costs(measure=True) or _Flat()
         for candidate in state.candidates:
             candidate.state = candidate.strategy.rebatch(
                 candidate.state, rows, context.part(candidate.strategy, seldom=True)
             )
-        # The rate is of as many rows as there were, whose steps cost what these did.
+        # The rate is scaled to the new number of rows.
         state.tokens *= context.rows / len(before)
         state.seconds *= costs.step(1) / state.costs.step(1)
         state.costs = costs
@@ -180,7 +179,7 @@ class Auto(Strategy):
             worth += weight * count
             if count:
                 follower.follow(proposals)
-                # What several proposed, the first of them would have brought by itself.
+                # A token that several proposed counts for the first of them.
                 for sources in proposals.path(tokens[: min(drafted, count)]):
                     credit[sources & -sources] += weight
             for token in tokens[:count]:
@@ -192,7 +191,7 @@ class Auto(Strategy):
             if candidate.bit & right:
                 candidate.was_right()
         state.history[-1].tokens += sum(emitted)
-        # A step that was interrupted, or that compiled something, says nothing of the rate.
+        # Clipped, because a step that was interrupted or compiled something says nothing about the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + plan.chosen - plan.begun)
         state.memory.seconds += seconds
         once = sum(candidate.preparing for candidate in state.candidates)
@@ -220,7 +219,7 @@ class Auto(Strategy):
 
 
 def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
-    """How deep a candidate is to draft in this step: 0 if it is left out, None if it knows no limit."""
+    """The depth of a candidate's draft in this step: 0 to leave it out, None if it has no limit."""
     if not plan.tries:
         return 0
     if candidate.limited:
@@ -235,7 +234,7 @@ def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
-    """What a token is worth in each row that goes on."""
+    """The value of a token in each active row."""
     written = state.ledger.written
     if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)
@@ -244,7 +243,7 @@ def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
 
 
 class _Flat(StepCosts):
-    """Of a context that knows no costs: every node costs a hundredth of a step."""
+    """Costs for a context without any: every node costs a hundredth of a step."""
 
     def __init__(self) -> None:
         super().__init__(None, 1, 1)

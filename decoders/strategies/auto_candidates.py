@@ -1,4 +1,4 @@
-"""The drafters that `auto` chooses among: when each is asked, what it has brought, and what all of them may spend."""
+"""The drafters that `auto` chooses among: when each is asked, what it brought, and how much time all may spend."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ..costs import Looks, StepCosts, affordable, mean_seconds
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, Sequences, Step, Strategy, check_draft
 
-#: A drafter is cheap if asking it every so many steps costs little; the most expensive one is asked every so many steps.
+#: A drafter is cheap if it may be asked at least every CHEAP_WAIT steps; the most expensive one is asked every DEAREST_WAIT steps.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
-#: A drafter that is asked so rarely is not shown the steps in between either, if it can miss steps.
+#: A drafter that is asked less often than every so many steps does not observe the steps between, if it may miss steps.
 UNTAUGHT = 16
 #: A cheap drafter that was right is asked in each of the next so many steps.
 PATIENCE = 4
 #: Weight of the newest run in the means of a drafter.
 RUN_WEIGHT = 1 / 4
-#: Tokens that a drafter to which every token costs a pass drafts at first.
+#: Tokens of the first draft of a limited drafter, which needs a pass per token.
 FIRST_DEPTH = 2
 
 
 @dataclass
 class Experience:
-    """What is known of a drafter, in this call and the ones before.
+    """Statistics of a drafter, from this call and earlier ones.
 
     Attributes:
         runs: how often it was asked.
-        cost: mean seconds of a run; of a token of its draft, where it is limited.
-        learning: mean seconds of what it learns from a step, where that can be left out with its draft.
-        lost: seconds of runs that brought nothing. A run that one call cannot afford is made in a later one.
-        looks: what runs have brought, and how often it is asked.
+        cost: mean seconds of a run; per token of its draft if it is limited.
+        learning: mean seconds of `observe`, if it can be left out with the draft.
+        lost: seconds of runs that brought nothing, over all calls, so that later calls afford what one cannot.
+        looks: the gains of runs, and how often it is asked.
     """
 
     runs: int = 0
@@ -42,24 +42,24 @@ class Experience:
 
 
 class Candidate:
-    """A drafter and what is known of it in a call.
+    """A drafter in a call.
 
     Args:
-        bit: stands for it in masks.
+        bit: its bit in masks.
         strategy, state: of the drafter.
         depth: most tokens that it drafts on a path.
-        experience: of it, kept between calls.
+        experience: its statistics, kept between calls.
         clock: of the call.
-        first_price: seconds that its first run is expected to take, before there was one.
+        first_price: expected seconds of its first run.
 
     Attributes:
-        limited: whether it drafts as deep as it is told to, so that a token more costs time.
+        limited: whether it drafts to a requested depth, because deeper drafts take more time.
         runs: how often it was asked.
-        proposed: how many draft tokens it made.
-        right: how often the token that was written next stood where it had proposed it.
-        seconds: of all its runs, and of what it learnt from steps that it can miss.
+        proposed: its draft tokens.
+        right: its draft tokens that were written.
+        seconds: of all its runs, and of observing steps that it may miss.
         preparing: seconds of its run in this step, if that was the first one of this call.
-        requested_depth: how deep it was told to draft in this step; 1 if it knows no limit, 0 if it was left out.
+        requested_depth: depth requested in this step; 1 if it has no limit, 0 if it was left out.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Candidate:
 
         Args:
             rate: present tokens per second.
-            seconds: of all calls so far and, as expected, the rest of this one.
+            seconds: of all calls so far, and the expected rest of this one.
         """
         known = self.experience
         cost = known.cost + known.learning
         most = affordable(rate * cost, DEAREST_WAIT)
-        if self.limited:  # what it is worth is known before it is asked: this is a look
+        if self.limited:  # whether it pays is known without asking it: this is a trial
             due = self._waited >= most
         else:
             due = (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
@@ -97,15 +97,15 @@ class Candidate:
         return due and known.lost + price <= share * seconds
 
     def skip(self) -> None:
-        """The step goes without it."""
+        """Leaves it out of the step."""
         self._waited += 1
         self.preparing, self.requested_depth = 0.0, 0
 
     def run(self, sequences: Sequences, limit: int | None = None) -> list[tuple[Any, ...]]:
-        """Its draft: of every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
+        """Its draft: for every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
 
         Raises:
-            DraftError: no draft. UnsupportedError: one whose nodes cannot be taken one by one.
+            DraftError: it is no draft. UnsupportedError: its nodes cannot be selected one by one.
         """
         begun = self._clock()
         if limit is not None:
@@ -132,7 +132,7 @@ class Candidate:
         return list(zip(tokens, parents, grades, strict=True))
 
     def observe(self, step: Step, own_nodes: int) -> None:
-        """Shows it the step, if it learns from steps and is asked often enough."""
+        """Lets it observe the step, if it learns from steps and is asked often enough."""
         rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
@@ -144,12 +144,12 @@ class Candidate:
             self.seconds += seconds
 
     def judge(self, benefit: float, verifying: float, rate: float) -> None:
-        """Learns what the run was worth.
+        """Learns the gain of the run.
 
         Args:
-            benefit: accepted tokens that no drafter before it has proposed.
-            verifying: seconds that were spent on verifying what no drafter before it has proposed.
-            rate: present tokens per second: the time is worth those.
+            benefit: accepted tokens that no earlier drafter has proposed.
+            verifying: seconds of verifying nodes that no earlier drafter has proposed.
+            rate: present tokens per second, the value of time.
         """
         known = self.experience
         price = rate * (known.cost * self.requested_depth + known.learning + verifying)
@@ -158,19 +158,20 @@ class Candidate:
             known.lost += max(price - benefit, 0.0) / rate
 
     def was_right(self) -> None:
-        """A token that it had proposed was written: it is asked in the next steps, where that costs little."""
+        """One of its draft tokens was written: a cheap drafter is asked again in the next steps."""
         self.right += 1
         self._patience = PATIENCE
 
 
 def _mean(known: float, seconds: float, runs: int) -> float:
-    """The first run prepares things: it is no part of the mean."""
+    """The mean without the first run, which includes preparation."""
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
-    """Seconds that the first run of a drafter is expected to take: a draft model reads the prompt, and drafts :data:`FIRST_DEPTH`
-    tokens. Its passes are taken to take as long as the target's of so many layers. Drafters that are no model take next to nothing.
+    """Expected seconds of the first run of a drafter: a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
+
+    Its passes are estimated from the target's by the number of layers. Drafters without a model take next to nothing.
     """
     if not strategy.limits:
         return 0.0
@@ -192,7 +193,7 @@ def refuse_unfit(strategy: Strategy) -> None:
 
 
 def missing(strategy: Strategy, context: Context) -> str | None:
-    """What the call lacks that `strategy` needs."""
+    """What `strategy` needs and the call lacks, or None."""
     if strategy.needs_grammar and context.guide is None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
@@ -202,32 +203,30 @@ def missing(strategy: Strategy, context: Context) -> str | None:
     return None
 
 
-#: Looks at a drafter that bring nothing may cost this share of the time; the first run of a draft model, which somebody has given,
-#: twice as much.
+#: Share of the time for trials of a drafter that bring nothing; the first run of a draft model given by the user may take twice that.
 LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
-#: Steps in which drafts are made may leave a call behind plain decoding by this share of the time.
+#: A call may fall behind plain decoding by this share of the time.
 BEHIND_SHARE = 0.015
-#: Of a call that is to come, at most so many tokens per row are counted on: it may end sooner.
+#: Most tokens per row that the rest of a call is expected to have, since it may end early.
 COUNTED_AHEAD = 256
-#: From the start a call may be behind by the share of so many steps; each step adds its own.
+#: At its start a call may be behind by the share of so many steps; each step adds its own.
 FIRST_STEPS = 64
-#: A call cannot be ahead by more plain steps than this, what was gained long ago is not staked; nor decode plainly for more steps on
-#: end than this before it makes another attempt.
+#: Most plain steps that a call can be ahead, so that old gains are not spent; and most plain steps in a row before another attempt.
 MOST_AHEAD, LONGEST_REST = 64, 32
-#: How many times more than its price a draft token is to bring where a call is as far behind as it may be.
+#: Factor on the price of a draft token where a call is as far behind as it may be.
 STRICTNESS = 4
 
 
 @dataclass
 class Ledger:
-    """How far a call is behind plain decoding; where it is too far, it decodes plainly until it can afford another attempt.
+    """Tracks how far a call is behind plain decoding; if it is too far, it decodes plainly until it can afford another attempt.
 
-    Rows that begin and end together are as far as the last of them: a call takes as long as its slowest row.
+    The progress of rows that begin together is that of the slowest row.
 
     Attributes:
-        written: tokens of each row; None where rows come and go, whose mean counts.
-        least: tokens of the last row that goes on.
-        behind: seconds, less what it may be behind after so many steps; negative if it is ahead.
+        written: tokens of each row; None where rows join and leave: then their mean counts.
+        least: tokens of the slowest active row.
+        behind: seconds behind plain decoding, less the allowance so far; negative if it is ahead.
     """
 
     written: list[int] | None
@@ -235,27 +234,27 @@ class Ledger:
     behind: float = 0.0
 
     def may_try(self, plain: float) -> bool:
-        """Whether drafts may be made in this step. plain: seconds of a step without."""
+        """Whether this step may have a draft. plain: seconds of a step without one."""
         return self.behind <= FIRST_STEPS * BEHIND_SHARE * plain
 
     def strictness(self, plain: float) -> float:
-        """How many times its price a draft token is to bring: the further behind, the surer it has to be."""
+        """The factor on a draft token's price, which grows with how far the call is behind."""
         return 1 + STRICTNESS * max(self.behind, 0.0) / (FIRST_STEPS * BEHIND_SHARE * plain)
 
     def book(self, extra: float, plain: float, emitted: dict[int, int]) -> None:
-        """A step is done.
+        """Books a step.
 
         Args:
-            extra: seconds that it took more than a plain one, without what is done once in a call.
-            plain: seconds of a plain one.
-            emitted: tokens that it wrote, by row that goes on.
+            extra: seconds beyond a plain step, without preparation that is done once per call.
+            plain: seconds of a plain step.
+            emitted: tokens written, by active row.
         """
         behind = self.behind + extra - plain * (self._gained(emitted) - 1 + BEHIND_SHARE)
         most = (FIRST_STEPS + LONGEST_REST) * BEHIND_SHARE * plain
         self.behind = min(max(behind, -MOST_AHEAD * plain), most)
 
     def _gained(self, emitted: dict[int, int]) -> float:
-        """How many plain steps would have brought the call as far."""
+        """The number of plain steps with the same progress."""
         if self.written is None:
             return sum(emitted.values()) / max(len(emitted), 1)
         for row, count in emitted.items():

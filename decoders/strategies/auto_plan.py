@@ -1,4 +1,4 @@
-"""What `auto` verifies in one step: of all that was proposed, as much as pays."""
+"""The choice of `auto` in one step: which of the proposed nodes to verify."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LONGEST_HISTORY = 1000
 
 @dataclass
 class Phase:
-    """What was verified in some steps that follow each other.
+    """Consecutive steps with draft tokens of the same strategies.
 
     Attributes:
         step: the first of them.
         steps: how many.
-        strategies: whose draft tokens, "+" between them; "" for none.
+        strategies: names, "+" between them; "" for none.
         nodes: draft tokens per row, all steps.
-        expected: tokens that were expected, all rows and steps.
-        tokens: tokens that were written, likewise.
+        expected: expected tokens, all rows and steps.
+        tokens: written tokens, all rows and steps.
     """
 
     step: int
@@ -40,11 +40,11 @@ class Phase:
 
 @dataclass
 class Memory:
-    """What is kept between calls.
+    """The memory between calls.
 
     Attributes:
-        rates: how often the drafters were right, of the last calls.
-        experience: what they cost and brought, by name.
+        rates: acceptance rates of the drafters in the last calls.
+        experience: statistics of the drafters, by name.
         seconds: of all steps.
     """
 
@@ -55,21 +55,21 @@ class Memory:
 
 @dataclass
 class AutoState:
-    """What `auto` knows of a call.
+    """The state of a call.
 
     Attributes:
-        memory: of the calls before.
+        memory: of earlier calls.
         candidates: the drafters.
-        left_out: why others are not among them, by name.
+        left_out: reasons why other candidates were left out, by name.
         costs: of a step, by its nodes.
-        rows: what is known of each row's text.
+        rows: followers of the rows' texts.
         ledger: how far the call is behind plain decoding.
-        new_tokens: most that a row may write, where all begin and end together.
-        tokens: of the present rate, per step; those of rows that others wait for count more.
-        seconds: of the present rate, per step.
-        history: what was verified so far.
-        steps: how many there were.
-        clock: seconds, the call's.
+        new_tokens: most that a row may write, where all rows begin together.
+        tokens: numerator of the present rate, per step; those of rows that others wait for count more.
+        seconds: denominator of the present rate, per step.
+        history: of the choices.
+        steps: their number.
+        clock: of the call.
         plan: of the last step.
     """
 
@@ -94,7 +94,7 @@ class AutoState:
 
     @property
     def all_seconds(self) -> float:
-        """Of all calls so far and, as expected, the rest of this one."""
+        """Seconds of all calls so far, and the expected rest of this one."""
         left = COUNTED_AHEAD
         if self.new_tokens is not None:
             left = min(max(self.new_tokens - self.ledger.least, 0), COUNTED_AHEAD)
@@ -105,20 +105,20 @@ class Plan:
     """What to verify in one step.
 
     Attributes:
-        active: rows that go on.
-        proposals: what was proposed for each row.
+        active: unfinished rows.
+        proposals: of each row.
         price: tokens that a node must be expected to bring per second that it takes.
-        worth: expected tokens beyond that price.
-        width: draft tokens per row that are verified.
-        chain: bits of the drafters of whose chains these are the first.
-        verifying: seconds that verifying takes, by the bit of the first drafter that proposes what is verified.
-        chosen: when the draft was chosen.
+        worth: expected tokens less that price.
+        width: verified draft tokens per row.
+        chain: bits of the drafters whose chains begin with the verified tokens.
+        verifying: seconds of verification, by the bit of the first drafter that proposes the verified node.
+        chosen: time at which the draft was chosen.
 
     Args:
-        weights: what a token is worth in each row that goes on, 1 on average.
+        weights: value of a token in each active row, 1 on average.
         most: draft tokens per row.
-        begun: when the step began.
-        tries: whether drafts are made in it; else it is a plain step.
+        begun: time at which the step began.
+        tries: whether the step may have a draft.
     """
 
     def __init__(self, state: AutoState, weights: dict[int, float], most: int, begun: float, *, tries: bool) -> None:
@@ -136,7 +136,7 @@ class Plan:
         self._ranked: dict[int, list[tuple[float, int]]] = {row: [] for row in self.active}
 
     def weigh(self) -> None:
-        """Finds the number of draft tokens per row that is worth most."""
+        """Finds the most valuable number of draft tokens per row."""
         state = self.state
         gains: list[float] = []
         for row in self.active:
@@ -148,9 +148,7 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """How many tokens a drafter is to draft to which each costs time; 0 if none is worth it beside what there is, or if nothing is
-        known of it.
-        """
+        """The depth that pays for a limited drafter; 0 if none does beside the other proposals, or if it has no statistics yet."""
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
@@ -169,7 +167,7 @@ class Plan:
         return depth
 
     def draft(self, device: torch.device) -> Draft:
-        """The draft of all rows; each has the nodes that are likeliest there."""
+        """The draft of all rows; each has its likeliest nodes."""
         rows = len(self.state.rows)
         if not self.count:
             return Draft.nothing(rows, device)
@@ -212,7 +210,7 @@ class Plan:
         return path[1:] + others
 
     def note(self) -> None:
-        """Books the choice: in the history, and for whom it takes time."""
+        """Books the choice in the history, and its verification time with the drafters."""
         state, sources, gain = self.state, 0, 0.0
         seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
         for row in self.active:
@@ -237,12 +235,12 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Books what the step has cost beside plain decoding. The verification is taken to have taken as long as such steps take: a
-        single one says more of the machine than of its nodes.
+        """Books the step's cost beyond plain decoding. Verification counts with its expected time, because a single measurement has
+        more noise than the nodes cost.
 
         Args:
-            drafting: seconds that drafts took, and learning from the step.
-            emitted: tokens that it wrote, by row.
+            drafting: seconds of drafting, and of learning from the step.
+            emitted: written tokens, by row.
         """
         if self.tries:
             drafting += self.costs.step(self.count + 1) - self._plain

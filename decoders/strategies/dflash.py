@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..drafting import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..heads.block_heads import BlockHead, DraftedBlock
-from ..heads.dflash_files import HEADS, DFlashFiles, load_draft_model, read_config
+from ..heads.dflash_files import HEADS, DFlashFiles, find_draft_model, load_draft_model, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
@@ -28,7 +29,7 @@ class DFlashSettings(Settings):
     draft_model: str | None = Field(
         None,
         description="Folder of the draft model, in the format of the authors (DFlash, DFlash2, JetSpec), DeepSpec (DSpark), SpecForge "
-        "(Domino), LiLiCorr, speculators or transformers.",
+        "(Domino), LiLiCorr, speculators or transformers. None: the folder `dflash` beside the model.",
     )
     length: int | None = Field(
         None,
@@ -78,31 +79,25 @@ class DFlash(ReadsFeatures):
     grade_rates = GRADE_RATES
     heads: ClassVar[tuple[type[BlockHead], ...]] = HEADS
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        layers = read_config(self._folder).layers
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        folder = find_draft_model(self.settings.draft_model, config)
+        layers = read_config(folder).layers
         if not all(0 <= layer < count for layer in layers):
             raise SettingsError(
-                f"dflash: the draft model in {self._folder} reads layers {', '.join(map(str, layers))} of a target that has {count}"
+                f"dflash: the draft model in {folder} reads layers {', '.join(map(str, layers))} of a target that has {count}"
             )
         return layers
 
-    @property
-    def _folder(self) -> str:
-        if self.settings.draft_model is None:
-            raise SettingsError(
-                "dflash needs a draft model that was trained for the model: name its folder as draft_model="
-            )
-        return self.settings.draft_model
-
     def start(self, context: Context) -> _State:
         s: DFlashSettings = self.settings
-        files = load_draft_model(self._folder, context.device, dtype_of(context), self.heads)
+        folder = find_draft_model(s.draft_model, context.model.config)
+        files = load_draft_model(folder, context.device, dtype_of(context), self.heads)
         config, most = files.config, files.config.places
-        _check_fit(files, context, self._folder)
+        _check_fit(files, context, folder)
         length = levels_of(context, s.length, most)
         if length > most:
             raise SettingsError(
-                f"dflash: length is {length}, and the draft model in {self._folder} was trained to draft {most} tokens"
+                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {most} tokens"
             )
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
         if files.head is not None and files.head.candidates is not None:
@@ -205,7 +200,7 @@ def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
     return context.embed
 
 
-def _check_fit(files: DFlashFiles, context: Context, folder: str) -> None:
+def _check_fit(files: DFlashFiles, context: Context, folder: Path) -> None:
     """Raises SettingsError if the draft model is for another target, UnsupportedError for a draft model's drafter."""
     config = files.config
     if context.level > 0:

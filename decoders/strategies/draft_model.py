@@ -1,4 +1,4 @@
-"""What the strategies with a second model have in common: where it comes from, and the trees that it expands."""
+"""The common parts of strategies with a draft model: its settings, and the trees that it expands."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..settings import Settings
 from ..strategy import Context, Draft, Strategy
 from ..tree import Topology, TreeTensors
 
-#: Probabilities at which the grade of a draft token goes up by one, and how often tokens of each grade are right as a rule.
+#: Probabilities at which the grade of a draft token goes up by one, and the usual rate at which tokens of each grade are right.
 GRADES = (0.3, 0.6, 0.9, 0.98)
 GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
 
-#: Nodes of a tree where nothing says otherwise, root excluded.
+#: Default nodes of a tree without measured costs, root excluded.
 TREE_NODES = 24
 
-#: How often the target's token is the draft's best, second best … draft token: the shape of the default tree rests on this
-#: assumption (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
+#: Assumed probabilities that the target's token is the draft's best, second best … token, for the shape of the default tree
+#: (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
 RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
 
-# Settings that strategies with trees share; each has its own defaults.
+# Settings of strategies with trees; each strategy has its own defaults.
 TreeForm = Annotated[
     Literal["none", "static", "dynamic"],
     Field(
@@ -49,7 +49,7 @@ NodeBudget = Annotated[
 Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of a node of a tree.")]
 Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")]
 
-#: A path or hub name, or a loaded model (which shows up as its name in JSON).
+#: A path or hub name, or a loaded model (in JSON its name).
 DraftModel = Annotated[
     str | InstanceOf[PreTrainedModel] | None,
     PlainSerializer(lambda model: model if isinstance(model, str | None) else model.config.name_or_path),
@@ -67,7 +67,7 @@ class DraftModelSettings(Settings):
 
 
 class TreeSettings(Settings):
-    """Settings of those whose drafts may be trees expanded level by level."""
+    """Settings of strategies whose drafts may be trees that are expanded level by level."""
 
     nodes: NodeBudget = None
     children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
@@ -75,7 +75,7 @@ class TreeSettings(Settings):
 
 
 class DraftTreeSettings(TreeSettings, DraftModelSettings):
-    """The same for those with a second model."""
+    """The same for strategies with a draft model."""
 
 
 class DraftModelStrategy(Strategy):
@@ -86,14 +86,14 @@ class DraftModelStrategy(Strategy):
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
-        # Seen by `generate`, which then neither asks for an assistant model nor takes one.
+        # With a draft model in the settings, `generate` neither requires nor takes an assistant model.
         self.needs_assistant = type(self).needs_assistant and getattr(self.settings, "draft_model", None) is None
 
     def draft_model(self, context: Context) -> PreTrainedModel | str:
         """The model to draft with.
 
         Raises:
-            UnsupportedError: a stage has none: it drafts for the draft model, and the call brings only that.
+            UnsupportedError: as a stage it needs a draft model in its settings: the call's own one is its target.
         """
         if self.settings.draft_model is not None:
             return self.settings.draft_model
@@ -107,7 +107,7 @@ class DraftModelStrategy(Strategy):
 
 
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The `nodes` paths most likely to be accepted if ranks are accepted with :data:`RANK_SHARES`, in Medusa's notation."""
+    """The `nodes` likeliest paths if ranks have the probabilities :data:`RANK_SHARES`, in Medusa's notation."""
     shares = RANK_SHARES[:children]
     waiting: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(shares)]
     heapq.heapify(waiting)
@@ -122,7 +122,7 @@ def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...]
 
 
 class Expands(Protocol):
-    """What a tree is drafted with: a :class:`~decoders.drafting.Drafter`, or a network that reads the target's hidden states."""
+    """A source of trees: a :class:`~decoders.drafting.Drafter`, or a network that reads the target's hidden states."""
 
     def root(self) -> Expansion:
         """The best continuations of every row's last token. ``Q`` is 1."""
@@ -132,13 +132,13 @@ class Expands(Protocol):
 
 
 class DraftTree(ABC):
-    """The shape of drafts, or the rule by which it is found. Their tokens are graded, see :func:`grades_of`.
+    """The shape of drafts, or the rule that chooses it. Their tokens are graded, see :func:`grades_of`.
 
     Attributes:
         depth: levels.
         ahead: most slots that a draft model writes behind a row.
-        children: continuations of a node that it asks for.
-        least_children: continuations of a node that there must be.
+        children: continuations per node that it asks for.
+        least_children: continuations per node that it needs.
     """
 
     depth: int
@@ -158,7 +158,7 @@ class DraftTree(ABC):
 class StaticTree(DraftTree):
     """A tree of one shape: every level's inner nodes are run in one pass of the draft model.
 
-    The shape is settled before anything is drawn, so it suits every verifier.
+    The shape does not depend on the draws, so it suits every verifier.
 
     Args:
         paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
@@ -211,15 +211,15 @@ class DynamicTree(DraftTree):
     "EAGLE-2"): each pass expands a beam of the likeliest nodes of the deepest level, at the end the likeliest of all are
     kept. Rows get trees of different shape.
 
-    When sampling, the probability of a node is that of ``softmax(log q + noise)``: the noise is the target's too, whose
-    token is therefore most often the draft's best *perturbed* one. Nodes are chosen by what was drawn, which no rejection
-    rule survives: for the coupled verifier only.
+    When sampling, the probability of a node is that of ``softmax(log q + noise)`` with the target's noise: the target's token is
+    most often the draft's best *perturbed* one. The choice of nodes depends on the draws, which biases rejection rules, so it is
+    for the coupled verifier only.
 
     Args:
         depth: levels.
         beam: nodes expanded per level.
         nodes: budget of the tree, root excluded.
-        children: most continuations of a node; of a small vocabulary there are fewer.
+        children: most continuations per node; fewer for a smaller vocabulary.
         compile: see :class:`~decoders.strategy.Context`.
     """
 
@@ -241,11 +241,11 @@ class DynamicTree(DraftTree):
         return self.weighted(drafter)[0]
 
     def weighted(self, drafter: Expands, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
-        """The same, with how likely each node is.
+        """The same, with the probability of each node.
 
         Args:
             floor: ``[B]``, log-probability below which a node is not continued. With one, expansion ends when no row has
-                anything to continue (the host looks once per level).
+                a node to continue (the host reads the device once per level).
 
         Returns:
             the draft and the cumulative log-probability of its nodes, ``[B, N-1]``.
@@ -265,7 +265,7 @@ class DynamicTree(DraftTree):
             nodes, reached, chosen, parents, offsets, visible = self._frontier(
                 level[0], level[1], level[3], parents, offsets, visible, floor, width
             )
-            # Every node that is run is a candidate: it sees its ancestors.
+            # All of these nodes are candidates, so visibility equals ancestry.
             expansion = drafter.expand(nodes, TreeTensors(parents, offsets, visible, visible))
             start = count - level[0].shape[1]
             level = self._expanded(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
@@ -281,12 +281,12 @@ class DynamicTree(DraftTree):
 
 
 def grades_of(weights: Tensor) -> Tensor:
-    """Grades 0 … 4 of draft tokens by their log-probabilities, each given the token before."""
+    """Grades 0 … 4 of draft tokens by their log-probabilities, given the token before."""
     return sum(((weights > math.log(bound)).long() for bound in GRADES), torch.zeros_like(weights, dtype=torch.int64))
 
 
 def require_coupled(context: Context, strategy: str) -> None:
-    """Raises UnsupportedError where draft tokens chosen by what was drawn would change the distribution."""
+    """Raises UnsupportedError without the coupled verifier, for drafts whose shape depends on the draws."""
     if not context.coupled:
         raise UnsupportedError(
             f"{strategy}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
@@ -304,13 +304,13 @@ def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
 def shape_of(
     strategy: str, tree: str, depth: int, children: int, nodes: int | None, beam: int, context: Context
 ) -> DraftTree:
-    """What is drafted: a chain (``"none"``), a tree of one shape, or one chosen in every step.
+    """The tree for a setting: a chain (``"none"``), a tree of one shape, or one chosen in every step.
 
     Args:
         nodes: budget of a tree; None: what the measured costs of a step allow.
 
     Raises:
-        UnsupportedError: a tree that is chosen by what was drawn would change the distribution.
+        UnsupportedError: a dynamic tree without the coupled verifier.
     """
     nodes = draft_budget(context.costs, nodes, TREE_NODES)
     nodes = draft_budget(context.costs, nodes, TREE_NODES)
@@ -322,7 +322,7 @@ def shape_of(
 
 
 def depth_bound(depth: int) -> int:
-    """`depth` rounded up for :func:`best_nodes`, which unrolls it: a graph for every depth would soon exceed Dynamo's limit."""
+    """`depth` rounded up for :func:`best_nodes`, which unrolls it: a graph per depth would exceed Dynamo's limit."""
     return (1 << depth.bit_length()) - 1 | 31
 
 
@@ -373,13 +373,13 @@ def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, dep
     """The `nodes` likeliest of all nodes found, which are at most `depth` levels deep.
 
     Args:
-        tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for what does not count;
-            parents come before their children, -1 is the root.
+        tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for absent nodes; parents
+            come before their children, -1 is the root.
 
     Returns:
-        tokens and weights ``[B, nodes]`` (-1 for what does not count), then the fields of :class:`TreeTensors`.
+        tokens and weights ``[B, nodes]`` (token -1 for absent nodes), then the fields of :class:`TreeTensors`.
     """
-    # Stable, unlike topk: of equally likely nodes (a sure draft has many) parents come before their children.
+    # Stable, unlike topk: parents must come before their children also among equally likely nodes.
     chosen = weights.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(1).values
     place = torch.full_like(parents, -1).scatter(
         1, chosen, torch.arange(1, nodes + 1, device=tokens.device).expand_as(chosen)

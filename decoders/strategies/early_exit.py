@@ -11,7 +11,7 @@ from .speculative import ShapeSettings, Speculative
 
 
 class EarlyExitSettings(ShapeSettings):
-    """Where the target is left, how much is drafted, and in which shape."""
+    """The exit layer, and the length and shape of drafts."""
 
     exit_layer: int | None = Field(
         None, ge=1, description="Layers that draft (the paper's E). None: a quarter of the target's, at least one."
@@ -19,7 +19,7 @@ class EarlyExitSettings(ShapeSettings):
 
 
 class EarlyExit(Speculative):
-    """The target cut off behind its first layers, with its own norm and head, drafts a chain or a tree as a draft model does.
+    """The target's first layers, with its own norm and head, draft a chain or a tree as a draft model does.
 
     It pays where the model was trained for early exit: other models' first layers seldom agree with the whole model.
     """
@@ -34,7 +34,7 @@ class EarlyExit(Speculative):
         """The first layers.
 
         Raises:
-            UnsupportedError: the strategy is a stage, which drafts for another model than the target.
+            UnsupportedError: the strategy is a stage, which does not draft for the target.
         """
         if context.level > 0:
             raise UnsupportedError(f"{self.name!r} leaves the target early and cannot be the stage of a draft model")

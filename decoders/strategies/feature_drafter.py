@@ -1,8 +1,8 @@
-"""Drafters that read the target's hidden states: what they have in common, whatever network reads them.
+"""The common parts of drafters that read the target's hidden states.
 
-Such a network reads, at slot ``j`` of a row, what the target computed for token ``j`` and which tokens follow. The last committed token
-has no hidden state yet, so with ``length`` tokens committed the last slot is ``length - 2``. A window of the last slots is read
-again in every round: that costs next to nothing, and whatever was rejected, or is known by now, is put right by it.
+At slot ``j`` of a row such a network reads the target's hidden state of token ``j``, and the tokens that follow. The last committed
+token has no hidden state yet, so with ``length`` tokens committed the last slot is ``length - 2``. A window of the last slots is read
+again in every round, at little cost, which replaces rejected tokens and fills in newly known ones.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from .draft_model import DraftTree
 
 
 class FeatureWindow(ABC):
-    """What a :class:`DraftTree` is drafted with, in the place of a draft model: whatever a network drafts, the target's hidden
-    states reach it by this window.
+    """A source of trees (:class:`Expands`) by a network that reads a window of the target's last hidden states.
 
     Args:
-        features: width ``F`` of what is read of a node.
-        new: most tokens that a step of its own commits.
-        known: how many slots before them depend on tokens that were only drafted.
+        features: width ``F`` of the features of a node.
+        new: most tokens that a step with its own draft commits.
+        known: how many slots before them depend on draft tokens.
         vocabulary: tokens that it can propose.
-        children: continuations given per node.
+        children: continuations per node.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class FeatureWindow(ABC):
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """What a recorded step reads and writes; the rest is made anew in every round."""
+        """What a recorded step reads and writes; everything else is computed in every round."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -70,13 +69,13 @@ class FeatureWindow(ABC):
         """See :meth:`decoders.drafting.Drafter.expand`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Requests have come or gone, see :meth:`Strategy.rebatch`; the prompts of new rows come by :meth:`prefill`."""
+        """See :meth:`Strategy.rebatch`; the prompts of new rows come by :meth:`prefill`."""
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
 
     def prefill(self, chunk: PromptChunk, features: Tensor) -> None:
-        """Reads a stretch of the prompts; features ``[B, N, F]``."""
+        """Reads a chunk of the prompts; features ``[B, N, F]``."""
         start = chunk.positions[:, 0]
         self.read(start, features, self.prompts)
         index = self.prompts.length[:, None] - 1 - self.width + self.index - start[:, None]
@@ -85,22 +84,23 @@ class FeatureWindow(ABC):
         self.window.copy_(torch.where(inside[..., None], taken, self.window))
 
     def observe(self, step: Step, features: Tensor) -> None:
-        """Takes over what a step has committed; features ``[B, N, F]`` of its nodes."""
+        """Moves the window on to the tokens that a step has committed; features ``[B, N, F]`` of its nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # Of other drafters' nodes more may have been accepted than the window has room for. Blocks may be filled up, to twice the size.
+        # In blocks with other drafters' nodes more tokens may have been accepted than the window has room for. Own blocks are padded
+        # to at most twice their size.
         if step.path.shape[1] > max(2 * self.own_nodes, self.own_nodes + 3):
             self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
-        """A round: the window is read, and `tree` filled."""
+        """A round: reads the window and fills `tree`."""
         self.sequences = sequences
         draft = tree.draft(self)
         self.own_nodes = len(draft.topology)
         return draft
 
     def read_window(self) -> None:
-        """Reads all that has been committed since the last round."""
+        """Reads all tokens committed since the last round."""
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
@@ -112,11 +112,11 @@ class FeatureWindow(ABC):
 
 
 class FeatureDrafter(FeatureWindow):
-    """A network that drafts token by token: each level of a tree is a pass over what was drafted before it."""
+    """A network that drafts token by token: each level of a tree is a pass over the level before."""
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Logits ``[B, 1, D]`` after every row's last token; the window has been read by :meth:`read`."""
+        """Logits ``[B, 1, D]`` after every row's last token; :meth:`read` has read the window."""
 
     @abstractmethod
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
@@ -132,10 +132,10 @@ class FeatureDrafter(FeatureWindow):
 
 
 class BlockDrafter(FeatureWindow):
-    """A network that drafts all places of a block in one pass: the continuations of a level are the same under every parent."""
+    """A network that drafts all positions of a block in one pass: the continuations of a level are the same under every parent."""
 
     def opened(self, logits: Tensor) -> Expansion:
-        """The first level of a block with so many places, logits ``[B, T, D]``."""
+        """The first level of a block of ``T`` positions, logits ``[B, T, D]``."""
         offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
         self.level, self.places = 0, self.best(logits, offsets)
         return self._level(1)
@@ -145,7 +145,7 @@ class BlockDrafter(FeatureWindow):
         return self._level(nodes.shape[1])
 
     def _level(self, nodes: int) -> Expansion:
-        """What the block says of the present level, for so many nodes."""
+        """The block's continuations of the present level, for so many nodes."""
         here, places = slice(self.level, self.level + 1), self.places
         scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
         return Expansion(
@@ -154,36 +154,36 @@ class BlockDrafter(FeatureWindow):
 
 
 def dtype_of(context: Context) -> torch.dtype:
-    """What the target computes in."""
+    """The target's dtype."""
     return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
 
 
 def embeddings_of(context: Context) -> int:
-    """How many token ids the target embeds: its table may be longer than its vocabulary."""
+    """Number of rows of the target's embedding, which may exceed its vocabulary."""
     return getattr(context.model.get_input_embeddings(), "num_embeddings", context.vocab_size)
 
 
 def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
-    """``[B, count]``: the rows' tokens from places `start` ``[B]`` on; at either end of a row some token stands in."""
+    """``[B, count]``: the rows' tokens from positions `start` ``[B]`` on; arbitrary tokens beyond either end of a row."""
     places = start[:, None] + torch.arange(count, device=start.device)
     return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
 
 
 @dataclass
 class FeatureState:
-    """What a call keeps: the network with its cache, and the shape of drafts."""
+    """The state of a call: the network with its cache, and the shape of drafts."""
 
     drafter: FeatureWindow
     tree: DraftTree
 
 
 class ReadsFeatures(Strategy):
-    """A strategy that fills a tree by a network which reads what the target computed of every token."""
+    """A strategy whose network reads the target's hidden states and fills a tree."""
 
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
-        """``[B, N, F]``, what the network reads of ``N`` tokens: what the target's output head reads."""
+        """``[B, N, F]``, the features of ``N`` tokens: by default the input of the target's output head."""
         return given.hidden
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:

@@ -1,4 +1,4 @@
-"""The texts of a call's rows, followed on the host from step to step by what looks things up in them."""
+"""The texts of a call's rows, indexed on the host and updated from step to step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ..strategy import Sequences
 
-#: Where a text is only ever added to, so many tokens are read again to see that it is the same.
+#: Of a text that only grows, so many tokens are read again to check that it is the same text.
 OVERLAP = 16
 
 
 class TextIndex(Protocol):
-    """What a text is kept in."""
+    """An index of a text."""
 
     tokens: array[int]
 
@@ -21,7 +21,7 @@ class TextIndex(Protocol):
         """Adds tokens at the end."""
 
     def truncate(self, length: int) -> None:
-        """Takes back what was added behind the first `length` tokens."""
+        """Removes all tokens behind the first `length`."""
 
 
 Index = TypeVar("Index", bound=TextIndex)
@@ -43,7 +43,7 @@ class FollowedText(Generic[Index]):
         self.prompt = 0
 
     def follow(self, tokens: Sequence[int], begin: int) -> None:
-        """Makes the text end with `tokens`, which stand at `begin`: what differs from there on is taken back first."""
+        """Makes the text end with `tokens`, which begin at `begin`; differing tokens from there on are removed first."""
         known = self.index.tokens[begin:]
         same = min(len(known), len(tokens))
         if known[:same] != array("i", tokens[:same]):
@@ -53,7 +53,7 @@ class FollowedText(Generic[Index]):
         self.index.extend(tokens[same:])
 
     def goes_on(self, tokens: Sequence[int], begin: int) -> bool:
-        """Whether the text is the beginning of one in which `tokens` stand at `begin`, as far as these tell."""
+        """Whether a text with `tokens` at `begin` can continue this one."""
         known = self.index.tokens[begin:]
         return len(known) <= len(tokens) and known == array("i", tokens[: len(known)])
 
@@ -64,8 +64,8 @@ def follow_rows(
     """Brings the rows' texts up to date; returns which rows have finished.
 
     Args:
-        append_only: whether a row's text is never taken back, so that its end alone is read.
-        another: gives the empty text of a row that has another text now, where that is so.
+        append_only: whether texts only grow, so that only their ends are read.
+        another: returns an empty text for a row that has another text now.
     """
     lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
     prompts = sequences.prompt_length.tolist()

@@ -1,8 +1,8 @@
-"""Jump-ahead decoding: what a grammar forces is proposed, not written token by token.
+"""Jump-ahead decoding: text that a grammar forces is drafted instead of written token by token.
 
-Inside a schema much of the text is settled: quotes, keys, punctuation. The bytes that every legal continuation begins with
-are proposed, as SGLang's jump-forward decoding does (Zheng et al. 2024), but as draft tokens: several tokens may spell the same bytes,
-and which ones the target prefers is for it to say. They are drafted in the tokens that the row was written with before.
+Inside a schema much of the text is determined: quotes, keys, punctuation. The bytes that every legal continuation begins with are
+proposed, as in SGLang's jump-forward decoding (Zheng et al. 2024), but as draft tokens: the same bytes can be split into tokens in
+several ways, and the target chooses. They are drafted in the way in which the row was written before.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Grammar(Strategy):
     needs_grammar = True
 
     def start(self, context: Context) -> Forced:
-        if context.guide is None:  # as a part of another strategy; by itself the call was refused
+        if context.guide is None:  # as a part of another strategy; alone it requires grammar=
             raise UnsupportedError("strategy 'grammar' needs grammar=")
         if context.sequences is not None:
             context.guide.expect(context.sequences)
         return context.guide
 
     def rebatch(self, state: Forced, rows: Tensor, context: Context) -> Forced:
-        """The guide of the rows as they are now knows all."""
+        """The new context's guide has the whole state."""
         return self.start(context)
 
     def propose(self, state: Forced, sequences: Sequences) -> Draft:

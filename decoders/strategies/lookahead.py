@@ -1,9 +1,8 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
 
-The target drafts for itself. Beside the tokens to be verified, its forward pass carries a *window*: ``W`` columns of a
-Jacobi iteration over the text to come, of which the last ``N-1`` rounds (*levels*) are kept. Read along a column, these
-and the token that the target now puts behind them are an n-gram. N-grams go to a pool; those that begin with
-the current token are the next step's candidates.
+The target drafts for itself. Besides the tokens to verify, its forward pass has a *window*: ``W`` columns of a Jacobi iteration over
+the text to come, of which the last ``N-1`` rounds (*levels*) are kept. A column's levels and the target's next token behind them are
+an n-gram. N-grams go to a pool; those that begin with the current token are the next step's candidates.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from ..tree import NO_PARENT, Topology
 
 
 class LookaheadSettings(Settings):
-    """Shape of the block, ``(W + G) · (N - 1)`` nodes, and what the pool holds.
+    """Shape of the block, ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
-    What is not set follows from the measured costs of a step: the wider the block that a step affords, the wider the window. Where
-    no costs are known, W = 2, N = 8 and G = 2: small models on a CPU want narrow blocks, and of the shapes whose window finds
-    n-grams by itself (W above 1) this is among the fastest on the demo target.
+    Unset values follow from the measured costs of a step: the more nodes a step affords, the wider the window. Without measured costs
+    W = 2, N = 8 and G = 2: narrow blocks suit small models on a CPU, and of the shapes whose window finds n-grams by itself (W above
+    1) this is among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -64,9 +63,9 @@ class BlockShape(NamedTuple):
     candidates: int
 
 
-#: The block where nothing says otherwise.
+#: The default block without measured costs.
 SHAPE = BlockShape(2, 8, 2)
-#: Widest window, and most candidates, that costs alone make: the paper's for a 7B model.
+#: Widest window, and most candidates, by measured costs: the paper's for a 7B model.
 WIDEST = 15
 
 
@@ -76,7 +75,7 @@ class LookaheadState:
 
     Attributes:
         block: ``[B, (W + G)(N - 1) - 1]`` int64, the next draft: window without the root, then candidates.
-        pool: ``[B, N + 1, C]`` int64, see :mod:`.lookahead_pool`.
+        pool: ``[B, N + 1, C]`` int64, see :func:`make_pool`.
         advance: the compiled update.
         shape: of the block.
     """
@@ -88,10 +87,10 @@ class LookaheadState:
 
 
 class Lookahead(Strategy):
-    """Verifies n-grams that the target itself wrote while it iterated on the text to come.
+    """Verifies n-grams that the target itself generated while iterating on the text to come.
 
-    Needs no draft model and no repetition in the text. Each step costs a block of ``(W + G) · (N - 1)`` nodes, so it
-    pays where a forward pass of that many nodes costs little more than one of one node.
+    It needs no draft model and no repetition in the text. Each step has ``(W + G) · (N - 1)`` nodes, so it pays where a forward
+    pass over that many nodes takes little more time than over one.
     """
 
     name = "lookahead"
@@ -120,17 +119,17 @@ class Lookahead(Strategy):
         return state
 
     def _first(self, tokens: Tensor, length: Tensor, shape: BlockShape) -> tuple[Tensor, Tensor]:
-        """The first block of rows, and the pool that their texts give. tokens: ``[B, L]``, length: ``[B]``."""
+        """The first block of rows, and the pool of their texts. tokens: ``[B, L]``, length: ``[B]``."""
         s: LookaheadSettings = self.settings
         window = first_window(tokens, length, shape.window, shape.ngram)
-        # No more than the pool can hold: each is compared with each, and long prompts would take long.
+        # No more than the pool can hold, because all pairs are compared.
         new, valid = last_ngrams(tokens, length, shape.ngram, min(tokens.shape[1], s.capacity))
         pool = make_pool(new, valid & s.seed_from_prompt, shape.candidates, s.capacity).contiguous()
         candidates = recall(pool, tokens.gather(1, length[:, None] - 1), shape.candidates)
         return torch.cat([window.flatten(1)[:, 1:], candidates.flatten(1)], 1), pool
 
     def propose(self, state: LookaheadState, sequences: Sequences) -> Draft:
-        # A copy, since `observe` writes the next block in place.
+        # A copy, because `observe` writes the next block in place.
         return Draft(state.block.clone(), lookahead_block(*state.shape))
 
     def observe(self, state: LookaheadState, step: Step) -> None:
@@ -141,7 +140,7 @@ class Lookahead(Strategy):
 
 
 def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
-    """What the settings say; the rest by what a step's costs afford: long n-grams first, then a wide window."""
+    """The shape by the settings; unset values by what a step affords: first long n-grams, then a wide window."""
     set_by_hand = settings.window, settings.ngram, settings.candidates
     window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
     if None in set_by_hand and context.costs() is not None:
@@ -160,7 +159,7 @@ def lookahead_block(window: int, ngram: int, candidates: int) -> Topology:
 
     Node ``j·W + i`` is level ``j``, column ``i`` of the window, at position ``i + j`` after the root; the root is level 0,
     column 0. It sees the columns up to ``i`` of level 0 and its own column up to level ``j``. The candidates follow as branches of
-    the root. Neither part sees the other.
+    the root. Window and candidates do not see each other.
     """
     levels = [(j, i) for j in range(ngram - 1) for i in range(window)]
     extra = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
@@ -169,9 +168,9 @@ def lookahead_block(window: int, ngram: int, candidates: int) -> Topology:
 
 
 def first_window(tokens: Tensor, length: Tensor, window: int, ngram: int) -> Tensor:
-    """``[B, N-1, W]`` int64: tokens of each row's prompt, scattered over the window, the same ones for the same prompt.
+    """``[B, N-1, W]`` int64: tokens of each row's prompt, scattered over the window, deterministically.
 
-    The paper begins with random tokens as well; which ones matters for the first few steps only.
+    The paper begins with random tokens; they matter for the first few steps only.
     """
     cell = torch.arange((ngram - 1) * window, device=tokens.device)
     place = torch.remainder(mix64(cell + 1), length[:, None])
@@ -196,7 +195,7 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
 
 @lru_cache
 def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., None]:
-    """The update after a step. One function and graph for each window and n-gram length: loops over them are unrolled."""
+    """The update after a step: a function and graph per window and n-gram length, because loops over them are unrolled."""
 
     def advance(
         block: Tensor,
@@ -215,13 +214,13 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         size = window * (ngram - 1)
         per_key = (block.shape[1] + 1 - size) // (ngram - 1)
         last = slice(size - window, size)
-        # Off the accepted path there is no choice if processors run on the host: the likeliest token stands in.
+        # With processors on the host, nodes off the path have no chosen token: the likeliest one is taken.
         level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
         columns = torch.cat([nodes[:, :size].unflatten(1, (ngram - 1, window)), level[:, None]], 1)  # [B, N, W]
         # Column 0 counts as the most recent: its context is the text itself, not a prediction of it.
         new, valid = columns, torch.ones_like(level, dtype=torch.bool)
         if keep_output:
-            # A step of lookahead alone writes at most N tokens; merged with others it may write more: the last N count.
+            # A step with only this strategy's draft writes at most N tokens; of more tokens in merged drafts the last N count.
             written, whole = last_ngrams(tokens, length, ngram, ngram)
             whole = whole & (torch.arange(ngram, device=tokens.device) < emitted[:, None])
             new, valid = torch.cat([written, new], 2), torch.cat([whole, valid], 1)
@@ -233,12 +232,12 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
     return advance
 
 
-#: In the place of the tokens of an absent n-gram.
+#: Tokens of an absent n-gram.
 EMPTY = -1
 
 
 def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor:
-    """A pool that holds `new`. Compares each with each: ``M²`` in time and memory.
+    """A pool of the n-grams `new`. Compares all pairs: ``M²`` in time and memory.
 
     Args:
         new: ``[B, n, M]`` int64, most recent first.
@@ -251,10 +250,10 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
 
 
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
-    """The pool with `new` in front of what it held.
+    """The pool with `new` in front.
 
-    An n-gram that is there already moves to the front. What exceeds `per_key` n-grams of one key goes, oldest first; so
-    does what exceeds the capacity.
+    An n-gram that it has already moves to the front. The oldest n-grams beyond `per_key` per key, and beyond the capacity, are
+    dropped.
 
     Args:
         pool: ``[B, n + 1, C]`` int64.
@@ -266,7 +265,7 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     double = _equal(new, ngrams) & first[:, :, None]  # [B, M, C]
     stood = torch.where(double, slot, capacity).amin(-1)  # [B, M]
 
-    # An entry falls back by one for every new n-gram of its key that did not stand before it already. A loop, since
+    # An entry moves back by one for every new n-gram of its key that was not in front of it already. A loop, because
     # inductor's code for a sum over the short dimension takes four times as long on the CPU.
     key, stays = ngrams[:, 0], ngrams[:, 0] != EMPTY
     for m in range(new.shape[2]):
@@ -281,7 +280,7 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
 
 
 def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
-    """What followed `key`, most recent first.
+    """The followers of `key`, most recent first.
 
     Args:
         pool: ``[B, n + 1, C]`` int64.
@@ -310,9 +309,9 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """The entries that are alive, in their order, as a pool of `capacity`; the last ones go if there are more."""
+    """The entries that are alive, in order, as a pool of `capacity`; the last ones are dropped if there are more."""
     target = alive.long().cumsum(1) - 1
-    target = torch.where(alive & (target < capacity), target, capacity)  # one slot more takes what goes
+    target = torch.where(alive & (target < capacity), target, capacity)  # an extra slot takes the dropped ones
     entries = torch.cat([ngrams, rank[:, None]], 1)
     closed = entries.new_full((*entries.shape[:2], capacity + 1), EMPTY)
     return closed.scatter(2, target[:, None].expand_as(entries), entries)[:, :, :capacity]
@@ -321,7 +320,7 @@ def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> T
 def _equal(left: Tensor, right: Tensor) -> Tensor:
     """Which n-grams are equal: ``[B, n, M]`` and ``[B, n, K]`` to ``[B, M, K]`` bool.
 
-    Token by token, since a reduction over the short inner dimension is slow on the CPU.
+    Token by token, because a reduction over the short inner dimension is slow on the CPU.
     """
     equal = left[:, 0, :, None] == right[:, 0, None, :]
     for token in range(1, left.shape[1]):

@@ -19,7 +19,7 @@ from ..tree import Topology
 
 
 class MedusaSettings(Settings):
-    """Which heads predict, and in which tree."""
+    """The heads, and the tree of their drafts."""
 
     heads: str | None = Field(
         None,
@@ -41,22 +41,22 @@ class MedusaSettings(Settings):
 
 @dataclass
 class _State:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
         topology: the tree of ``N`` nodes.
         level: ``[N-1]`` int64, the head whose draft token each node takes.
-        rank: ``[N-1]`` int64, the place of that token among the head's.
-        ranks: a number of draft tokens that covers all of them.
+        rank: ``[N-1]`` int64, the rank of that token among the head's.
+        ranks: number of draft tokens per head.
         weights: of the heads.
-        lm_head: ``[V, H]``, of the target: heads without a projection of their own share it.
+        lm_head: ``[V, H]``, the target's, for heads without a projection of their own.
         lm_bias: ``[V]``, its bias, if it has one.
-        hidden: ``[B, H]``, what the heads read: the hidden state that gave the next block's root.
+        hidden: ``[B, H]``, the heads' input: the hidden state that the next block's root was chosen from.
         known: ``[B, 1]`` bool, whether there is one yet.
         ahead: ``[K]`` int64, 0 … K-1.
         plan: of the call.
-        sampling: likewise; None without a call.
-        keep_scores: whether drafts say what they were drawn from.
+        sampling: likewise; None outside a call.
+        keep_scores: whether drafts have scores.
         predict: :func:`draft_tokens`, compiled.
     """
 
@@ -77,11 +77,11 @@ class _State:
 
 
 class Medusa(Strategy):
-    """Head k predicts the token k places behind the next one, from the hidden state that gave the next one; the best draft tokens
-    of all heads stand in a tree of fixed shape.
+    """Head k predicts the token k places behind the next one, from the hidden state that the next one was chosen from; the best draft
+    tokens of all heads form a tree of fixed shape.
 
     When sampling, a head's draft tokens are the best of its processed scores plus the noise that the target will draw with, so
-    that it tends to predict what will be drawn. The first step of a call proposes nothing: no hidden state is known yet.
+    that they tend to be the drawn ones. The first step of a call has no draft, because no hidden state is known yet.
 
     Exact by default. The paper's typical acceptance is the lossy ``verifier="typical"``.
     """
@@ -91,14 +91,14 @@ class Medusa(Strategy):
     needs = "heads"
     settings_class = MedusaSettings
     on_device = True
-    rows_apart = False  # the tree is as large as pays for so many rows
+    rows_apart = False  # the tree's size depends on the number of rows
     rests = True
 
     def start(self, context: Context) -> _State:
         heads = self._heads(context)
         s: MedusaSettings = self.settings
         paths = s.tree or heads.config.tree or DEFAULT_TREE
-        # The authors' tree is four levels deep; heads may be fewer, or the tree of a user's shallower than the heads.
+        # The default tree is four levels deep; there may be fewer heads. A user's tree may be shallower than the heads.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
         nodes = draft_budget(context.costs, s.nodes, len(paths))
@@ -127,7 +127,7 @@ class Medusa(Strategy):
         )
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep what the heads read; for new ones nothing is known before their first step."""
+        """Rows that stay keep their hidden states; new ones have none before their first step."""
         before = rows.clamp(min=0)
         state.hidden, state.known = state.hidden[before], state.known[before] & (rows >= 0)[:, None]
         state.sampling = context.sampling
@@ -161,8 +161,8 @@ class Medusa(Strategy):
         """The heads for the model of this call, in its dtype.
 
         Raises:
-            SettingsError: they are of another size. UnsupportedError: there are none, or it is not the target that they
-                would draft for.
+            SettingsError: they are of another size. UnsupportedError: there are none, or the strategy does not draft for the
+                target.
         """
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
@@ -178,7 +178,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first `nodes` paths; one that comes before its parent is passed over, so that what is taken is a tree."""
+    """The first `nodes` paths whose parents come before them, so that they form a tree."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):
@@ -196,7 +196,7 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
 
 
 def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same tree, its siblings taking the first ranks: a draw without replacement must not pass over what was drawn."""
+    """The same tree with siblings of consecutive ranks: a draw without replacement must not skip drawn tokens."""
     children: dict[int, int] = {}
     closed = []
     for parent, (level, _) in zip(topology.parents[1:], picks, strict=True):
@@ -211,8 +211,8 @@ def draft_tokens(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The best `ranks` tokens of every head, ``[B, K, ranks]`` int64, and the scores they were drawn from, ``[B, K, V]``.
 
-    Candidates of one level are the same under every parent: a head knows the level, not the path. For a rejection rule this
-    is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
+    Candidates of one level are the same under every parent, because a head knows the level and not the path. This is valid for
+    rejection rules: the draws of a level are independent of those above it.
 
     Args:
         hidden: ``[B, H]``.
@@ -226,6 +226,6 @@ def draft_tokens(
 
 
 def _whole(weight: Tensor) -> Tensor:
-    """`weight`; where processes share it, all of it in each of them."""
+    """`weight`, gathered if processes share it."""
     gather = getattr(weight, "full_tensor", None)
     return gather() if gather is not None else weight

@@ -17,7 +17,7 @@ from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, Traits, check_draft, finish_all
 from ..tree import NO_PARENT, Topology, TreeTensors
 
-#: Nodes of the joint tree where nothing says otherwise, root included.
+#: Default nodes of the joint tree without measured costs, root included.
 NODES = 64
 
 
@@ -35,12 +35,12 @@ class MergedSettings(Settings):
 
 @dataclass
 class MergedState:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
         parts: state of every part.
         owned: each part's nodes in the joint block.
-        nodes: how many the joint block may have.
+        nodes: budget of the joint block.
         layers: the hidden layers that each part reads.
     """
 
@@ -56,10 +56,9 @@ def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 class Merged(Strategy):
-    """Puts the proposals of several strategies under one root and verifies them together.
+    """Merges the drafts of several strategies under one root and verifies them together.
 
-    Every part observes the whole joint block, its own nodes first, in its own order: a part that reads its nodes by
-    index works unchanged.
+    Every part observes the whole joint block with its own nodes first, in its own order, so that it may read its nodes by index.
     """
 
     name = "merged"
@@ -115,7 +114,7 @@ class Merged(Strategy):
             part.limit(own, tokens)
 
     def details(self, state: MergedState) -> dict[str, Any]:
-        """What the parts say, by their names; those that say nothing are left out."""
+        """The details of all parts that have some, by their names."""
         said = {part.name: dict(part.details(own)) for part, own in zip(self.parts, state.parts, strict=True)}
         return {name: details for name, details in said.items() if details}
 
@@ -123,7 +122,7 @@ class Merged(Strategy):
         finish_all(zip(self.parts, state.parts, strict=True))
 
     def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
-        """Those that `part` has asked for."""
+        """The hidden layers that `part` reads."""
         if layers is None:
             return None
         every, own = union(state.layers), state.layers[self.parts.index(part)]
@@ -148,10 +147,10 @@ class Merged(Strategy):
         return Draft(tokens, topology, self._scores(drafts), depth, drafters=[names] * len(tokens))
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """How many nodes of a draft are taken, its root included, where the budget leaves so many.
+        """How many nodes of a draft are taken, its root included, if the budget leaves `left`.
 
-        Nodes that are no draft tokens cannot be cut, the part needs them for itself: a budget that costs allow gives way, one set
-        by hand is refused.
+        Drafts with nodes that are no draft tokens cannot be cut, because the part needs these: they may exceed a budget by costs; a
+        budget set by the user is an error then.
         """
         shape = draft.topology
         needed = 1
@@ -165,7 +164,7 @@ class Merged(Strategy):
         return max(left, needed)
 
     def _scores(self, drafts: list[Draft]) -> Tensor | None:
-        """What the draft tokens were drawn from; those of drafters that draw nothing are certain."""
+        """The scores of the joint draft; draft tokens that were not sampled get all of the probability."""
         drawn = [draft.scores for draft in drafts if draft.scores is not None]
         if not drawn:
             return None
@@ -198,7 +197,7 @@ class Merged(Strategy):
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
-    """All trees under one root; of fixed shape if each of them is. like: ``[B, …]``, on the device wanted."""
+    """All trees under one root; of fixed shape if each of them is. like: ``[B, …]``, gives rows and device."""
     fixed = [tree for tree in trees if isinstance(tree, Topology)]
     if len(fixed) == len(trees):
         return functools.reduce(Topology.merge, fixed)
@@ -209,7 +208,7 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """The same step with some nodes right behind the root. Nothing comes from the host, so that a step can be recorded."""
+    """The step with some nodes moved right behind the root, without data from the host, so that it can be recorded."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
 
 _TOO_OLD = "mtp needs a newer transformers, one that has MtpModel.forward_layer (5.23 has)"
-#: Where a model's layers are kept: what begins with ``decoders_`` is no part of the network.
+#: The model's attribute for its layers; names with ``decoders_`` are no part of the network.
 ATTRIBUTE = "decoders_mtp_layers"
 
 
 class MtpSettings(Settings):
-    """How far to draft, and in which shape."""
+    """Depth and shape of drafts."""
 
     length: int | None = Field(
         None,
@@ -45,9 +45,9 @@ class MtpSettings(Settings):
 
 
 class Mtp(ReadsFeatures):
-    """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of one token more, and
-    predicts the token behind that one. The layers are those of the model's checkpoint, through transformers' ``MtpModel``, or
-    what :func:`use_mtp_layers` was given.
+    """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of a further token, and
+    predicts the token behind that one. The layers are those of the model's checkpoint, by transformers' ``MtpModel``, or those given
+    to :func:`use_mtp_layers`.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
     """
@@ -92,7 +92,7 @@ class MtpDrafter(FeatureDrafter):
             self.module: ModulePasses = context.module(
                 single_layers(layers, context), ahead=ahead + self.width, example=example
             )
-        except (TypeError, ValueError, AttributeError) as error:  # what transformers built does not fit the design
+        except (TypeError, ValueError, AttributeError) as error:  # transformers' module does not fit the design
             raise UnsupportedError(
                 f"mtp: transformers' MtpModel cannot run its layers of {type(context.model).__name__}: {error}"
             ) from error
@@ -106,7 +106,7 @@ class MtpDrafter(FeatureDrafter):
         for layer in range(self.depth):
             tokens = tokens_from(sequences, base + 1 + layer, count)
             states = self.module(base, tokens, states, layer=layer)
-            # What comes behind this slot was read with tokens that are not known yet.
+            # Later slots of this layer were read with tokens that are not known yet.
             self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
 
     def first(self) -> Tensor:
@@ -141,7 +141,7 @@ class _SingleLayers(nn.Module):
     ) -> Tensor:  # fmt: skip
         cache.ready_mask = attention_mask
         for number in range(self.layers.num_mtp_layers) if layer is None else (layer,):
-            # A layer's tokens are one further on than those of the layer before, and so are their positions.
+            # A layer's tokens, and so their positions, are one behind those of the layer before.
             places = position_ids + (1 + number)
             states = self.layers.forward_layer(number, states, places, cache, input_ids=tokens)
         return states
@@ -149,7 +149,7 @@ class _SingleLayers(nn.Module):
 
 @functools.cache
 def _with_ready_masks(kind: type) -> type:
-    """`kind`, an ``MtpModel``, with the mask of the pass in the place of masks of its own making."""
+    """`kind`, an ``MtpModel``, with the pass's mask instead of masks of its own."""
 
     def ready(
         self: Any, layer_idx: int, inputs_embeds: Tensor, mtp_cache: Any, position_ids: Tensor
@@ -159,12 +159,12 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: By model: what its layers were made ready from, and they.
+#: By model: what its prepared layers depend on, and the prepared layers.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
 def single_layers(layers: MtpModel, context: Context) -> nn.Module:
-    """The module that :attr:`Context.module` is given, the same for the same layers, dtype and device."""
+    """The module for :attr:`Context.module`, the same object for the same layers, dtype and device."""
     model, dtype, device = context.model, dtype_of(context), context.device
     alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in layers.layers.parameters()} == {device}
     origin = (layers, model.get_input_embeddings(), dtype, device)
@@ -179,7 +179,7 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
     """`layers` over the embedding and the rotary positions of `model`, another object with the same modules.
 
     Args:
-        place: device and dtype of copies that stand for these modules; None: the modules themselves.
+        place: device and dtype for copies of these modules; None: the modules themselves.
     """
     shared = (layers.config, *layers.children())
     twin = copy.deepcopy(layers, {id(part): part for part in shared})
@@ -191,7 +191,7 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
 
 
 def own_children(layers: MtpModel) -> dict[str, nn.Module]:
-    """What is not the main model's of an ``MtpModel``: its layers, and the norm that some designs have behind them."""
+    """The modules of an ``MtpModel`` that are not the main model's: its layers, and the norm behind them in some designs."""
     tied = ("embed_tokens", "shared_head", "rotary_emb")
     return {name: module for name, module in layers.named_children() if name not in tied}
 
@@ -204,18 +204,18 @@ def converted(layers: MtpModel, twin: MtpModel) -> bool:
 
 
 def matrix_dtype(layers: MtpModel) -> torch.dtype:
-    """What the largest matrix is in: a norm, or the bias of a router, may be in another dtype."""
+    """The dtype of the largest matrix; a norm, or the bias of a router, may have another one."""
     return max((p for p in layers.layers.parameters() if p.is_floating_point()), key=torch.numel).dtype
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
-    """Lets ``strategy="mtp"`` draft for `model` with `layers`, built or trained by the caller; None takes them away again.
+    """Lets ``strategy="mtp"`` draft for `model` with `layers`, built or trained by the caller; None removes them.
 
-    They draft over the model's embedding and output head, in its dtype and on its device: where theirs are others, a copy of them
-    does. Without this the layers are read from the model's checkpoint, once.
+    They use the model's embedding and output head, in its dtype and on its device; if theirs differ, a copy of them is used. By
+    default the layers are read from the model's checkpoint, once.
 
     Raises:
-        SettingsError: they are no ``MtpModel``, hold no layer, or are of another hidden size than the model.
+        SettingsError: they are no ``MtpModel``, have no layer, or another hidden size than the model.
         UnsupportedError: transformers is too old to have them.
     """
     if layers is not None:
@@ -254,7 +254,7 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
     """The multi-token-prediction layers of `model`.
 
     Raises:
-        UnsupportedError: it has none, its checkpoint does not hold them, or transformers is too old to build them.
+        UnsupportedError: it has none, its checkpoint lacks them, or transformers is too old to build them.
     """
     if ATTRIBUTE in vars(model):
         return vars(model)[ATTRIBUTE]
@@ -263,7 +263,7 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
         raise UnsupportedError(f"{name} has no multi-token-prediction layers (num_mtp_layers in its config)")
     try:
         layers = kind.from_pretrained(model, device_map={"": model.device})
-    except Exception as error:  # files, keys and shapes fail in many ways
+    except Exception as error:  # files, keys and shapes raise many kinds of errors
         raise UnsupportedError(
             f"mtp: the layers of {name} cannot be loaded from {model.config.name_or_path!r}: {error}. Layers that you have built "
             "are taken by decoders.strategies.mtp.use_mtp_layers"

@@ -1,7 +1,7 @@
-"""N-gram drafting: the likeliest followers of the last two tokens, as the lowest stage of Spector & Ré (2023) drafts.
+"""N-gram drafting: the likeliest followers of the last two tokens, as in the lowest stage of Spector & Ré (2023).
 
-Stupid back-off (Brants et al. 2007) scores a follower by the longest context it was seen in; the mini-tree along the
-likeliest spine is that of "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
+Stupid back-off (Brants et al. 2007) scores a follower by the longest context that it followed; the mini-tree along the
+likeliest spine is from "Accelerating LLM Inference with Staged Speculative Decoding" (arXiv 2308.04623).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .ngram_table import MAX_NGRAM, context_key, load_table
 
 
 class NgramSettings(Settings):
-    """How many draft tokens, and what they are counted in.
+    """Shape of drafts, and source of the counts.
 
-    The default tree costs as much as a chain of 7. Wider ones, such as the paper's, pay where nodes are nearly free.
+    The default tree costs as much as a chain of 7. Wider ones, such as the paper's, pay where nodes cost next to nothing.
     """
 
     widths: tuple[int, ...] = Field(
@@ -54,14 +54,14 @@ class NgramSettings(Settings):
 
 @dataclass(frozen=True)
 class NgramState:
-    """What a call works with.
+    """The state of a call.
 
     Attributes:
-        predict: :func:`mini_tree`, compiled if the call is. Nothing in it remembers the text.
-        scratch: ``[B, V]`` int32, where equal tokens meet; written before it is read.
+        predict: :func:`mini_tree`, compiled if the call is.
+        scratch: ``[B, V]`` int32, for counting equal tokens; written before it is read.
         table: tensors of the table's orders, four per order.
-        texts: of the rows with their counts, where the host does the counting.
-        append_only: whether a row's text is never taken back.
+        texts: of the rows with their counts, where the host counts.
+        append_only: whether texts only grow.
     """
 
     predict: Callable[..., Tensor]
@@ -72,10 +72,10 @@ class NgramState:
 
 
 class Ngram(Strategy):
-    """Proposes what most often followed the last tokens: in prompt and output, in a saved table, or in both.
+    """Proposes the tokens that most often followed the last ones, in prompt and output, in a saved table, or in both.
 
-    On a device everything is counted afresh from the text in every step. On a CPU the counts are kept from step to step, and follow
-    the text where it is taken back, as happens when this strategy drafts for a draft model. The draft is the same.
+    On a device everything is counted from the text in every step. On a CPU the counts are kept from step to step, also where text is
+    removed again, as happens when this strategy drafts for a draft model. The draft is the same.
     """
 
     name = "ngram"
@@ -90,7 +90,7 @@ class Ngram(Strategy):
         table = tuple(tensor for order in orders for tensor in order)
         scratch = torch.empty(context.rows, context.vocab_size, dtype=torch.int32, device=context.device)
         texts = [self._text() for _ in range(context.rows)]
-        # What a draft model writes is taken back where the target disagrees.
+        # A draft model's tokens are removed again where the target rejects them.
         return NgramState(context.compile(mini_tree), scratch, table, texts, append_only=context.level == 0)
 
     def rebatch(self, state: NgramState, rows: Tensor, context: Context) -> NgramState:
@@ -121,7 +121,7 @@ class Ngram(Strategy):
 def spine(widths: tuple[int, ...]) -> Topology:
     """The tree in which the first node of each depth is continued: ``(3, 2)`` has parents ``-1, 0, 1, 0, 0, 1``.
 
-    Those that are continued stand first: in slots of their own depth, where they have the bits of plain decoding.
+    Nodes with children come first, in slots of their own depth, where they have the bits of plain decoding.
     """
     siblings = [depth for depth, width in enumerate(widths) for _ in range(width - 1)]
     return Topology.from_parents([NO_PARENT, *range(len(widths)), *siblings])
@@ -140,7 +140,7 @@ def mini_tree(
 
     Arguments as of :func:`followers`.
 
-    All depths are one graph: compiled one by one, they would spend more time in being called than in counting.
+    All depths are one graph, because calling one graph per depth would take longer than counting.
     """
     slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)
@@ -163,27 +163,27 @@ def followers(
     """The likeliest followers of `context` in each row.
 
     The score of a follower is its share among all followers of the longest context that it was seen in, times 0.4 for
-    each token by which that is shorter than `context`. Of equal scores the one seen last in that context is better;
-    those that only the table has seen there come behind: after more context first, then in the table's order.
+    each token by which that is shorter than `context`. Of equal scores the latest in the text ranks first; followers known only
+    from the table come last: by longer context first, then in the table's order.
 
     Args:
         tokens: ``[B, L]`` int64, ids below V.
         length: ``[B]`` int64, valid tokens per row.
-        context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where there is none.
-        text_weight: what an occurrence in the text counts beside one in the table.
+        context: ``[B, 0 … 2]`` int64, the most recent token first; -1 for none.
+        text_weight: weight of an occurrence in the text relative to one in the table.
         scratch: ``[B, V]`` int32, overwritten.
         table: tensors of :class:`NgramOrder`, order by order.
 
     Returns:
-        ``[B, width]`` int64, best first, all different, -1 where no more are known; the context behind the first; and of each
-        how many tokens of context it was seen after, the most there are.
+        ``[B, width]`` int64, best first, all different, -1 if there are no more; the context behind the first; and for each the length
+        of the longest context that it followed.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
     last = [context[:, k : k + 1] for k in range(context.shape[1])]
     matches = [inside]
     for back, token in enumerate(last, 1):
-        # earlier[p] = tokens[p - back], and before the start what equals nothing, not even a missing token.
+        # earlier[p] = tokens[p - back]; before the start -2, which equals no token, not even a missing one.
         earlier = pad(tokens, (back, 0), value=-2)[:, :slots]
         matches.append(matches[-1] & (earlier == token))
     entries = _entries(table, last, length[:, None], scratch.shape[1])
@@ -194,14 +194,14 @@ def followers(
 def _entries(
     table: tuple[Tensor, ...], context: list[Tensor], like: Tensor, vocab_size: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """What the table holds on `context`, by order: followers and counts ``[B, C]``, the total ``[B, 1]``.
+    """The table's entries of `context`, by order: followers and counts ``[B, C]``, the total ``[B, 1]``.
 
     Where the context is not in the table, followers are -1 and counts 0.
     """
     counts_by_order = []
     for n in range(len(table) // 4):
         keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
-        key = context_key(context[:n], vocab_size, like)  # negative, so in no table, if the text is too short
+        key = context_key(context[:n], vocab_size, like)  # negative, and so in no table, if the text is too short
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
         row = at[:, 0]
@@ -223,7 +223,7 @@ def _ranked(
     text_weight: int,
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The `width` best followers ``[B, width]``, best first, -1 where there are fewer; and the highest order that knows each.
+    """The `width` best followers ``[B, width]``, best first, -1 if there are fewer; and the highest order of each.
 
     Args:
         text: ``[B, L]`` int64.
@@ -233,16 +233,16 @@ def _ranked(
     # Candidates, with repetitions: the table's, then the text's tokens; what comes later wins among equals.
     tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
-    # Equal tokens are counted in one place, the slot of any of them: whichever wins the scatter. Only what was written
-    # is read back, so nothing of size V is filled or read through. (Compiled, an indexed assignment works in place where
-    # scatter_ would copy all of `scratch` to and fro.)
+    # Equal tokens are counted at the slot of one of them, whichever wins the scatter. Only written entries are read
+    # back, so no tensor of size V is filled or scanned. (Compiled, an indexed assignment works in place, while scatter_
+    # would copy all of `scratch`.)
     scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
     place = scratch.gather(1, tokens).long()
     score = torch.zeros_like(tokens, dtype=torch.float64)
     order = torch.zeros_like(tokens)
     eligible = torch.zeros_like(tokens, dtype=torch.bool)  # slots behind the longest context that had their token
     for n, matched in enumerate(matches):
-        # float64 sums of whole numbers are exact in any order, so that every device finds the same ties.
+        # float64 sums of integers are exact in any order, so that ties are the same on every device.
         own = matched.double() * text_weight
         total = own.sum(1, keepdim=True)
         of_table = [torch.zeros_like(counts) for _, counts, _ in entries]
@@ -254,7 +254,7 @@ def _ranked(
         score = torch.where(count > 0, count / total, BACK_OFF * score)
         eligible = torch.where(count > 0, weight > 0, eligible)
         order = torch.where(count > 0, n, order)
-    # One whole number that orders by score and then by slot; of the slots of a token the best remains.
+    # An integer that orders by score and then by slot; of the slots of a token the best counts.
     worth = torch.where(eligible, (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot, -1)
     worth = torch.full_like(worth, -1).scatter_reduce_(1, place, worth, "amax")
     best = pad(worth, (0, width), value=-1).topk(width, 1).values

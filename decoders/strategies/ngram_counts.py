@@ -1,4 +1,4 @@
-"""Counts of the n-grams of one text, kept up to date as it grows: what :mod:`.ngram` drafts by where Python may look at the text."""
+"""Counts of the n-grams of one text, updated as it grows, for :mod:`.ngram` on devices whose values Python may read."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-#: What a shorter context's share is worth beside a longer one's (stupid back-off).
+#: Factor on the share of a context that is one token shorter (stupid back-off).
 BACK_OFF = 0.4
 #: Bits of a score that count when two are compared; the others are rounding.
 SCORE_BITS = 40
 
 
 class _Followers:
-    """What followed one context.
+    """The followers of one context.
 
     Attributes:
-        slots: where each token followed it, in ascending order.
-        total: how many there are.
-        most: the most that one token has had.
+        slots: slots of each token that followed it, in ascending order.
+        total: number of all these slots.
+        most: largest number that one token has had.
     """
 
     __slots__ = ("most", "slots", "total")
@@ -29,12 +29,12 @@ class _Followers:
 
 
 class RankedFollower(NamedTuple):
-    """A token that may follow, as they are ranked.
+    """A follower, in the order of ranking.
 
     Attributes:
         score: in units of ``2 ** -SCORE_BITS``.
-        slot: where it followed last, after the longest context that it is known of.
-        token: it.
+        slot: the last one in which it followed its longest context.
+        token: its id.
         order: tokens of that context.
     """
 
@@ -45,9 +45,9 @@ class RankedFollower(NamedTuple):
 
 
 class NgramCounts:
-    """A text that grows and shrinks at its end, and what followed each context of up to ``max_ngram - 1`` of its tokens.
+    """A text that grows and shrinks at its end, with the followers of each context of up to ``max_ngram - 1`` tokens.
 
-    A token costs about a microsecond per order; a draft token tens of them.
+    Adding a token takes about a microsecond per order; a draft token takes tens of them.
 
     Attributes:
         tokens: the text.
@@ -58,7 +58,7 @@ class NgramCounts:
     def __init__(self, max_ngram: int) -> None:
         self.tokens = array("i")
         self._orders: list[dict[tuple[int, ...], _Followers]] = [{} for _ in range(max_ngram)]
-        # Tokens by how often they occur, of each frequency the latest last; None where that is to be made anew.
+        # Tokens by frequency, the latest last within each; None if it must be built again.
         self._by_count: dict[int, dict[int, None]] | None = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -83,7 +83,7 @@ class NgramCounts:
             context = (*context, token)[-longest:] if longest else ()
 
     def truncate(self, length: int) -> None:
-        """Takes back what was added behind the first `length` tokens."""
+        """Removes all tokens behind the first `length`."""
         text = self.tokens
         while len(text) > length:
             token = text.pop()
@@ -100,7 +100,7 @@ class NgramCounts:
             self._by_count = None
 
     def spine(self, widths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What :func:`~.ngram.mini_tree` gives for this text: the likeliest followers at each depth, and the orders that know them."""
+        """As :func:`~.ngram.mini_tree` for this text: the likeliest followers at each depth, and their orders."""
         longest = len(self._orders) - 1
         context = tuple(self.tokens[len(self.tokens) - longest :]) if longest else ()
         first: list[tuple[int, int]] = []
@@ -116,10 +116,10 @@ class NgramCounts:
         return list(tokens), list(orders)
 
     def followers(self, context: tuple[int, ...], width: int) -> list[RankedFollower]:
-        """The `width` likeliest followers of a context, best first, fewer where no more are known.
+        """The `width` likeliest followers of a context, best first, or as many as there are.
 
-        Their score is their share among what followed the longest end of `context` that they followed, times :data:`BACK_OFF` for
-        each token by which that is shorter than the longest context there may be; of equal ones the latest is better.
+        The score of a follower is its share among all followers of the longest suffix of `context` that it followed, times
+        :data:`BACK_OFF` for each token by which that is shorter than the longest context; of equal ones the latest ranks first.
         """
         longest = len(self._orders) - 1
         best: list[RankedFollower] = []
@@ -128,7 +128,7 @@ class NgramCounts:
             followers = self._orders[order].get(context[len(context) - order :])
             if followers is None:
                 continue
-            # No follower of this order can be better than its most frequent one was.
+            # The most frequent follower of this order bounds the others.
             if len(best) < width or _score(followers.most, followers.total, longest - order) >= best[-1].score:
                 for token, slots in followers.slots.items():
                     if not any(token in other.slots for other in longer):
@@ -153,7 +153,7 @@ class NgramCounts:
         return best
 
     def _note(self, token: int, count: int) -> None:
-        """A token has occurred for the `count`-th time."""
+        """Notes that a token has occurred for the `count`-th time."""
         if self._by_count is None:
             return
         if count > 1:
@@ -164,7 +164,7 @@ class NgramCounts:
         self._by_count.setdefault(count, {})[token] = None
 
     def _by_frequency(self) -> Iterator[int]:
-        """All tokens of the text, the most frequent first, of equally frequent ones the latest."""
+        """All tokens of the text, the most frequent first, the latest first among equally frequent ones."""
         if self._by_count is None:
             self._by_count = {}
             slots = self._orders[0][()].slots if self.tokens else {}
@@ -175,7 +175,7 @@ class NgramCounts:
 
 
 def _score(count: int, total: int, back: int) -> int:
-    """A share ``count / total``, backed off so many times, with the rounding of :mod:`.ngram`'s tensors."""
+    """A share ``count / total``, backed off `back` times, with the rounding of :mod:`.ngram`'s tensors."""
     score = count / total
     for _ in range(back):
         score = BACK_OFF * score

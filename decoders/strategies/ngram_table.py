@@ -1,4 +1,4 @@
-"""The n-gram counts that `ngram` drafts by: of a text as it grows, and in a table that is counted once and saved."""
+"""Saved tables of n-gram counts for `ngram`: counting, files, and training on a model's own output."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MAX_NGRAM = 3
 
 
 class NgramOrder(NamedTuple):
-    """Counts of the n-grams of one length. ``K`` contexts, ``C`` followers kept of each, the most frequent first.
+    """Counts of the n-grams of one length: ``K`` contexts with ``C`` followers each, the most frequent first.
 
     Attributes:
         keys: ``[K]`` int64, the contexts in ascending order (:func:`context_key`).
-        followers: ``[K, C]`` int32 token ids; -1 where a context has fewer.
-        counts: ``[K, C]`` int32, how often each of them followed; 0 where there is none.
-        totals: ``[K]`` int64, how often anything followed, followers that were not kept included.
+        followers: ``[K, C]`` int32 token ids; -1 if a context has fewer.
+        counts: ``[K, C]`` int32, how often each of them followed; 0 for none.
+        totals: ``[K]`` int64, how often any token followed, dropped followers included.
     """
 
     keys: Tensor
@@ -42,13 +42,13 @@ class NgramOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramTable:
-    """What was counted, and on what.
+    """A table of n-gram counts.
 
     Attributes:
         orders: unigrams, bigrams, trigrams, as far as they were counted.
-        vocab_size: size ``V`` of the vocabulary that the tokens belong to.
-        tokens: number of tokens that were counted.
-        source: what the text was, in words.
+        vocab_size: size ``V`` of the tokens' vocabulary.
+        tokens: number of counted tokens.
+        source: description of the text.
     """
 
     orders: tuple[NgramOrder, ...]
@@ -64,12 +64,12 @@ class NgramTable:
         """Counts n-grams up to `max_ngram` tokens long.
 
         Args:
-            texts: pairs of a text ``[T]`` int64 and the place of its first token to count; what stands before is
-                context only.
-            followers: how many of a context's followers to keep.
+            texts: pairs of a text ``[T]`` int64 and the index of its first token to count; earlier tokens are context
+                only.
+            followers: most followers per context.
 
         Raises:
-            SettingsError: a vocabulary too large for 64-bit keys, a token outside of it, or nothing to count.
+            SettingsError: a vocabulary too large for 64-bit keys, a token outside it, or nothing to count.
         """
         if vocab_size**MAX_NGRAM >= 2**63:
             raise SettingsError(f"n-grams of {vocab_size} different tokens do not fit 64 bits: at most 2097151")
@@ -91,10 +91,10 @@ class NgramTable:
         return NgramTable(tuple(orders), vocab_size, int(orders[0].totals.sum()), source)
 
     def save(self, path: Path) -> None:
-        """Puts :meth:`dump` in the place of the file `path`, in one move: tables that are loaded stay in their old file.
+        """Replaces the file `path` by :meth:`dump` atomically; loaded tables keep reading the old file.
 
         Raises:
-            SettingsError: something else is there. OSError: it cannot be written.
+            SettingsError: `path` is something else than a table. OSError: it cannot be written.
         """
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
@@ -118,12 +118,12 @@ class NgramTable:
 
     @staticmethod
     def load(path: Path) -> NgramTable:
-        """Reads a file of what :meth:`dump` gives.
+        """Reads a file written by :meth:`save`.
 
         Raises:
-            SettingsError: no such file, no table, or one that does not hold together.
+            SettingsError: no such file, no table, or an inconsistent one.
         """
-        if path.exists() and not path.is_file():  # to open a pipe is to wait for its writer
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
             raise SettingsError(f"n-gram table {path} cannot be read: it is no regular file")
         try:
             with safe_open(path, framework="pt") as file:
@@ -151,7 +151,7 @@ class NgramTable:
         return table
 
     def _check(self, path: Path) -> None:
-        """A follower outside the vocabulary would be an index out of bounds in compiled code, so look here once."""
+        """Checks the contents once, since a follower outside the vocabulary would be out of bounds in compiled code."""
         for n, order in enumerate(self.orders, 1):
             keys, followers, counts, totals = order
             shape = followers.shape
@@ -168,7 +168,7 @@ def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Ten
     """The key of contexts of any length: base-`vocab_size` digits, the most recent token (`context[0]`) last.
 
     Args:
-        context: tensors of the shape of `like`, the most recent token first; none for unigrams.
+        context: tensors of the shape of `like`, the most recent token first; empty for unigrams.
     """
     key = torch.zeros_like(like)
     for token in reversed(context):
@@ -197,7 +197,7 @@ def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[Ngram
 
 @lru_cache(maxsize=4)
 def _read(path: Path, mtime_ns: int, size: int) -> NgramTable:
-    """Modification time and size are in the key, so a file that was written again is read again."""
+    """Time and size are part of the cache key, so that a changed file is read again."""
     return NgramTable.load(path)
 
 
@@ -208,12 +208,12 @@ def _placed(path: Path, mtime_ns: int, size: int, device: torch.device) -> tuple
 
 
 def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> NgramOrder:
-    """`keys` and `tokens`, both ``[T]``: the context and the token of every n-gram."""
+    """Counts `keys` and `tokens`, both ``[T]``: the context and the follower of every n-gram."""
     grams, counts = torch.unique(keys * vocab_size + tokens, return_counts=True)
     contexts, size = torch.unique_consecutive(grams // vocab_size, return_counts=True)
     row = torch.arange(contexts.numel()).repeat_interleave(size)
     totals = torch.zeros(contexts.numel(), dtype=torch.int64).scatter_add_(0, row, counts)
-    # By context, then by count; the sorts are stable, so that of equal counts the smaller token id comes first.
+    # By context, then by count; the sorts are stable, so that the smaller token id comes first among equal counts.
     order = counts.argsort(descending=True, stable=True)
     order = order[row[order].argsort(stable=True)]
     rank = torch.arange(grams.numel()) - (size.cumsum(0) - size).repeat_interleave(size)
@@ -240,20 +240,20 @@ def train_table(
     on_progress: Callable[[int], None] = lambda counted: None,
     **options: Any,
 ) -> NgramTable:
-    """Samples from `model` after `prompts` and counts what it writes; the prompts are context and not counted.
+    """Samples from `model` after `prompts` and counts its tokens; prompts are context and not counted.
 
-    The table follows the model's own distribution, which is what a drafter for it has to predict.
+    So the table follows the model's own distribution, which a drafter has to predict.
 
     Args:
-        model: as :func:`decoders.enable` gave it back.
+        model: enabled by :func:`decoders.enable`.
         prompts: token ids; every batch draws `rows` of them.
         tokens: how many tokens to count at least; the last batch is counted whole.
         length: most tokens to sample after a prompt.
-        on_progress: told how many tokens there are, after each batch.
+        on_progress: called with the number of tokens after each batch.
         options: further arguments of ``generate``.
 
     Raises:
-        SettingsError: nothing to sample from, or a temperature that texts cannot be sampled at.
+        SettingsError: no prompts, or a temperature at which nothing is sampled.
     """
     if not 0 < temperature < math.inf:
         raise SettingsError(
@@ -275,7 +275,7 @@ def train_table(
 
 
 def sample(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[tuple[Tensor, int]]:
-    """One batch: each prompt with what was sampled after it, on the CPU, and the place where that begins."""
+    """One batch: each prompt with the sampled tokens, on the CPU, and the index at which these begin."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
@@ -288,5 +288,5 @@ def sample(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **options: 
 
 
 def excerpts(text: Sequence[int], length: int) -> list[Sequence[int]]:
-    """`text` cut into prompts of `length` tokens; what is left over at its end makes a shorter one."""
+    """`text` cut into prompts of `length` tokens; the last one may be shorter."""
     return [text[at : at + length] for at in range(0, len(text), length)]

@@ -1,9 +1,9 @@
-"""A draft model whose tokens are few of the target's drafts *text*: string-level alignment, as in transformers' universal assisted
-decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact match).
+"""Drafting *text* with a draft model that shares few tokens with the target: string-level alignment, as in transformers' universal
+assisted decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact match).
 
-The committed text is written in the draft's tokens, the draft model goes on with it greedily, and what it adds is written in the
-target's tokens. Only the end of a text is encoded anew in a round. What a round proposes is a chain without probabilities, like that of
-prompt lookup: wrong borders between tokens cost acceptance, never the text.
+The committed text is encoded in the draft's tokens, the draft model continues it greedily, and the continuation is encoded in the
+target's tokens. Only the end of a text is encoded again in a round. The draft is a chain without probabilities, as in prompt lookup:
+other borders between tokens cost acceptance, and never change the text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..drafting import ModulePasses, OtherVocabulary, cache_keyword
 from ..errors import UnsupportedError
 from ..strategy import Context, Draft, Sequences
 
-#: Tokens before a text's end that are written anew with what follows, and those before them that show where both ways meet.
+#: Tokens at a text's end that are encoded again with new text, and tokens before them to find where both encodings meet.
 LOOKBEHIND, ANCHOR = 8, 8
 #: Most tokens of a prompt that one pass of the draft model reads.
 CHUNK = 512
-#: Bytes 10xxxxxx go on with a character.
+#: Continuation bytes of UTF-8, 10xxxxxx.
 _CONTINUATION = range(0x80, 0xC0)
 
 
@@ -39,9 +39,10 @@ class TranslatedText:
         begin: the draft's tokens in front of every text.
 
     Attributes:
-        tokens: of the target, as far as they have been read.
-        text: their bytes. ids: the same text in the draft's tokens.
-        valid: of how many `ids` the draft model's keys and values are there.
+        tokens: the target's tokens read so far.
+        text: their bytes.
+        ids: the same text in the draft's tokens.
+        valid: how many of `ids` have keys and values in the draft model's cache.
     """
 
     def __init__(self, own: Vocabulary, other: Vocabulary, begin: Sequence[int]) -> None:
@@ -55,7 +56,7 @@ class TranslatedText:
         """Appends committed tokens of the target."""
         self.tokens += tokens
         self.text += self.own.spell(tokens)
-        # Where the last tokens end, their characters may go on; a token may be joined with what follows.
+        # The last tokens may end within a character, and may be joined with the text behind them.
         first = self._boundary(max(len(self.ids) - LOOKBEHIND - ANCHOR, self._begin))
         start = self._ends[first - 1] if first else 0
         new = self.other.encoded(self.text[start:])
@@ -68,7 +69,7 @@ class TranslatedText:
 
     @property
     def pending(self) -> bytes:
-        """The end of the text that the draft's tokens do not have: the beginning of a character."""
+        """The incomplete character at the end of the text, which the draft's tokens lack."""
         return self.text[self._ends[-1] if self._ends else 0 :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
@@ -96,13 +97,13 @@ class TranslatedText:
         return self.own.encoded(text)  # the tokenizer would have joined what is committed with what follows
 
     def _boundary(self, place: int) -> int:
-        """The last place of `ids` up to `place` at which a character begins."""
+        """The last index in `ids` up to `place` at which a character begins."""
         while place > self._begin and self.text[self._ends[place - 1]] in _CONTINUATION:
             place -= 1
         return place
 
     def _meeting(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
-        """Places in `ids` and in what was encoded from `first` on up to which the old tokens stay: a border of both ways."""
+        """A token border of both encodings: its index in `ids`, and its index in the tokens encoded from `first` on."""
         old = {end: place + 1 for place, end in enumerate(self._ends) if place >= first}
         for place, end in enumerate(ends):
             kept = old.get(end)
@@ -112,10 +113,10 @@ class TranslatedText:
 
 
 class TextDrafter:
-    """A draft model for the length of a call, beside rows in another vocabulary.
+    """A draft model in a call with another vocabulary.
 
     Args:
-        length: most tokens of its own that it drafts in a round.
+        length: most of its own tokens per round.
 
     Attributes:
         passes: of the draft model so far.
@@ -139,14 +140,14 @@ class TextDrafter:
         return self.module.passes
 
     def draft(self, sequences: Sequences, length: int) -> Draft:
-        """A chain for every row, ``length`` draft passes long. It waits for the device twice."""
+        """A chain for every row, of `length` draft passes. Waits for the device twice."""
         lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
         first = min(len(row.tokens) for row in self.rows)
         tokens = sequences.tokens[:, first : max(lengths)].tolist()
         for row, written, end in zip(self.rows, tokens, lengths, strict=True):
             if end > len(row.tokens):
                 row.read(written[len(row.tokens) - first : end - first])
-        # A coarse target token may be many of the draft's; beyond the cache of a device nothing is drafted.
+        # One target token may be many of the draft's; rows that exceed the cache get no draft.
         open_rows = [
             not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
             for row, ended in zip(self.rows, finished, strict=True)
@@ -163,7 +164,7 @@ class TextDrafter:
         return Draft.chain(torch.tensor(padded, device=self.device))
 
     def _run(self, length: int) -> Tensor:
-        """``[B, length]`` int64: what the draft model adds to the rows greedily."""
+        """``[B, length]`` int64: the draft model's greedy continuation of the rows."""
         rows = self.rows
         while (missing := max(len(row.ids) - row.valid for row in rows)) > CHUNK:
             taken = min(missing - 1, CHUNK)
@@ -175,13 +176,13 @@ class TextDrafter:
         starts = [max(len(row.ids) - width, 0) for row in rows]
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
-        # Logits are wanted after every row's last token alone, which is the window's last but in short rows.
+        # Logits are needed after every row's last token only, which is the window's last except in short rows.
         even = all(len(row.ids) >= width for row in rows)
         best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)
         drafted = [best if even else best.gather(1, place[:, None])]
         for step in range(1, length):
-            # Two tokens: one alone would be another graph. The first is read again.
+            # Two tokens, the first of them read again, because one alone would need another graph.
             read, last = torch.cat([last, drafted[-1]], dim=1), drafted[-1]
             drafted.append(self.module(ends + step - 1, read, last=True))
         for row in rows:
@@ -189,7 +190,7 @@ class TextDrafter:
         return torch.cat(drafted, dim=1)
 
     def _window(self, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """Where a pass begins in every row, ``[B]``, and what it reads, ``[B, count]``; behind a row's end stands some token."""
+        """The first slot of a pass in every row, ``[B]``, and its tokens, ``[B, count]``, arbitrary behind a row's end."""
         ids = [row.ids[start : start + count] for row, start in zip(self.rows, starts, strict=True)]
         padded = [[*some, *[0] * (count - len(some))] for some in ids]
         return torch.tensor(list(starts), device=self.device), torch.tensor(padded, device=self.device)
@@ -200,7 +201,7 @@ class _LikeliestTokens(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = copy.copy(model)  # another object with the same modules, so that the model may go
+        self.model = copy.copy(model)  # shares the modules, and keeps no reference to the model itself
         vars(self.model).pop("generate", None)
         self.cache_keyword = cache_keyword(self.model)
         config = model.config.get_text_config(decoder=True)
@@ -209,7 +210,7 @@ class _LikeliestTokens(nn.Module):
     def forward(
         self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, last: bool = False
     ) -> Tensor:  # fmt: skip
-        """``[B, N]`` int64; of the last node alone with `last`."""
+        """``[B, N]`` int64; with `last` of the last node only."""
         logits = self.model(
             input_ids=tokens, attention_mask=attention_mask, position_ids=position_ids.clamp(max=self.positions - 1),
             use_cache=True, logits_to_keep=1 if last else 0, **{self.cache_keyword: cache},
@@ -221,7 +222,7 @@ _made_ready: weakref.WeakKeyDictionary[PreTrainedModel, nn.Module] = weakref.Wea
 
 
 def likeliest_tokens(model: PreTrainedModel) -> nn.Module:
-    """The module that :attr:`Context.module` is given, the same for the same model."""
+    """The module for :attr:`Context.module`, the same object for the same model."""
     if model not in _made_ready:
         _made_ready[model] = _LikeliestTokens(model)
     return _made_ready[model]

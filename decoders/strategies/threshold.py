@@ -1,4 +1,4 @@
-"""Drafts as long as the draft model is sure enough of them (vgel 2023, "How to make LLMs go fast")."""
+"""Drafting while the draft model is sure enough (vgel 2023, "How to make LLMs go fast")."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings, DynamicTree, require_coupled
 
-#: Most tokens of a draft where nothing says otherwise, and where a step's cost allows more.
+#: Most tokens of a draft without measured costs, and by measured costs.
 LENGTH, MOST_LENGTH = 16, 32
-#: Where the host must wait for the device to look at it, it looks once: after a number of passes out of these.
+#: Where reading the device is a sync, the host reads it once, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)
 
 
@@ -64,12 +64,12 @@ class _State:
     Attributes:
         drafter: the draft model.
         tree: the shape of drafts, None for chains.
-        calibration: of the rule that is calibrated.
+        calibration: of the calibrated rule.
         threshold: ``[B]`` float32.
         length: most tokens of a draft.
-        waits: whether looking at the rows means waiting for the device: then the host looks once per step.
-        bucket: passes that are made before that look.
-        weights: ``[B, n]``, log-probability reached at each node of the last draft.
+        waits: whether reading the rows is a sync: then the host reads once per step.
+        bucket: passes before that read.
+        weights: ``[B, n]``, cumulative log-probability at each node of the last draft.
         draft: the last one.
     """
 
@@ -86,7 +86,7 @@ class _State:
 
 class Threshold(DraftModelStrategy):
     """Drafts a chain until the product of the draft's probabilities falls below a threshold; the token that crosses it is
-    still proposed. The threshold adapts, for every row by itself.
+    still proposed. Every row has a threshold of its own, which adapts.
 
     In a tree, a node is continued while its own cumulative probability is above the threshold.
     """
@@ -95,7 +95,7 @@ class Threshold(DraftModelStrategy):
     summary = "A draft model drafts until it is no longer sure; how sure it must be adapts."
     settings_class = ThresholdSettings
     hints = {"num_assistant_tokens": "max_length", "assistant_confidence_threshold": "threshold"}
-    on_device = False  # the host looks whether any row goes on, in every pass
+    on_device = False  # the host checks after every pass whether any row continues
 
     def start(self, context: Context) -> _State:
         s: ThresholdSettings = self.settings
@@ -163,7 +163,7 @@ class Threshold(DraftModelStrategy):
                 if not bool((reached >= floor).any()):
                     break
             elif len(products) == look:
-                # One look per step: where some row goes on, all go on to the next bucket and no further.
+                # One read per step: if a row continues, all draft up to the next bucket and no further.
                 needed = int(self._kept(torch.stack(products, 1), floor).sum(1).max())
                 going = bool((reached >= floor).any())
                 last = min(2 * len(products), state.length) if going else len(products)
@@ -181,8 +181,8 @@ class Threshold(DraftModelStrategy):
 
 
 def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
-    """``[B]`` float32: cumulative probability of the likeliest draft token after the last accepted node, the first to be rejected.
-    -1 where nothing was rejected: the path ends where the draft does.
+    """``[B]`` float32: cumulative probability of the first rejected draft token, the likeliest after the last accepted node.
+    -1 if none was rejected, because the accepted path ends at the draft's end.
     """
     end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
     tree = draft.topology
@@ -192,20 +192,19 @@ def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
     return torch.where(draft_tokens, weights.exp(), -1.0).amax(1)
 
 
-#: Steps that measurements are taken over, and how many there must be before they are believed.
+#: Steps that are averaged, and the least number that is used.
 WINDOW, ENOUGH = 32, 3
 
 
 class CalibratedThreshold:
     """The threshold on the probability of a draft token that gives most tokens per second.
 
-    Another draft token costs ``c`` seconds to draft and ``v`` to verify and brings, with cumulative probability ``P``, ``P``
-    tokens; rows share a pass and so its seconds. In the long run a second is worth ``R`` tokens, the present rate. By the
-    renewal-reward argument (Dinkelbach 1967 for the ratio of tokens to seconds) drafting goes on as long as
-    ``P >= (c + v) R``. A draft model is more or
-    less sure than it is right: ``P`` is its product of probabilities times the measured ratio of accepted to expected.
+    A further draft token takes ``c`` seconds to draft and ``v`` to verify, and brings ``P`` tokens, its cumulative probability; rows
+    share a pass and so its seconds. A second is worth ``R`` tokens, the present rate. To maximize tokens per second (Dinkelbach 1967)
+    drafting continues while ``P >= (c + v) R``. Since a draft model may be over- or underconfident, ``P`` is its product of
+    probabilities times the measured ratio of accepted to expected tokens.
 
-    Times differ from run to run, so the number of steps may; the tokens do not.
+    Times, and so the number of steps, may differ between runs; the tokens do not.
     """
 
     def __init__(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -219,23 +218,23 @@ class CalibratedThreshold:
         self._first = True
 
     def drafting(self) -> None:
-        """A step begins."""
+        """Notes that drafting begins."""
         self._begun = self._clock()
 
     def drafted(self, passes: int) -> None:
-        """The draft is made. passes: of the draft model so far in this call."""
+        """Notes that drafting has ended. passes: of the draft model so far in this call."""
         self._proposed = self._clock()
         self._draft.append((self._proposed - self._begun) / max(passes - self._passes, 1))
         self._passes = passes
 
     def threshold(self, step: Step, expected: Tensor | None) -> float | None:
-        """The threshold from here on; None while too little is known.
+        """The threshold from now on; None while there are too few measurements.
 
         Args:
             expected: sum of the cumulative probabilities of all draft tokens, of a chain; None leaves them as they are.
         """
         now = self._clock()
-        if self._first:  # compilation may hide in the first step
+        if self._first:  # the first step may include compilation
             self._first = False
             self._draft.clear()
             return None
@@ -247,7 +246,7 @@ class CalibratedThreshold:
         if len(self._steps) < ENOUGH or not emitted:
             return None
         seconds = sum(seconds for _, seconds in self._steps)
-        if not seconds > 0:  # a clock too coarse to say
+        if not seconds > 0:  # the clock is too coarse
             return None
         rate = sum(tokens for tokens, _ in self._steps) / seconds
         accepted, expectation = (sum(values) for values in zip(*self._hits, strict=True)) if self._hits else (1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Token recycling (Luo et al. 2024, arXiv 2408.08696): what the target thought likely after a token is drafted when it comes again."""
+"""Token recycling (Luo et al. 2024, arXiv 2408.08696): drafts the tokens that the target found likely after the same token before."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class _State:
     """What a call keeps.
 
     Attributes:
-        matrix: ``[V+1, k+1]`` int32, by token its successors, likeliest first, and their grade; the last row is that of no token.
+        matrix: ``[V+1, k+1]`` int32, for each token its successors, likeliest first, and their grade; the last row is for no token.
         topology: of the tree.
         ranks: of its draft tokens among their parent's successors.
-        levels, parents: of it, for :func:`fill`.
+        levels, parents: of the tree, for :func:`fill`.
         fill, learn: the functions of this file, compiled.
     """
 
@@ -66,18 +66,18 @@ class _State:
 
 
 class TokenRecycling(Strategy):
-    """Keeps the ``k`` likeliest successors of every token, as the target's logits had them where the token was last verified,
-    accepted or not, and fills a static tree by looking up row after row.
+    """Keeps the ``k`` likeliest successors of every token by the target's logits where the token was last verified, accepted or not,
+    and fills a static tree from them, level by level.
 
-    One matrix serves all rows and later calls on the model: what it holds was once computed anyway. Beyond the paper, a draft token is
-    graded by how far the target preferred the best successor to the second.
+    One matrix serves all rows and later calls on the model. In addition to the paper, a draft token is graded by the target's margin of
+    the best successor over the second.
     """
 
     name = "token_recycling"
     summary = "Proposes what the target thought likely when it last met the same tokens, as a static tree."
     settings_class = TokenRecyclingSettings
     on_device = True
-    grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)  # by the margin, the last of those that only followed
+    grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)  # by the margin; the last one for successors from prompts
     rests = True
     rows_apart = False
     misses_steps = True
@@ -100,11 +100,11 @@ class TokenRecycling(Strategy):
         return _State(matrix, topology, ranks, levels, parents, context.compile(fill), context.compile(learn))
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        return state  # nothing in it belongs to a row
+        return state  # it is independent of rows
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         assert chunk.logits is not None
-        shown = chunk.valid.any(1)  # of a batch that others come to, their rows alone
+        shown = chunk.valid.any(1)  # only new rows have valid tokens when others join
         tokens = torch.where(chunk.valid, chunk.tokens, -1)
         state.learn(state.matrix, tokens[shown], chunk.logits[shown], chunk.positions[shown])
 
@@ -124,7 +124,7 @@ class TokenRecycling(Strategy):
         index = torch.arange(step.path.shape[1], device=step.path.device)
         kept = index <= step.accepted[:, None]
         worth = torch.zeros_like(step.path).scatter(1, torch.where(kept, step.path, 0), torch.where(kept, index, 0))
-        nodes = torch.where(step.emitted[:, None] > 0, step.nodes, -1)  # rows that had ended have no logits
+        nodes = torch.where(step.emitted[:, None] > 0, step.nodes, -1)  # ended rows have no logits
         state.learn(state.matrix, nodes, step.logits, worth)
 
 
@@ -133,7 +133,7 @@ def _verified(step: Step) -> list[tuple[int, int, int]]:
     nodes: list[tuple[int, int, int]] = []
     parts = (part.tolist() for part in (step.nodes, step.path, step.accepted, step.emitted))
     for row, (tokens, path, accepted, emitted) in enumerate(zip(*parts, strict=True)):
-        if not emitted:  # it had ended
+        if not emitted:  # the row has ended
             continue
         depth = {node: depth for depth, node in enumerate(path[: accepted + 1])}
         first = row * len(tokens)
@@ -142,7 +142,7 @@ def _verified(step: Step) -> list[tuple[int, int, int]]:
 
 
 def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) -> Levels:
-    """Per level of a tree the place of each node's parent in the level before, and its rank."""
+    """For each level of a tree, the index of each node's parent in the level before, and its rank."""
     levels, before = [], [0]
     for depth in range(1, topology.max_depth + 1):
         nodes = [node for node in range(1, len(topology)) if topology.offsets[node] == depth]
@@ -152,16 +152,16 @@ def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) ->
     return levels
 
 
-#: Grades: how far the target preferred the best successor to the second, in whole units of its logits up to this one; and that of
-#: successors that the target was not asked about, but that followed in the prompt.
+#: Grades: the target's margin of the best successor over the second, rounded down to units of logits, at most SUREST; and FOLLOWED for
+#: successors in prompts, without logits.
 SUREST, FOLLOWED = 3, 4
 
-#: Of a tree, level by level: which nodes of the level before its nodes continue, and with which rank, int64.
+#: For each level of a tree: the indices of its nodes' parents in the level before, and its nodes' ranks, int64.
 Levels = list[tuple[Tensor, Tensor]]
 
 
 def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """The tree's draft tokens, level by level, -1 where nothing is known of a parent, and their grades, both ``[B, N-1]`` int64.
+    """The tree's draft tokens, level by level, -1 if a parent has no successors, and their grades, both ``[B, N-1]`` int64.
 
     Args:
         last: ``[B, 1]`` int64, the rows' last tokens.
@@ -169,7 +169,7 @@ def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple
     """
     tokens, level = [last], last
     for above, ranks in levels:
-        level = matrix[level[:, above], ranks].long()  # what continues no token, -1, is in the last row: none
+        level = matrix[level[:, above], ranks].long()  # index -1 is the last row, for no token
         tokens.append(level)
     nodes = torch.cat(tokens, 1)
     return nodes[:, 1:], matrix[nodes[:, parents], -1].long()
@@ -178,7 +178,7 @@ def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple
 def filled(
     matrix: Tensor, last: Sequence[int], parents: Sequence[int], ranks: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """What :func:`fill` gives, on the host.
+    """:func:`fill` on the host.
 
     Args:
         parents, ranks: of the draft tokens.
@@ -202,11 +202,11 @@ def filled(
 def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     """Writes the likeliest successors of all `nodes` into `matrix`, in place.
 
-    Where a token is there more than once, the node that is worth most counts, of equal ones the last: one writer per row of the
-    matrix, so that every device writes the same.
+    Of several nodes with one token the one with the largest `worth` counts, the last of equal ones: one writer per row of the matrix,
+    so that every device writes the same.
 
     Args:
-        nodes: ``[B, N]`` int64, -1 where there is none.
+        nodes: ``[B, N]`` int64, -1 for none.
         logits: ``[B, N, V]``.
         worth: ``[B, N]`` int64.
     """
@@ -214,21 +214,21 @@ def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     scores, k = logits.flatten(0, 1), matrix.shape[1] - 1
     values, best = (largest if scores.device.type == "cpu" else torch.topk)(scores, max(k, 2))
     margin = values[:, :1] - values[:, 1:2]
-    grade = torch.where(margin > 0, margin, 0).clamp(max=SUREST)  # nor is the difference of two infinities one
+    grade = torch.where(margin > 0, margin, 0).clamp(max=SUREST)  # 0 also for NaN, the difference of infinities
     place = torch.arange(len(tokens), device=tokens.device)
     order = worth.flatten() * len(tokens) + place
     beaten = ((tokens[:, None] == tokens) & (order[:, None] < order)).any(1)
     nothing = matrix.shape[0] - 1
     rows = torch.where(beaten | (tokens < 0), nothing, tokens)
     learnt = torch.where((rows == nothing)[:, None], -1, torch.cat([best[:, :k], grade.long()], 1)).int()
-    matrix.index_put_((rows,), learnt)  # all that is beaten writes the same into the row of no token
+    matrix.index_put_((rows,), learnt)  # other nodes all write the same values to the row for no token
 
 
 def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: Tensor) -> None:
-    """What :func:`learn` does, on the host.
+    """:func:`learn` on the host.
 
     Args:
-        nodes: ``(worth, place, token)`` of those that there are, `place` that of its logits.
+        nodes: ``(worth, place, token)`` of each node, `place` the index of its logits.
         logits: ``[R, V]``.
     """
     if not nodes:
@@ -243,11 +243,11 @@ def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: 
 
 
 def follow(matrix: Tensor, texts: list[list[int]], lengths: list[int]) -> None:
-    """Gives the tokens of `texts` of which nothing is known the last different ones that followed them, the latest first."""
+    """Gives tokens of `texts` without successors the last different tokens that followed them, the latest first."""
     successors: dict[int, dict[int, None]] = {}
     for text, length in zip(texts, lengths, strict=True):
         for token, successor in itertools.pairwise(text[:length]):
-            if token < 0 or successor < 0:  # no token of the call's
+            if token < 0 or successor < 0:  # the call did not name the token
                 continue
             known = successors.setdefault(token, {})
             known.pop(successor, None)

@@ -1,4 +1,4 @@
-"""What a strategy takes from prompts and from earlier calls, what it must not, and that it hears of the end of every call."""
+"""Checks of prompts, of state between calls, and of `finish`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 
-#: Seeds of texts that nothing in this process has decoded yet: a strategy that keeps them in its module knows none.
+#: Seeds of texts that this process has not decoded yet, so that a strategy cannot have stored them.
 _seeds = itertools.count(10_000)
 
 
 def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The same call drafts the same tokens in the same steps, whatever was decoded in between, and changes nothing in the
-    strategy's classes and modules once it has been made before. Its text is one that no earlier check has used. Of a
-    strategy that says it is `timed` the drafts may differ.
+    """A repeated call drafts the same tokens in the same steps, whatever was decoded in between, and changes nothing in the
+    strategy's classes and modules. Drafts of a `timed` strategy may differ. The text is one that no earlier check has used.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -58,7 +57,7 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
 
 
 def _drafts(seen: SpyLog) -> list[list[int]]:
-    """The draft tokens of the rows that were still going."""
+    """The draft tokens of the unfinished rows."""
     return [tokens for tokens, ended in zip(seen.draft.tokens.tolist(), seen.finished, strict=True) if not ended]
 
 
@@ -67,7 +66,7 @@ class _Stop(Exception):
 
 
 class _Interrupted:
-    """A streamer that ends the call with its second text."""
+    """A streamer that raises at its second text."""
 
     def __init__(self) -> None:
         self.puts = 0
@@ -81,8 +80,8 @@ class _Interrupted:
 
 
 def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """One that reads prompts drafts the same whatever the stretches are in which it gets them, and for prompts of one token, which
-    it is not shown at all.
+    """A strategy that reads prompts drafts the same in whatever chunks it gets them, and works for prompts of one token, of which it
+    is shown nothing.
     """
     if not strategy.reads_prompt:
         return
@@ -106,7 +105,7 @@ def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions(
 
 
 def check_finish(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """It is told of a call's end once, of one that has failed as well, and has no error of its own then."""
+    """`finish` is called once per call, also after a failure, and raises nothing."""
     if type(strategy).finish is Strategy.finish:
         return
     name, inputs = conditions.models[0], prompts(1)
@@ -124,7 +123,7 @@ def check_finish(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_memory(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """What it keeps between calls changes no token."""
+    """The strategy's memory between calls changes no token."""
     name, loop = conditions.models[0], {"compile": False, "memory": True}
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model:

@@ -105,7 +105,7 @@ def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """A strategy that claims ``on_device`` can be recorded: no waiting for the device, no data of the host, the same shapes and
-    places in every step, and the same drafts when its hooks are replayed instead of called.
+    tensors in every step, and the same drafts when its hooks are replayed instead of called.
     """
     if not strategy.on_device:
         return
@@ -113,7 +113,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     eager = replace(conditions, compile=False)
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model, as_recorded():
-        # What a first call finds out about a model is no step's.
+        # The first call on a model may read the host, which no recorded step does.
         run(model, name, strategy, inputs, eager, max_new_tokens=2)
         try:
             run(model, name, spied(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
@@ -150,7 +150,7 @@ def check_one_new_token(strategy: Strategy, conditions: Conditions = Conditions(
 
 
 def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The report names the strategy, its figures add up, and JSON holds what the strategy says in it."""
+    """The report names the strategy, its figures add up, and the strategy's details can be written as JSON."""
     for rows in (1, 4):
         name, inputs = conditions.models[0], prompts(rows)
         with conditions.enabled(name) as model:
@@ -182,7 +182,7 @@ def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions 
     """Greedy output is transformers' own, alone and in a left-padded batch of unequal rows."""
     for (m, name), (r, rows) in itertools.product(enumerate(conditions.models), enumerate((1, 4))):
         if (m + r) % 2 and len(conditions.models) > 1 and not conditions.thorough:
-            continue  # the checks of rows that end early and of end tokens decode these
+            continue  # covered by the checks of rows that end early and of end tokens
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
             run_alike(model, name, strategy, inputs, conditions, f"{type(model).__name__}, greedy, batch {rows}")

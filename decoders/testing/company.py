@@ -1,4 +1,4 @@
-"""A strategy in company: as a part of a merged one, left out of steps, and with rows that come and go as in a scheduler."""
+"""Checks of a strategy among others: in a merged one, left out of steps, and with rows that join and leave as in a scheduler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import Spy, spied
 
-#: Strategies that need nothing and often are right; the first one that the strategy has not in it is its partner.
+#: Strategies that need nothing and are often right; the partner is the first one that the strategy does not contain.
 PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 
@@ -42,7 +42,7 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Asks `inner` in two steps of four, and verifies the first half of what it drafts, or nothing of it, or a token of its own."""
+    """Asks `inner` in two steps of four; its draft is verified up to its first half, not at all, or replaced by another token."""
 
     name = "resting"
 
@@ -81,12 +81,12 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """One that says it `rests` can be left out of steps, and be shown steps with other nodes than its own, as ``auto`` does: its
-    hooks do not mind, and the tokens are the same.
+    """A strategy that `rests` may be left out of steps, and be shown steps with other nodes than its own, as ``auto`` does: its
+    hooks raise nothing, and the tokens are the same.
     """
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
-    if strategy.reads_layers:  # auto leaves such out
+    if strategy.reads_layers:  # auto does not take such strategies
         return
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)
@@ -97,15 +97,15 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
         run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
 
 
-#: New tokens of each row: they end at different times, and a row that was waiting takes the place of one that has ended.
+#: New tokens of each row, so that rows end at different times and waiting ones take their places.
 NEW_TOKENS = (6, 17, 3, 12, 9)
-#: Share of drafts that differ where nothing is mixed up: candidates of a head that are nearly as likely change places.
+#: Share of drafts that may differ by rounding alone: nearly equal candidates of a head may swap places.
 ROUNDINGS = 0.2
 
 
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Of five requests two are decoded at a time, and the next comes when one ends. Each writes what it writes alone: whatever
-    `rebatch` keeps (by default nothing: `start` is called anew) belongs to the right rows.
+    """Five requests are decoded two at a time, the next one joining when one ends. Each writes what it writes alone, so the state
+    that `rebatch` keeps (by default none: `start` is called again) belongs to the right rows.
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
     texts = _rows_of(inputs)
@@ -125,9 +125,9 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
 
 
 def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A row drafts in a batch what it drafts alone, and, if :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, beside
-    requests that come and go as well. The tokens would be the same from anybody's state. Not of a strategy whose rows are not
-    :attr:`~decoders.strategy.Strategy.rows_apart`, or that says it is `timed`.
+    """A row drafts in a batch what it drafts alone; if :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, also beside
+    requests that join and leave. (Tokens would be right even with another row's state.) Not checked for strategies that are `timed`,
+    or whose rows are not :attr:`~decoders.strategy.Strategy.rows_apart`.
     """
     if strategy.timed or not strategy.rows_apart:
         return
@@ -160,7 +160,7 @@ def _rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
 def _come_and_go(
     strategy: Strategy, model: PreTrainedModel, options: dict[str, Any], texts: Sequence[Tensor], do_sample: bool
 ) -> list[Tensor]:
-    """Texts of :data:`NEW_TOKENS` that are decoded two at a time. options: what the strategy needs."""
+    """The outputs for `texts`, with :data:`NEW_TOKENS` new tokens, decoded two at a time. options: what the strategy needs."""
     loop = {"compile": False, "prune": False, "memory": False}
     with Scheduler(model, strategy=strategy, rows=2, decoders_config=loop, **options) as scheduler:
         requests = [
@@ -171,7 +171,7 @@ def _come_and_go(
 
 
 def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """What was drafted behind every text of a row that went on: the paths of the tree, in any order."""
+    """The drafts behind every text of an unfinished row: the paths of the tree, in any order."""
     return {
         text: _paths(log.draft, row)
         for log in spy.seen
@@ -190,7 +190,7 @@ def _paths(draft: Draft, row: int) -> frozenset[tuple[int, ...]]:
 
 
 def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], Any], where: str) -> None:
-    """Raises AssertionError if drafts behind the same texts differ, by more than what other roundings of a batch explain."""
+    """Raises AssertionError if more drafts behind the same texts differ than a batch's other rounding explains."""
     common = [text for text in together if text in alone and len(together[text] | alone[text]) > 1]
     differ = [text for text in common if together[text] != alone[text]]
     if len(differ) > ROUNDINGS * len(common):

@@ -1,4 +1,4 @@
-"""What strategies are tested with: models, numbers of rows, a call with what a strategy needs, and a context without a call."""
+"""The conditions of tests: models, numbers of rows, calls with what a strategy needs, and a context without a call."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Conditions:
         return MANY_TOKENS if self.thorough else NEW_TOKENS
 
     def combinations(self, kinds: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
-        """Models, numbers of rows and two `kinds` of call: all of them if thorough or with a single model, else half of
-        them, in which every model meets both numbers of rows and both kinds, and every number of rows both kinds.
+        """Models, numbers of rows and two `kinds` of call: all combinations if thorough or with a single model, else half of
+        them, which contain every pair.
         """
         for (m, model), (r, rows), (k, kind) in itertools.product(
             enumerate(self.models), enumerate((1, 4)), enumerate(kinds)
@@ -60,7 +60,7 @@ class Conditions:
         """`model` with ``generate(strategy=…)``; a model of the caller's is left as it was found.
 
         Raises:
-            AssertionError: what ran meanwhile has changed the model.
+            AssertionError: the code inside has changed the model.
         """
         given = _tiny(model) if isinstance(model, str) else model
         was_enabled = "generate" in vars(given)
@@ -69,7 +69,7 @@ class Conditions:
             yield enable(given)
             changed = [what for what, value in _condition(given).items() if value != before[what]]
             if changed:
-                _tiny.cache_clear()  # no other check is to meet it
+                _tiny.cache_clear()  # no other check may get the changed model
                 raise AssertionError(f"changed {' and '.join(changed)} of the model, which is shown to be read")
         finally:
             if not was_enabled:
@@ -77,7 +77,7 @@ class Conditions:
 
 
 def _condition(model: PreTrainedModel) -> dict[str, Any]:
-    """What a strategy must leave as it is, by its name for messages."""
+    """The model's state that a strategy must not change, by its name for messages."""
     config = model.generation_config
     return {
         "the mode (train or eval)": [module.training for module in model.modules()],
@@ -105,7 +105,7 @@ def _draft(name: str) -> PreTrainedModel:
 def needs(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, stops: int | Sequence[int] = ()
 ) -> dict[str, Any]:
-    """What a strategy cannot do without: a draft model, a grammar of all texts."""
+    """The arguments that a strategy requires: a draft model, a grammar of all texts."""
     options: dict[str, Any] = {}
     if strategy.needs_assistant:
         options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))
@@ -120,7 +120,7 @@ def run(
 ) -> Any:  # fmt: skip
     """One call with `strategy`; a strategy that needs a draft model gets one, and one that needs a grammar one of all texts."""
     options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
-    # Strategies start cold unless a check is about what they keep, and all that they draft is verified.
+    # Without memory and pruning, unless a check is about these.
     loop = {"memory": False, "prune": False} | options.pop("decoders_config", {"compile": conditions.compile})
     options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options
     return decode(model, inputs, strategy, **options)
@@ -130,10 +130,10 @@ def run_alike(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, what: str, like: str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """As :func:`run`; the tokens of an exact strategy must be those of the strategy `like`, None for transformers' own loop.
+    """As :func:`run`; the tokens of an exact strategy must be those of the strategy `like` (None: transformers' own loop).
 
     Args:
-        what: is decoded, for messages.
+        what: description of the call for messages.
     """
     options = dict(max_new_tokens=conditions.new_tokens) | options
     out = run(model, name, strategy, inputs, conditions, **options)
@@ -156,16 +156,15 @@ def context(
 ) -> Context:
     """A :class:`~decoders.Context` as ``Strategy.start`` takes it, without a call and, unless one is given, without a model.
 
-    What exists in a call only (draft models, strategies by name, the target's own embedding and head) raises UnsupportedError where
-    it is asked for, and nothing is compiled. Whether the tokens are right is what :func:`check_strategy` says; this is for what a
-    strategy proposes.
+    Draft models, strategies by name, and the target's embedding and head exist only in a call: using them raises UnsupportedError.
+    Nothing is compiled. This is for tests of what a strategy proposes; :func:`check_strategy` checks the tokens.
 
     Args:
         rows: number of rows ``B``.
-        model: what ``context.model`` is. Without one it is None, for strategies that never look at it.
+        model: ``context.model``; None for strategies that do not use it.
         slots: capacity of each row in tokens, prompt included.
         vocab_size: ``V``; that of `model`, or 1000 without one.
-        device: where the strategy's tensors are to live; that of `model`, or the CPU.
+        device: of the strategy's tensors; that of `model`, or the CPU.
         more: other attributes of the context: ``clock=``, ``costs=``, ``memory=``, ``assistant_model=`` …
 
     Raises:

@@ -1,6 +1,4 @@
-"""Draft tokens: some are accepted, and they come from what the draft says. On that rests the distribution of the text under verifiers
-that judge by it.
-"""
+"""Checks that some draft tokens are accepted, and that they are drawn from the draft's scores, which verifiers rely on."""
 
 from __future__ import annotations
 
@@ -22,19 +20,19 @@ from .toy_grammar import TokenAutomaton
 
 #: A strategy that drafts fewer tokens than this is not judged.
 FEWEST_DRAFTED = 64
-#: Of so many steps with a draft at least one must have a token accepted.
+#: At least one of so many steps with a draft must have a token accepted.
 STEPS_PER_HIT = 50
-#: What the rows repeat: one token, two, three and five.
+#: Periods of the rows' texts, in tokens.
 PERIODS = (1, 2, 3, 5)
-#: Length of these prompts; a multiple of all periods, so that the text goes on with its first token.
+#: Length of these prompts; a multiple of all periods, so that they continue with their first token.
 REPEATED = 30
-#: An end-of-sequence token that no text holds.
+#: An end-of-sequence token that occurs in no text.
 STOP = 1
 
 
 def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Some draft tokens are right: in one of 50 steps with a draft, on texts that grammars force to repeat themselves and on the
-    kit's usual ones. A strategy that drafts fewer than 64 tokens there is not judged.
+    """Some draft tokens are right: at least in one of 50 steps with a draft, on texts that grammars make periodic and on the kit's
+    usual ones. A strategy that drafts fewer than 64 tokens there is not judged.
     """
     for part in parts_of(strategy):
         check_draft_tokens_are_accepted(part, conditions)
@@ -70,15 +68,15 @@ def _forever(tokens: list[int]) -> TokenAutomaton:
 ROWS, NODES, TOKENS = 256, 4096, 6
 #: Equal shares of probability that the draws are counted in.
 BINS = 24
-#: Standard deviations that are no chance: one in ten million.
+#: Standard deviations that occur by chance once in ten million cases.
 MOST_DEVIATIONS = 5.2
-#: The rule that judges all drafts, chains and trees, by their scores; along a chain it is that of "rejection".
+#: A verifier that judges chains and trees by their scores; on a chain it is the rule of "rejection".
 VERIFIER = "tree_rejection"
 
 
 def check_draft_scores(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Under a verifier that judges by ``Draft.scores`` these are float32 ``[B, N-1, V]`` without NaN, draft tokens are drawn
-    from them, and what comes out follows the target. Strategies that give no scores, or refuse such verifiers, pass.
+    """Under a verifier that uses ``Draft.scores`` these are float32 ``[B, N-1, V]`` without NaN, draft tokens are drawn from them,
+    and the output follows the target's distribution. Strategies without scores, or that refuse such verifiers, pass.
     """
     for part in parts_of(strategy):
         check_draft_scores(part, conditions)
@@ -111,7 +109,7 @@ def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
-    """Where each token that was drawn in a step lies in its own distribution, see :func:`_ranks`; ``[draws]``.
+    """The quantile of each token that was drawn in a step within its distribution, see :func:`_ranks`; ``[draws]``.
 
     Counted are, from the root down, the children of each eldest child: nodes elsewhere may repeat these draws.
     """
@@ -138,7 +136,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
         left = own.masked_fill(taken, 0.0)
         left = left / left.sum(-1, keepdim=True)
         mass = left[rows, token.clamp(min=0)]
-        # A token that an elder sibling has taken counts as no draft token; one that is certain tells nothing.
+        # Not counted: a token that an elder sibling has, and a token with probability 1.
         first = counted & ~taken[rows, token.clamp(min=0)]
         assert not (first & (mass == 0)).any(), (
             "a draft token has no probability in Draft.scores: it was not drawn from them, and is never accepted"
@@ -152,7 +150,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
 
 
 def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Probability of what is likelier than a token, and a random share of its own: uniform in 0 … 1 if it was drawn from there.
+    """Probability of likelier tokens plus a random share of the token's own: uniform in 0 … 1 if it was drawn from `distribution`.
 
     Args:
         distribution: ``[…, V]``. tokens: ``[…]`` int64.

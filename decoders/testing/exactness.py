@@ -1,4 +1,4 @@
-"""What "the same tokens" means in a test, and a failure message from which the reason can be read."""
+"""Comparing the tokens of two calls in a test, with failure messages that show the reason."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .toy_grammar import Matched, TokenAutomaton
 
 #: Gap between two logits, relative to the largest, below which rounding may decide (float32).
 NEAR_TIE = 1e-5
-#: Models with more bytes of weights are decoded with anew each time: to compare them would take as long.
+#: References of models with more bytes of weights are not cached: comparing the weights would take as long as decoding.
 MOST_BYTES = 4 * 2**20
 
 
 def prompts(rows: int = 1, length: int = 24, vocab: int = VOCAB, seed: int = 0) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` ``[rows, length]`` of texts that repeat themselves; rows are left-padded.
 
-    Row ``r`` is shorter than `length` by ``5·r``, and its first third comes back at its end, so that whoever looks for
-    repetitions finds some.
+    Row ``r`` is shorter than `length` by ``5·r``, and its first third is repeated at its end, so that strategies that look for
+    repetitions find some.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -49,14 +49,13 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = No
 
 
 def reference(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
-    """What :func:`decode` gives, computed once in a process for the same weights, inputs and options.
+    """The result of :func:`decode`, cached in the process for the same weights, inputs and options.
 
-    For the side of a comparison that is not under test: transformers' own loop, or plain decoding. Call :func:`decode` where
-    the call itself is the subject. Models with hooks, options that may hold a state of their own (processors, streamers) and
-    large models are decoded with anew.
+    For the side of a comparison that is not under test: transformers' own loop, or plain decoding. Models with hooks, options that
+    may have state (processors, streamers) and large models are not cached.
 
     Returns:
-        The output object, shared by everyone who asks: do not write to it. It has no key-value cache.
+        The output object, shared by all callers: do not write to it. It has no key-value cache.
     """
     try:
         key = (_fingerprint(model), _frozen(inputs), _frozen(strategy), _frozen(options))
@@ -73,7 +72,7 @@ _references: dict[tuple, Any] = {}
 
 
 class _NotComparable(Exception):
-    """Whether two calls are the same cannot be said."""
+    """Two calls cannot be compared."""
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple:

@@ -1,4 +1,4 @@
-"""Checks of a compiled grammar on random walks through it: what may come next at every position, and how matchers move."""
+"""Checks of a compiled grammar on random walks: the legal tokens at every position, and how matchers move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WALKS, STEPS = 4, 10
 
 @dataclass(frozen=True)
 class GrammarCase:
-    """A compiled language, what is true of it, and the source of random walks."""
+    """A compiled language, its reference automaton, and the random generator of walks."""
 
     grammar: CompiledGrammar
     reference: Reference
@@ -33,7 +33,7 @@ class GrammarCase:
         return self.reference.automaton.start
 
     def legal(self, matcher: Matcher, state: Hashable) -> dict[int, Hashable]:
-        """What may come next under the policy, each token with the state after it."""
+        """The legal tokens under the policy, each with the state after it."""
         legal = self.reference.legal(state)
         if self.grammar.policy == "canonical" and state != STOPPED:
             first = self.vocabulary.canonical(matcher.forced_bytes())[:1]
@@ -54,7 +54,7 @@ class GrammarCase:
                 yield matcher, state, taken
 
     def choose(self, legal: dict[int, Hashable]) -> tuple[int, Hashable]:
-        """A legal token, long ones and the end more often than by chance."""
+        """A random legal token; long ones and stop tokens have more weight."""
         options = list(legal.items())
         sample = self.chance.sample(options, min(3, len(options)))
         if self.chance.random() < 0.2:
@@ -84,19 +84,19 @@ def mask(matcher: Matcher) -> set[int]:
 
 
 def takes(matcher: Matcher, token: int) -> bool:
-    """Whether a matcher takes a token; it stays where it is."""
+    """Whether a matcher takes a token; the matcher is not moved."""
     count = matcher.advance([token])
     matcher.rollback(count)
     return count == 1
 
 
 def observed(matcher: Matcher) -> tuple[object, ...]:
-    """All that a matcher says about where it is."""
+    """Everything a matcher reports about its position."""
     return mask(matcher), matcher.accepting, matcher.forced_bytes()
 
 
 def check_special_tokens(case: GrammarCase) -> None:
-    """Nothing that stands for no text is ever legal, but a stop token where the text may end."""
+    """Tokens without text are never legal, except stop tokens where the text may end."""
     silent = {token for token, text in enumerate(case.vocabulary.tokens) if text is None}
     for matcher, state, taken in case.walks():
         allowed = set(case.vocabulary.stops) if case.reference.ends(state) else set()
@@ -105,7 +105,7 @@ def check_special_tokens(case: GrammarCase) -> None:
 
 
 def check_masks(case: GrammarCase) -> None:
-    """The mask holds the legal tokens, exactly those that advance() takes; after the end it holds the stop tokens."""
+    """Masks contain exactly the legal tokens, which advance() takes; after the end the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
         where = f"after {case.told(taken)}"
@@ -122,7 +122,7 @@ def check_masks(case: GrammarCase) -> None:
 
 
 def check_ends(case: GrammarCase) -> None:
-    """No dead ends: some token is legal everywhere, and every position can be brought to an end."""
+    """No dead ends: some token is legal everywhere, and every text can be ended."""
     single = case.vocabulary.ids
     for matcher, state, taken in case.walks(steps=2 * STEPS):
         assert mask(matcher), f"after {case.told(taken)}: no token is legal"
@@ -137,12 +137,12 @@ def check_ends(case: GrammarCase) -> None:
 
 
 def check_forced(case: GrammarCase) -> None:
-    """Forced bytes are all that every continuation begins with; forced tokens are how the tokenizer writes them."""
+    """Forced bytes are the longest common beginning of all continuations; forced tokens are the tokenizer's for them."""
     for matcher, state, taken in case.walks():
         where, forced = f"after {case.told(taken)}", matcher.forced_bytes()
         want = case.reference.forced(state)
         assert want.startswith(forced), f"{where}: {forced!r} is not forced, only {want!r} is"
-        # Up to the end of a character: a backend of characters may not see further.
+        # Up to the end of a character, because a backend of characters may not see further.
         left = want[len(forced) :]
         assert len(left) < 4 and not any(byte < 0x80 for byte in left), (
             f"{where}: {want!r} is forced, not only {forced!r}"
@@ -156,7 +156,7 @@ def check_forced(case: GrammarCase) -> None:
         if tokens:
             rest = case.reference.ending(case.reference.after(state, text))
             whole = list(case.vocabulary.encode((text + rest).decode()))
-            # Some tokenizers put a blank in front, or see special tokens.
+            # Some tokenizers add a blank in front, or see special tokens.
             if case.vocabulary.spell(whole) != text + rest:
                 continue
             assert whole[: len(tokens)] == tokens, (
@@ -165,7 +165,7 @@ def check_forced(case: GrammarCase) -> None:
 
 
 def check_tables(case: GrammarCase) -> None:
-    """A grammar that is walked by numbers gives the matcher's masks and steps, by its tensors too."""
+    """A tabulated grammar has the matcher's masks and steps, also in its tensors."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):
         return
@@ -190,7 +190,7 @@ def check_tables(case: GrammarCase) -> None:
 
 
 def check_advance(case: GrammarCase) -> None:
-    """advance() takes tokens up to the first illegal one, says how many, and goes on as if nothing had been."""
+    """advance() takes tokens up to the first illegal one, returns how many, and stays usable."""
     strangers = [-1, len(case.vocabulary), 1 << 40]
     for matcher, state, taken in case.walks():
         legal = {} if state == STOPPED else case.legal(matcher, state)
@@ -211,7 +211,7 @@ def check_advance(case: GrammarCase) -> None:
 
 
 def check_rollback(case: GrammarCase) -> None:
-    """Rolling back undoes any number of tokens exactly, a stop token among them; too many are an error."""
+    """Rolling back undoes any number of tokens exactly, a stop token included; too many are an error."""
     seen: list[tuple[object, ...]] = []
     for matcher, state, taken in case.walks():
         seen[len(taken) :] = [observed(matcher)]
@@ -232,7 +232,7 @@ def check_rollback(case: GrammarCase) -> None:
 
 
 def check_apart(case: GrammarCase) -> None:
-    """Two matchers of one grammar, as two rows have them, do not move each other."""
+    """Matchers of one grammar, as of two rows, are independent."""
     for matcher, state, taken in case.walks():
         before, where = observed(matcher), f"after {case.told(taken)}"
         other = case.after(taken)
@@ -250,7 +250,7 @@ def check_apart(case: GrammarCase) -> None:
 
 
 def check_tree(case: GrammarCase) -> None:
-    """A matcher brought from node to node of a tree, as the loop brings it, says what one says that went there directly."""
+    """A matcher that is moved between the nodes of a tree, as by the loop, reports the same as one that went there directly."""
     for matcher, state, taken in case.walks():
         parents, tokens = _tree(case, state, taken)
         before, where = observed(matcher), f"after {case.told(taken)}, parents {parents}, tokens {tokens}"
@@ -282,7 +282,7 @@ def _goes_back_no_further(matcher: Matcher, what: str) -> None:
 
 
 def _tree(case: GrammarCase, state: Hashable, taken: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Draft tokens, most of them legal; some missing (-1), some nodes without a parent, some behind illegal ones or the end."""
+    """Random draft tokens, most of them legal; some are missing (-1), have no parent, or follow an illegal token or the end."""
     parents, tokens = [NO_PARENT], [case.chance.randrange(len(case.vocabulary))]
     states: list[Hashable | None] = [state]
     paths: list[list[int]] = [[]]

@@ -1,4 +1,4 @@
-"""The conformance kit: what every strategy must pass, whoever wrote it.
+"""The conformance kit, which every strategy must pass.
 
 In one call, or as one pytest case per check::
 
@@ -28,7 +28,7 @@ from .memory import kept, parts_of
 
 Check = Callable[..., None]
 
-#: All checks; those whose message is the most precise come first.
+#: All checks; those with the most precise messages come first.
 CHECKS: tuple[Check, ...] = (
     checks.check_class,
     checks.check_settings,
@@ -55,7 +55,7 @@ CHECKS: tuple[Check, ...] = (
     check_draft_tokens_are_accepted,
 )
 
-#: Checks of token equality, which say nothing about a strategy that declares itself lossy (``exact = False``).
+#: Checks of token equality, which do not apply to lossy strategies (``exact = False``).
 EXACT_ONLY: frozenset[Check] = frozenset(
     {
         checks.check_greedy_equals_transformers,
@@ -125,8 +125,8 @@ def parametrize_with_checks(
 
 
 def check_alone(check: Check, conditions: Conditions, strategy: Strategy) -> None:
-    """Runs `check` on a copy, so that nothing an earlier check left in the instance warms a later one; what hooks change in the
-    process (random states, default dtype, …) is put back.
+    """Runs `check` on a copy of the strategy, so that checks are independent, and restores the process's state (random states,
+    default dtype, …).
     """
     with kept():
         check(fresh(strategy), conditions)
@@ -137,7 +137,7 @@ def fresh(strategy: Strategy) -> Strategy:
     memo = {id(s.settings): s.settings for s in (strategy, *parts_of(strategy)) if hasattr(s, "settings")}
     try:
         return copy.deepcopy(strategy, memo)
-    except Exception:  # check_copies says so
+    except Exception:  # reported by check_copies
         return strategy
 
 

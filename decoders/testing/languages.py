@@ -1,7 +1,7 @@
-"""Small languages and vocabularies that grammar backends are checked on, with automata that none of them shares code with.
+"""Small languages and vocabularies for checking grammar backends, with reference automata that share no code with backends.
 
-An automaton here is a function from a state and a byte to a state, made from Python's own UTF-8 decoder and from
-interegular, or written by hand: slow, and obviously right.
+A reference automaton is a function from a state and a byte to a state, built on Python's UTF-8 decoder and interegular, or written by
+hand: slow and simple.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STOPPED = "stopped"
 
 
 class ToyAutomaton(ABC):
-    """Which bytes may come next. Every state that it gives out can reach an end."""
+    """A reference automaton over bytes. Every state that it returns leads to the end of a text."""
 
     start: Hashable
 
     @abstractmethod
     def step(self, state: Any, byte: int) -> Hashable | None:
-        """The state after `byte`; None if no text of the language goes on like this."""
+        """The state after `byte`; None if it is illegal."""
 
     @abstractmethod
     def ends(self, state: Any) -> bool:
@@ -38,7 +38,9 @@ class ToyAutomaton(ABC):
 
 
 class ToyRegex(ToyAutomaton):
-    """A regular expression that interegular and Rust's ``regex`` read alike. State: that of the characters, a begun one."""
+    """A regular expression that interegular and Rust's ``regex`` read alike. State: interegular's, and the bytes of an incomplete
+    character.
+    """
 
     def __init__(self, pattern: str) -> None:
         import interegular
@@ -68,7 +70,7 @@ class ToyRegex(ToyAutomaton):
         return after if after is not None and self._fsm.islive(after) else None
 
     def _characters(self, begun: bytes) -> list[str]:
-        """Characters that begin with these bytes: those the pattern names, and one that it does not."""
+        """Characters that begin with these bytes: those in the pattern, and one that is not."""
         if begun not in self._begun:
             named = [s for s in self._symbols if s.encode().startswith(begun)]
             other = (chr(c) for c in _code_points(begun) if not 0xD800 <= c < 0xE000 and chr(c) not in named)
@@ -77,7 +79,7 @@ class ToyRegex(ToyAutomaton):
 
 
 def _code_points(begun: bytes) -> range:
-    """The code points whose UTF-8 begins with these bytes, surrogates among them; empty if there are none."""
+    """The code points whose UTF-8 begins with these bytes, surrogates included; empty if there are none."""
     size = next((n for n, (low, high) in enumerate(_LEADS, start=2) if low <= begun[0] <= high), 0)
     if len(begun) >= size or any(byte & 0xC0 != 0x80 for byte in begun[1:]):
         return range(0)
@@ -85,7 +87,7 @@ def _code_points(begun: bytes) -> range:
     for byte in begun[1:]:
         low = low << 6 | byte & 0x3F
     left = 6 * (size - len(begun))
-    shortest = (0x80, 0x800, 0x10000)[size - 2]  # longer spellings of a character are no UTF-8
+    shortest = (0x80, 0x800, 0x10000)[size - 2]  # overlong encodings are no UTF-8
     return range(max(low << left, shortest), min((low + 1) << left, 0x110000))
 
 
@@ -114,10 +116,10 @@ class Nested(ToyAutomaton):
 
 @dataclass(frozen=True)
 class Reference:
-    """A language, and what is true of it over a vocabulary.
+    """A language over a vocabulary, with its reference automaton.
 
     Attributes:
-        language: in every notation it has.
+        language: in all of its notations.
     """
 
     language: Language
@@ -156,7 +158,7 @@ class Reference:
         return state == STOPPED or self.automaton.ends(state)
 
     def forced(self, state: Hashable) -> bytes:
-        """What every continuation begins with."""
+        """The bytes that every continuation begins with."""
         if state not in self._forced:
             self._forced[state] = b""
             if not self.ends(state):
@@ -166,7 +168,7 @@ class Reference:
         return self._forced[state]
 
     def ending(self, state: Any) -> bytes:
-        """A way to an end, short and with few long characters: there are too many of these to search through."""
+        """The bytes to an end of the text, few of them in long characters, of which there are too many to search."""
         if state not in self._endings:
             self._endings[state] = self._search(state)
         return self._endings[state]
@@ -178,7 +180,7 @@ class Reference:
         return self._successors[state]
 
     def _search(self, state: Any) -> bytes:
-        first = b""  # the rest of a begun character
+        first = b""  # the rest of an incomplete character
         while rest := [b for b in range(0x80, 0xC0) if self._steps(state)[b] is not None]:
             first, state = first + bytes(rest[:1]), self._steps(state)[rest[0]]
         order = itertools.count()
@@ -223,7 +225,7 @@ REGEXES = {
 
 
 def languages() -> dict[str, tuple[Language, ToyAutomaton]]:
-    """Every language by name: regular ones in both notations, one that only Lark can express."""
+    """Every language by name: regular ones in both notations, and one that only Lark can express."""
     by_name: dict[str, tuple[Language, ToyAutomaton]] = {}
     for name, regex in REGEXES.items():
         language = Language(name, regex=regex, lark=f"start: TEXT\nTEXT: /{regex}/\n")
@@ -233,7 +235,7 @@ def languages() -> dict[str, tuple[Language, ToyAutomaton]]:
     return by_name
 
 
-#: Tokens of more than one byte, those without blanks.
+#: Tokens of more than one byte, without blanks.
 WORDS = """
 ye yes no may maybe con constant stant st ab aba aa abab 12 1. .5 00 000 3- -4 123 ice é è éé 日 日本 本 😀 😀x
 {" "} ": name name" "on e} ", true} false kind const x, ], [[ ]] [x x]
@@ -241,7 +243,7 @@ ye yes no may maybe con constant stant st ab aba aa abab 12 1. .5 00 000 3- -4 1
 
 
 def byte_vocabulary() -> Vocabulary:
-    """One token per byte, in another order than the bytes'; two stop tokens, the logits have unused rows."""
+    """One token per byte, in shuffled order; two stop tokens, and logits with unused rows."""
     tokens: list[bytes | None] = [None] * 301
     for byte in range(256):
         tokens[byte * 5 % 256 + 3] = bytes([byte])
@@ -249,7 +251,7 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def merged_vocabulary() -> Vocabulary:
-    """As byte-level BPE makes them: every byte, longer tokens across quotes and within characters, twins, gaps."""
+    """Like byte-level BPE: every byte, longer tokens across quotes and within characters, duplicate spellings, unused ids."""
     longer = [
         *WORDS.split(),
         '": "',
@@ -275,7 +277,7 @@ def merged_vocabulary() -> Vocabulary:
 
 @functools.cache
 def references() -> tuple[Reference, ...]:
-    """Every language over every vocabulary; what is found out about them is kept for the next backend."""
+    """Every language over every vocabulary, with caches shared by all checks."""
     vocabularies = byte_vocabulary(), merged_vocabulary()
     return tuple(
         Reference(language, automaton, vocabulary)

@@ -1,4 +1,4 @@
-"""What a hook must leave as it was: its instance, its settings, its classes, globals of its code, and the process around it."""
+"""State that hooks must not change: their instance, settings, classes, the globals of their code, and the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..settings import Settings
 from ..strategy import Strategy
 
-#: Most values that are looked at under one name, and most bytes of one tensor: more are told apart by their size.
+#: Most values that are compared under one name, and most bytes of one tensor; of larger ones only the size is compared.
 MOST_VALUES, MOST_BYTES = 20_000, 1 << 20
 
 Contents = dict[str, Any]
@@ -29,7 +29,7 @@ def of_instance(strategy: Strategy) -> Contents:
 
 
 def of_code(strategy: Strategy) -> Contents:
-    """The values in the attributes of a strategy's classes and in what their functions reach: globals, defaults, closures."""
+    """The values in the attributes of a strategy's classes and in the globals, defaults and closures of their functions."""
     reached: dict[str, Any] = {}
     modules: set[str] = set()
     for owner in _strategies(strategy, set()):
@@ -40,7 +40,7 @@ def of_code(strategy: Strategy) -> Contents:
 
 
 def difference(before: Contents, after: Contents) -> str | None:
-    """What differs first, for a message; None if nothing does."""
+    """The first difference, for a message; None if there is none."""
     for path in sorted(before.keys() | after.keys()):
         old, new = before.get(path, _ABSENT), after.get(path, _ABSENT)
         if old != new:
@@ -56,7 +56,7 @@ _ABSENT = object()
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
-    """The strategies that a merged one is made of; of any other, none."""
+    """The parts of a merged strategy; empty for others."""
     parts = getattr(strategy, "parts", ())
     return tuple(p for p in parts if isinstance(p, Strategy)) if isinstance(parts, tuple | list) else ()
 
@@ -70,7 +70,7 @@ def _strategies(strategy: Strategy, seen: set[int]) -> Iterator[Strategy]:
 
 
 def _reached(cls: type) -> Iterator[tuple[str, Any]]:
-    """Names and values of a class's attributes, and of what the code of its methods names."""
+    """Names and values of a class's attributes, and of the globals that its methods use."""
     package = cls.__module__.partition(".")[0]
     done: set[int] = set()
     pending: list[tuple[str, Any]] = [
@@ -85,7 +85,7 @@ def _reached(cls: type) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, types.FunctionType):
             yield name, value
             continue
-        # Of our own package the code of other modules is the engine's: what it keeps has nothing to do with a strategy.
+        # Code in other modules of our own package belongs to the engine, and so does its state.
         own = value.__module__ == cls.__module__ or (package != "decoders" and _package(value) == package)
         if id(value) in done or not own:
             continue
@@ -117,7 +117,7 @@ def _contents(named: Mapping[str, Any], modules: set[str]) -> Contents:
 
 
 def _values(value: Any, path: str, modules: set[str], above: set[int]) -> Iterator[tuple[str, Any]]:
-    """What can change in `value`, by path. Objects of classes of other modules are told apart by identity alone."""
+    """The mutable contents of `value`, by path. Objects of other modules' classes are compared by identity only."""
     if id(value) in above:
         return
     above = above | {id(value)}
@@ -185,7 +185,7 @@ def _set_cuda_states(states: list[bytes]) -> None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), index)
 
 
-#: Name for messages → how to look at it and how to put it back.
+#: Name for messages → functions that read and restore a state of the process.
 STATES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's global random state": (lambda: torch.get_rng_state().numpy().tobytes(), _set_rng),
     "CUDA's global random state": (_cuda_states, _set_cuda_states),
@@ -206,12 +206,12 @@ RANDOM = "draw with decoders.sampling.gumbel_noise, or with a generator of the s
 
 
 def surroundings() -> dict[str, Any]:
-    """What there is around a hook now, by the names of :data:`STATES`."""
+    """The process's present states, by the names of :data:`STATES`."""
     return {name: look() for name, (look, _) in STATES.items()}
 
 
 def restore(before: Mapping[str, Any]) -> list[str]:
-    """Puts everything back that differs from `before`; gives the names of what did."""
+    """Restores all states that differ from `before`; returns their names."""
     changed = [name for name, (look, _) in STATES.items() if look() != before[name]]
     for name in changed:
         STATES[name][1](before[name])
@@ -220,7 +220,7 @@ def restore(before: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def undisturbed(hook: str) -> Iterator[None]:
-    """Raises AssertionError if what runs inside leaves the process changed, by name, and puts it back in any case."""
+    """Raises AssertionError, with the names, if the code inside changes the process's states, which are restored in any case."""
     before = surroundings()
     try:
         yield
@@ -234,7 +234,7 @@ def undisturbed(hook: str) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Puts the process back as it was, whatever runs inside."""
+    """Restores the process's states afterwards."""
     before = surroundings()
     try:
         yield

@@ -1,8 +1,7 @@
 """Tiny random models of many designs, built from transformers' own configs: no download, milliseconds to make.
 
-Weights are drawn wide enough that greedy output varies with the context and the best token wins clearly, so that a
-test of token equality neither passes by luck nor fails on a rounding error. Windows and chunks are a few tokens long,
-so that short texts cross them.
+Weights have a spread at which greedy output varies with the context and the best token wins clearly, so that a test of token equality
+neither passes by luck nor fails by rounding. Windows and chunks are a few tokens long, so that short texts exceed them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Architecture:
     Attributes:
         model_type: transformers' name of the design.
         options: config values.
-        embedding: scale of the embeddings. Small where they are tied to the head or multiplied by the model, or the
+        embedding: scale of the embeddings. It is small where they are tied to the head or scaled by the model; otherwise the
             likeliest next token would always be the last one.
         seq2seq: an encoder-decoder model.
     """
@@ -55,7 +54,7 @@ class Architecture:
         """The model, in evaluation mode, the same weights for the same seed; the global generator is left alone.
 
         Args:
-            others: config values in the place of the design's own.
+            others: config values that replace the design's own.
         """
         options = (
             dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=0) | dict(self.options) | others
@@ -66,7 +65,7 @@ class Architecture:
             auto = AutoModelForSeq2SeqLM if self.seq2seq else AutoModelForCausalLM
             model = auto.from_config(config, dtype=torch.float32)
             _spread(model, self.embedding)
-        # No end of sequence unless a test asks for one: texts are then as long as the test needs.
+        # No end-of-sequence token by default, so that texts are as long as a test needs.
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
         return model.eval()
 
@@ -82,15 +81,15 @@ def _spread(model: PreTrainedModel, scale: float) -> None:
         elif parameter is head:
             parameter.normal_(0.0, 4.0 * parameter.shape[1] ** -0.5)
         elif parameter.dim() >= 2:
-            # Peaked attention makes the output depend on single far tokens, so that a wrong mask shows.
+            # Peaked attention makes the output depend on single distant tokens, which reveals wrong masks.
             gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "query")) else 1.0
             parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     if head is embedding:
-        # What small embeddings take from the logits, the last norm gives back.
+        # The last norm compensates for small embeddings in the logits.
         outer = [(name, m) for name, m in model.named_modules() if not any(map(str.isdigit, name))]
-        norm = [m for name, m in outer if "norm" in name or "ln_f" in name][-1]
+        norm = [m for name, m in outer if ("norm" in name or "ln_f" in name) and hasattr(m, "weight")][-1]
         gain = scale**-1
         zero_centred = norm.weight.mean().abs() < 0.5  # gemma's norms multiply by 1 + weight
         norm.weight.mul_(gain).add_(gain - 1 if zero_centred else 0.0)
@@ -118,7 +117,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2": _decoder("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
         "qwen3": _decoder("qwen3", head_dim=8),
         "gemma": _decoder("gemma", 0.03, head_dim=8),
-        # transformers 5.17 would take SDPA, which leaves the soft cap out.
+        # transformers 5.17 would choose SDPA, which ignores the soft cap.
         "gemma2": _decoder(
             "gemma2", 0.03, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, attn_implementation="eager"
         ),
@@ -133,7 +132,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "phi": _decoder("phi"),
         "phi3": _decoder("phi3", sliding_window=WINDOW),
         "gpt2": _gpt("gpt2", 0.1),
-        # Its attention keeps masks of its own, with the window in every second one.
+        # Its attention modules have masks of their own; every second one has a window.
         "gpt_neo": _other(
             "gpt_neo", 0.1, **_SMALL, intermediate_size=48, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
             window_size=WINDOW, max_position_embeddings=512,
@@ -207,7 +206,7 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
             "zamba2", num_hidden_layers=3, num_key_value_heads=4, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8,
             mamba_d_conv=4, n_mamba_heads=4, mamba_ngroups=1, chunk_size=8, adapter_rank=8, hybrid_layer_ids=[1], num_mem_blocks=1,
         ),
-        # Their layers begin a text in one pass and continue one token by token.
+        # These process the beginning of a text in one pass and later tokens one at a time.
         "jamba": _decoder(
             "jamba", num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
             num_experts=4, num_experts_per_tok=2, **_MAMBA,
@@ -258,7 +257,7 @@ UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
 
 @torch.no_grad()
 def tiny_draft(name: str, seed: int = 0, noise: float = 0.05, **options: Any) -> PreTrainedModel:
-    """A draft for ``tiny_model(name, seed, **options)`` that often agrees with it: its weights, each off by a share `noise`."""
+    """A draft for ``tiny_model(name, seed, **options)`` that often agrees with it: its weights with relative `noise`."""
     model = tiny_model(name, seed, **options)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
@@ -270,7 +269,7 @@ def tiny_model(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """The tiny random model `name` of :data:`ARCHITECTURES`, :data:`RECURRENT` or :data:`UNSUPPORTED`.
 
     Args:
-        options: config values in the place of the design's own, such as ``num_hidden_layers=1``.
+        options: config values that replace the design's own, such as ``num_hidden_layers=1``.
 
     Raises:
         UnknownNameError: no such model.

@@ -1,4 +1,4 @@
-"""A strategy wrapped so that every draft is inspected where it is made."""
+"""A wrapper that inspects every draft of a strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Reads:
-    """Refuses what reads the device in all that runs inside, and from the first step that is recorded on, data of the host."""
+    """Refuses code that reads the device and, from the first recorded step on, code that uses data of the host."""
 
     def __init__(self) -> None:
         self.modes: tuple[NoHostReads, NoWaiting] | tuple[()] = ()
@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """A guide that may read the device when it is asked what is forced: the loop asks the guide itself whether it does."""
+    """A guide whose `forced` may read the device: whether it does is the guide's own property."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
@@ -62,7 +62,7 @@ class _Exempt:
 
 @dataclass(frozen=True)
 class SpyLog:
-    """One step as the wrapped strategy saw and answered it; texts and lengths are those before the step."""
+    """One step of the wrapped strategy: what it was shown and its draft; texts and lengths are those before the step."""
 
     texts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -71,14 +71,14 @@ class SpyLog:
 
 
 class Spy(Wrapped):
-    """Passes every call on to `inner`, refuses drafts that break the contract, and keeps what happened in `seen`.
+    """Forwards every call to `inner`, refuses drafts that break the contract, and logs the steps in `seen`.
 
-    Hooks that write to what belongs to the loop, change their own instance or settings, or leave the process changed
-    (random states, default dtype, grad mode, …) are refused as well, by name.
+    Hooks that write to the loop's tensors, change their own instance or settings, or change the process's state (random states,
+    default dtype, grad mode, …) are refused as well, by name.
 
     Args:
         forbid_host_reads: also refuse hooks that read the device.
-        part: whether `inner` is a part of another strategy: messages then say which.
+        part: whether `inner` is a part of another strategy, to be named in messages.
     """
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False, part: bool = False) -> None:
@@ -86,7 +86,7 @@ class Spy(Wrapped):
         self.watched = inner  # whose instance must not change
         self.reads = _Reads() if forbid_host_reads else None
         self.seen: list[SpyLog] = []
-        self.finished = 0  # calls that it was told are over
+        self.finished = 0  # calls of `finish`
         self.vocab = 0
         self._of = f" of {inner.name!r}" if part else ""
 
@@ -112,7 +112,7 @@ class Spy(Wrapped):
             inspect_draft(draft, sequences, self.vocab)
         except (AssertionError, DraftError) as error:
             raise AssertionError(f"propose of {self.name!r}: {error}") from error
-        # The strategy may write the next draft in place.
+        # Copied, because the strategy may write the next draft to the same tensors.
         kept, tree = draft.scores.clone() if draft.scores is not None else None, draft.topology
         tree = (
             tree if isinstance(tree, Topology) else TreeTensors(*(getattr(tree, f.name).clone() for f in fields(tree)))
@@ -164,7 +164,7 @@ class Spy(Wrapped):
 
 
 def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
-    """`strategy` in a :class:`Spy`; the parts of a merged one in spies of their own, so that what one does is told by its name."""
+    """`strategy` in a :class:`Spy`; the parts of a merged one in spies of their own, so that messages name the part."""
     if type(strategy) is Merged:
         parts = [Spy(part, forbid_host_reads, part=True) for part in strategy.parts]
         spy = Spy(Merged(parts, strategy.settings))
@@ -192,7 +192,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """The same for what a draft says its tokens were drawn from."""
+    """The same for the scores of a draft."""
     scores = draft.scores
     assert scores is not None
     wanted = [*draft.tokens.shape, vocab]
@@ -208,7 +208,7 @@ def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_tree(tree: TreeTensors, rows: int) -> None:
-    """The same for a topology made on the device, which nothing has checked yet."""
+    """The same for a topology that was created on the device."""
     n = len(tree)
     for name, shape, dtype in (
         ("parents", (rows, n), torch.int64), ("offsets", (rows, n), torch.int64),
@@ -226,7 +226,7 @@ def inspect_tree(tree: TreeTensors, rows: int) -> None:
         )
         for node in range(1, n):
             if not any(ancestors[node]):
-                continue  # no candidate: it may see and be whatever it likes
+                continue  # no candidate: its visibility and offset are free
             parent = parents[node]
             assert 0 <= parent < node, f"node {node} has parent {parent}: a parent must come before its child"
             wanted = list(ancestors[parent])

@@ -1,5 +1,5 @@
-"""A device on the CPU that records, and what no recording may hold: operations are noted once and run again, as a CUDA graph's kernels
-are. What makes the host wait for the device, or brings data of the host to it, is noticed while hooks run, on any device.
+"""A recorder for the CPU, which logs operations once and runs them again as a CUDA graph runs its kernels, and modes that detect,
+on any device, operations that make the host wait for the device or use data of the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAITING = frozenset(
     }
 )  # fmt: skip
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
-#: What ``torch.tensor`` and its like run: data of the host becomes a tensor.
+#: Operations behind ``torch.tensor`` and the like, which turn data of the host into a tensor.
 FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
 
 
@@ -44,11 +44,11 @@ class HostReadError(AssertionError):
 
 
 class RecordingError(AssertionError):
-    """What ran cannot be part of a recording."""
+    """An operation cannot be recorded."""
 
 
 class NoHostReads(TorchFunctionMode):
-    """Raises HostReadError at whatever reads the device."""
+    """Raises HostReadError for functions that read the device."""
 
     off = False
 
@@ -61,7 +61,7 @@ class NoHostReads(TorchFunctionMode):
 
 
 class NoHostData(NoHostReads):
-    """Also raises at whatever makes a tensor of data of the host."""
+    """Also raises for functions that create tensors from data of the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not self.off and (func in MAKERS or any(isinstance(i, list) for i in _index(func, args))):
@@ -70,10 +70,10 @@ class NoHostData(NoHostReads):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises RecordingError at operations that wait for the device, whatever Python they are behind.
+    """Raises RecordingError for operations that wait for the device, whichever Python function calls them.
 
     Args:
-        host_data: allow operations that make tensors of data of the host.
+        host_data: allow operations that create tensors from data of the host.
     """
 
     off = False
@@ -116,7 +116,7 @@ def refuse_waiting(func: Any, args: tuple) -> None:
     packet = func.overloadpacket
     if packet in WAITING:
         raise RecordingError(f"{packet.__name__} waits for the device")
-    # One value for all that a mask picks needs no count of them.
+    # Writing one value to all positions of a mask needs no count of them.
     counts = packet in INDEXING and not (len(args) > 2 and args[2].numel() == 1)
     if counts and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
         raise RecordingError("indexing with a bool mask waits for the device")
@@ -135,10 +135,10 @@ def _index(func: Any, args: tuple) -> Iterator[Any]:
 
 
 class Tape(TorchDispatchMode):
-    """Notes the operations that run inside, each of which :meth:`replay` runs again on the same tensors.
+    """Logs the operations that run inside; :meth:`replay` runs them again on the same tensors.
 
-    Python is not run again, whatever was read from the host stays as it was, and results land where they did the first time.
-    On leaving, what was written to is put back: recording by itself changes nothing.
+    Python does not run again, values read from the host stay constant, and results are written to the same tensors as the first
+    time. On exit everything that was written is restored, so that recording by itself changes nothing.
     """
 
     def __init__(self) -> None:
@@ -154,13 +154,13 @@ class Tape(TorchDispatchMode):
         self._before += [(tensor, tensor.clone()) for tensor in written]
         result = func(*args, **kwargs)
         outputs = [] if written else _new_tensors(result, (*args, *kwargs.values()))
-        if written or outputs:  # a view needs no second look
+        if written or outputs:  # views need not be replayed
             self._operations.append((func, args, kwargs, outputs))
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # Passes of a model may have run in it, and what they made can be written to in it alone.
+        # Inference tensors, which passes of a model may have created, can be written only in inference mode.
         with torch.inference_mode():
             for tensor, before in reversed(self._before):
                 tensor.copy_(before)
@@ -183,8 +183,8 @@ def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _new_tensors(result: Any, given: Sequence[Any]) -> list[Tensor]:
-    """The tensors of `result` that are no views of what was given: in inference mode ``reshape`` and its like, which may be either,
-    are operations like any other.
+    """The tensors of `result` that are no views of `given`; in inference mode ``reshape`` and the like, which may return either, are
+    dispatched as well.
     """
     places = {t.untyped_storage().data_ptr() for value in given for t in _flat(value) if isinstance(t, Tensor)}
     return [t for t in _flat(result) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places]
@@ -195,14 +195,14 @@ def _flat(value: Any) -> list:
 
 
 class TapeRecorder(Recorder):
-    """One that records tapes and counts, for tests of everything around a recording.
+    """A recorder of tapes that counts its uses, for tests of everything around a recording.
 
     Args:
-        late: let nothing happen until somebody waits for it, as if the device were slow.
+        late: delay all work until the host waits for it, as on a slow device.
 
     Attributes:
-        recorded: how often something was recorded.
-        replayed: how often a recording was replayed.
+        recorded: number of recordings.
+        replayed: number of replays.
         waited: how often the host has waited.
     """
 
@@ -221,9 +221,9 @@ class TapeRecorder(Recorder):
             self._active -= 1
 
     def record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
-        self.settle()  # recording begins when the device has come to rest
+        self.settle()  # recording begins when the device is idle
         tape = Tape()
-        with NoHostData(), tape:  # some reads never get as far as an operation
+        with NoHostData(), tape:  # some reads dispatch no operation
             output = body()
         self.recorded += 1
         return _Graph(self, tape), output
@@ -239,7 +239,7 @@ class TapeRecorder(Recorder):
         return _Event(self)
 
     def settle(self) -> None:
-        """Runs all that is under way."""
+        """Runs all pending work."""
         pending, self._pending = self._pending, []
         for operation in pending:
             operation()
@@ -272,7 +272,7 @@ class _Event:
         self._passed = True
 
     def synchronize(self) -> None:
-        """Runs what was to be done before this event, and nothing after it."""
+        """Runs the pending work before this event."""
         self.recorder.waited += 1
         while not self._passed:
             self.recorder._pending.pop(0)()

@@ -1,4 +1,4 @@
-"""Grammars over the token ids of tiny models, which have no tokenizer: what a strategy is tried with."""
+"""Grammars over the token ids of tiny models, which have no tokenizer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TokenAutomaton(Tabulated):
         return self.vocabulary.spell(run)
 
     def tables(self) -> Tables:
-        """Over the two bytes of the tokens' names: between them lie states of their own, where no text stops."""
+        """The automaton over the two bytes of each token's name, with intermediate states where no text may end."""
         halves = {(state, token >> 7) for state, after in enumerate(self.following) for token in after}
         between = {half: len(self.following) + place for place, half in enumerate(sorted(halves))}
         following = torch.zeros(len(self.following) + len(between), 256, dtype=torch.int32)
@@ -95,7 +95,7 @@ class TokenAutomaton(Tabulated):
 
 
 class Matched(CompiledGrammar):
-    """A grammar of which only the matchers are known, as with backends that have no tables."""
+    """A grammar with matchers only, as of backends without tables."""
 
     def __init__(self, inner: CompiledGrammar) -> None:
         self.inner, self.backend, self.policy = inner, inner.backend, inner.policy

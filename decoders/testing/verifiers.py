@@ -1,4 +1,4 @@
-"""The check that every verifier must pass: with all drafts enumerated, what comes out is what the target says."""
+"""The check that every verifier must pass: over all drafts, the output has the target's distribution."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class EnumerationCase:
     Attributes:
         name: for messages.
         parents: of each node; -1 for the root and for nodes that are no candidates.
-        target: the target's tables, one more than the tree is deep.
+        target: the target's tables, one more than the tree's depth.
         draft: the draft's tables.
-        sure: nodes that take the likeliest token left instead of drawing one.
-        silent: nodes that propose only after some prefixes (those whose number is odd).
+        sure: nodes that take the likeliest remaining token instead of drawing one.
+        silent: nodes that propose only after some prefixes (those with odd numbers).
     """
 
     name: str
@@ -60,7 +60,7 @@ class EnumerationCase:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Of each node; -1 for those that are no candidates."""
+        """Depth of each node; -1 for those that are no candidates."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1 if parent >= 0 else -1)
@@ -88,7 +88,7 @@ class EnumerationCase:
         return Enumeration(Block(nodes, tree, target, draft), weight, prefix)
 
     def _proposal(self, node: int, nodes: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
-        """``q [R, V]`` that the block shows for a node, and the chances ``[R, V+1]`` of its tokens, or (last) of none."""
+        """``q [R, V]`` in the block for a node, and the probabilities ``[R, V+1]`` of its tokens and (last) of no token."""
         parent = self.parents[node]
         rows, vocab = len(nodes), self.vocab
         if parent < 0:
@@ -106,7 +106,7 @@ class EnumerationCase:
             left = torch.where(total > 0, q, left)
         else:
             left = torch.where(total > 0, left / total, left)
-        # What continues a missing draft token still holds a token, to see that it is not accepted.
+        # Children of a missing draft token still get a token, to check that it is not accepted.
         orphan = prefix[:, parent, None] < 0
         left = torch.where(orphan, self._one_hot(torch.zeros(rows, dtype=torch.int64)), left)
         nothing = (total <= 0) & ~orphan
@@ -115,7 +115,7 @@ class EnumerationCase:
         return q, torch.cat([torch.where(nothing, 0.0, left), nothing.to(q.dtype)], 1)
 
     def _after(self, tables: Tables, node: int, prefix: Tensor) -> Tensor:
-        """``[R, V]``: the distribution after `node`, uniform where that is not defined."""
+        """``[R, V]``: the distribution after `node`, uniform where it is undefined."""
         depth = self.depths[node]
         uniform = torch.full_like(tables[0], 1 / self.vocab)
         return uniform.expand(len(prefix), -1) if depth < 0 else torch.where(
@@ -126,7 +126,7 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """``[V**depth, V]`` weights of ``depth + 1`` tokens to those of all tokens, which the target continues."""
+        """Extends ``[V**depth, V]`` weights of ``depth + 1`` tokens by the target to those of all tokens."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
@@ -137,7 +137,7 @@ class EnumerationCase:
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
-        """The joint distribution of as many tokens if every step follows `outcomes` and the target goes on from there."""
+        """The joint distribution of as many tokens if the step follows `outcomes` and the target continues."""
         joint = torch.zeros_like(self.wanted())
         for node, depth in enumerate(self.depths):
             reached = (drafts.prefix[:, node] >= 0).to(drafts.weight.dtype)
@@ -174,11 +174,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> None:
-    """Computes the distribution of the tokens that a verifier lets out, and compares it with the target's.
+    """Computes the distribution of a verifier's output, and compares it with the target's.
 
-    On four tokens, chains and small trees, every draft is enumerated with its probability; what the verifier ends with
-    is continued by the target. In double precision the result must equal the target's own joint distribution to 1e-9,
-    in single precision to 1e-5. A lossy verifier (``exact = False``) is held to the contract only.
+    With four tokens, on chains and small trees, every draft is enumerated with its probability, and the target continues the
+    verifier's outcome. In double precision the result must equal the target's joint distribution to 1e-9, in single
+    precision to 1e-5. For a lossy verifier (``exact = False``) only the contract is checked.
 
     Raises:
         AssertionError: what is wrong, and for which drafts.
@@ -219,7 +219,7 @@ def check_case(verifier: Verifier, case: EnumerationCase, drafts: Enumeration) -
 
 
 def check_contract(block: Block, outcomes: Outcomes) -> None:
-    """Values and sums; no node without a draft token is accepted."""
+    """Checks values and sums, and that no node without a draft token is accepted."""
     end, after, dtype = outcomes.end, outcomes.next, block.target.dtype
     assert end.isfinite().all() and after.isfinite().all(), "end or next is not finite"
     assert (end >= 0).all() and (after >= 0).all(), "a probability in end or next is negative"
@@ -234,7 +234,7 @@ def check_contract(block: Block, outcomes: Outcomes) -> None:
 
 
 def cases(*, trees: bool, seed: int = 0) -> Iterator[EnumerationCase]:
-    """Targets and drafts of several kinds, on chains and (if `trees`) trees, drawn and sure, with gaps and without."""
+    """Targets and drafts of several kinds, on chains and (if `trees`) trees, drawn and sure, with and without missing tokens."""
     shapes = CHAINS | (TREES if trees else {})
     generator = torch.Generator().manual_seed(seed)
     for (shape, parents), kind in itertools.product(shapes.items(), KINDS):

@@ -1,4 +1,4 @@
-"""Strategies for tests: one passes all on to another, one also replays its hooks as a CUDA graph would, one proposes a known text."""
+"""Strategies for tests: one forwards to another, one also replays its hooks as a CUDA graph would, one proposes a known text."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ HOOKS = [
 
 
 class Wrapped(Strategy):
-    """Is to the loop what `inner` is: it declares the same, and passes every hook on.
+    """Declares the traits of `inner` and forwards every hook to it.
 
-    It does not rest: it is there to be asked in every step, whatever steps cost on this machine.
+    It does not rest, so that it is asked in every step, whatever steps cost on the machine.
     """
 
     def __init__(self, inner: Strategy) -> None:
@@ -58,16 +58,16 @@ for _hook in HOOKS:
 
 
 class Replayed(Wrapped):
-    """Passes calls on to `inner` on tensors that stay where they are; notes every draft.
+    """Forwards calls to `inner` with tensors that are never replaced, and logs every draft.
 
-    After the steps that come before a recording, shapes must stay the same and what the state holds must stay in its place.
+    After the steps before a recording, shapes and the state's tensors must stay the same.
 
     Args:
-        record: from then on, also record each hook once and replay it ever after.
+        record: also record each hook then, and replay it from then on.
 
     Attributes:
         drafts: the draft tokens of every step, as lists.
-        rebound: what the state held first that was no tensor and changed; None if nothing did.
+        rebound: the first value in the state that changed and was no tensor; None if there was none.
     """
 
     def __init__(self, inner: Strategy, record: bool) -> None:
@@ -77,7 +77,7 @@ class Replayed(Wrapped):
         self.rebound: str | None = None
 
     def start(self, context: Context) -> Any:
-        # What a guide on the host does in a step is not the strategy's fault, and no recording is made with one.
+        # Steps with a guide on the host are never recorded.
         self._recordable = context.guide is None or context.guide.on_device
         self.drafts = []
         self._tapes: dict[str, tuple[Tape, Any]] = {}
@@ -111,8 +111,8 @@ class Replayed(Wrapped):
         return len(self.drafts) >= WARM_UP_STEPS
 
     def _run(self, hook: str, call: Any) -> Any:
-        """`call`, or what it gave when it was recorded."""
-        # `observe` comes after the draft of its step was noted; it, too, is recorded with the first `propose` that is.
+        """The result of `call`, or of its replay."""
+        # `observe` comes after the draft of its step was logged; it is recorded in the same step as `propose`.
         if not self.record or not self._recordable or len(self.drafts) - (hook == "observe") < WARM_UP_STEPS:
             return call()
         if hook not in self._tapes:
@@ -125,7 +125,7 @@ class Replayed(Wrapped):
         return result
 
     def _sequences(self, sequences: Sequences) -> Sequences:
-        """The rows in tensors that never move and have room for the whole call, as on CUDA."""
+        """The rows in tensors that are never replaced and have room for the whole call, as on CUDA."""
         parts = {f.name: getattr(sequences, f.name) for f in fields(sequences)}
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])
@@ -134,7 +134,7 @@ class Replayed(Wrapped):
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         own = self._static.get(name)
-        # Up to the step that is recorded, shapes may change.
+        # Shapes may change up to the recorded step.
         if own is None or (own.shape != tensor.shape and len(self.drafts) <= WARM_UP_STEPS + 1):
             self._static[name] = own = tensor.clone()
         if own.shape != tensor.shape:
@@ -151,8 +151,8 @@ class Replayed(Wrapped):
         self._shape = shape
 
     def _compare_places(self, state: Any) -> None:
-        """What the state holds must be where it was a step ago: a recording reads and writes there."""
-        # The tensors of the step before are kept: a new one cannot have their place by chance.
+        """Checks that the state has the same tensors as a step ago, which a recording reads and writes."""
+        # The tensors of the previous step are kept alive, so that a new one cannot get their addresses.
         tensors, others = find_tensors(state)
         for path, tensor in tensors.items() if self._places is not None else ():
             before = self._places.get(path, tensor)  # type: ignore[union-attr]
@@ -169,12 +169,12 @@ class Replayed(Wrapped):
 def _equal(own: Any, other: Any) -> bool:
     try:
         return own is other or (type(own) is type(other) and bool(own == other))
-    except Exception:  # no answer is no match
+    except Exception:  # not comparable counts as different
         return False
 
 
 class ShapeError(AssertionError):
-    """Something changed from step to step that a recording holds fast."""
+    """A shape or tensor changed between steps that a recording needs constant."""
 
 
 class ReplaySettings(Settings):
@@ -187,13 +187,13 @@ class ReplaySettings(Settings):
 
 
 class Replay(Strategy):
-    """Proposes the next tokens of a known text: acceptance is high and of every length."""
+    """Proposes the next tokens of a known text, some of them wrong, so that acceptance lengths of all sizes occur."""
 
     name = "replay"
     summary = "Proposes a known text, wrong here and there (for tests)."
     settings_class = ReplaySettings
     on_device = True
-    rows_apart = False  # a text belongs to a place in the batch
+    rows_apart = False  # texts belong to positions in the batch
 
     def start(self, context: Context) -> Tensor:
         texts = self.settings.texts
@@ -208,7 +208,7 @@ class Replay(Strategy):
         at = sequences.length[:, None] + torch.arange(s.length, device=state.device)
         draft_token = state.gather(1, at.clamp(max=state.shape[1] - 1))
         if s.wrong_every:
-            # Rows are spoilt at different places, so that they advance unevenly.
+            # Rows have errors at different places, so that they advance unevenly.
             row = torch.arange(state.shape[0], device=state.device)[:, None]
             draft_token = torch.where((at + 2 * row) % s.wrong_every == 0, (draft_token - 1).clamp(min=-1), draft_token)
         branch = torch.arange(s.branches, device=state.device)

@@ -190,9 +190,7 @@ class BlockLearner(FeatureLearner):
         slots, blocks, nodes = ids.shape[1], anchors.shape[1], config.block_size
         read = ids.new_full((*anchors.shape, nodes), config.mask_token_id)
         read[..., 0] = ids.gather(1, anchors)
-        of_block = torch.arange(blocks, device=device).repeat_interleave(nodes)
-        before = torch.arange(slots, device=device) < anchors.repeat_interleave(nodes, 1)[..., None]
-        sees = torch.cat([before, (of_block[:, None] == of_block).expand(len(ids), -1, -1)], dim=-1)[:, None]
+        sees = visibility(anchors, slots, nodes)[:, None]
         positions = (anchors[..., None] + torch.arange(nodes, device=device)).flatten(1)
         cache = DynamicCache()
         place = torch.arange(slots, device=device)[None]
@@ -241,6 +239,19 @@ class BlockLearner(FeatureLearner):
                     right = self.ids[scores.argmax(-1)] == own.argmax(-1)
                     sums.add(scores.float(), right, own.softmax(-1)[:, self.ids])
         return sums.acceptance
+
+
+def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
+    """``[B, A·nodes, slots + A·nodes]`` bool: which slots of the context, and which nodes of all blocks, a block's nodes see.
+
+    Args:
+        anchors: ``[B, A]``, where blocks begin.
+        slots: of the context.
+        nodes: of a block.
+    """
+    of_block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(nodes)
+    before = torch.arange(slots, device=anchors.device) < anchors.repeat_interleave(nodes, 1)[..., None]
+    return torch.cat([before, (of_block[:, None] == of_block).expand(len(anchors), -1, -1)], dim=-1)
 
 
 def _rows_at(values: Tensor, at: Tensor) -> Tensor:

@@ -25,13 +25,16 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoders import demo, settings
+from decoders.heads.dflash_files import DFlashFiles, save_draft_model
 from decoders.heads.eagle3_files import save_head
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.plugins import registry, reset_registry
 from decoders.settings import RuntimeSettings, load_settings
 from decoders.testing import ARCHITECTURES, kit
+from decoders.training.dflash import block_config, new_draft_model
 from decoders.training.eagle3 import head_config, new_head
-from decoders.training.recipes import HeadTraining, default_layers
+from decoders.training.feature_heads import layer_config
+from decoders.training.recipes import BlockTraining, HeadTraining, default_layers
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -124,6 +127,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_heads(MedusaHeads(config), folder / "medusa")
     eagle = head_config(model, HeadTraining(), default_layers(model.config.num_hidden_layers))
     save_head(new_head(eagle, model, torch.arange(vocab), 0), None, folder / "eagle3", model, 5)
+    blocks = BlockTraining(rank=0)
+    shape = block_config(blocks, layer_config(model, None), (0,), vocab, mask=1)
+    draft = new_draft_model(model, blocks, shape)
+    save_draft_model(DFlashFiles(shape, draft.network), None, folder / "dflash", model)
     return folder
 
 

@@ -425,6 +425,48 @@ def test_what_a_done_callback_raises_is_logged_and_ends_nobody(
     assert len([record for record in caplog.records if record.name == "decoders" and record.exc_info]) == 3
 
 
+def test_a_finished_text_is_judged_by_who_asks_for_it(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged, judge = list[threading.Thread](), decoders.hf.grammars.Grammars.judge
+
+    def noted(self: Any, texts: Any) -> Any:
+        judged.append(threading.current_thread())
+        return judge(self, texts)
+
+    monkeypatch.setattr(decoders.hf.grammars.Grammars, "judge", noted)
+    schema = {
+        "type": "array",
+        "items": {"pattern": "^[ab]$", "type": "string"},
+        "minItems": 3,
+        "maxItems": 3,
+        "uniqueItems": True,
+    }
+    grammar = decoders.json_schema(schema, strict=False)
+
+    async def wait(generation: decoders.serving.generation.Generation) -> Any:
+        return await generation
+
+    with scheduler_of(llama, eos_token_id=1) as scheduler:
+        several = [scheduler.submit(text_of(0, 6), max_new_tokens=80, grammar=grammar) for _ in range(3)]
+        while not all(each.done() for each in several):
+            time.sleep(0.005)
+        assert not judged
+        with pytest.warns(UserWarning, match="uniqueItems"):
+            several[0].result()
+        with pytest.warns(UserWarning, match="uniqueItems"):
+            report = several[1].report
+        assert report is not None and report.grammars[0].complete and report.grammars[0].invalid
+        assert judged == [threading.current_thread()] * 2
+        with pytest.warns(UserWarning, match="uniqueItems"):
+            asyncio.run(wait(several[2]))
+        assert len(judged) == 3 and judged[2] not in (
+            scheduler._thread,
+            threading.current_thread(),
+        )  # no event loop waits for it
+        for each in several:
+            assert each.report and each.exception() is None
+        assert len(judged) == 3
+
+
 def test_a_strategy_that_raises_ends_its_requests_and_no_others(llama: PreTrainedModel) -> None:
     class Raises(PromptLookup):
         def propose(self, state: Any, sequences: Any) -> Any:

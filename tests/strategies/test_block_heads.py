@@ -379,6 +379,21 @@ def test_every_draft_is_what_the_equations_say(name: str) -> None:
     assert compared > 12 and len({token for step in spy.seen for token in step.draft.tokens.flatten().tolist()}) > 3
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["speculators", pytest.param("dflash2", marks=pytest.mark.slow)])
+def test_long_contexts_are_seen_whole_or_through_a_window(name: str) -> None:
+    """Far beyond the window of a layer, prompt and all; the other layers see the first token still."""
+    model, spy = target(positions=4096), Spy(DFlash(draft_model=written(name)))
+    text = torch.randint(1, VOCAB, (1, 2048), generator=torch.Generator().manual_seed(4))
+    inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    out = decode(model, inputs, spy, max_new_tokens=6, decoders_config={"prefill_chunk": 300})
+    assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=6).sequences)
+    for step in spy.seen:
+        read = out.sequences[0, : step.lengths[0]]
+        assert step.draft.tokens[0].tolist() == chain(name, model, read)[0]
+    assert len(spy.seen) > 2 and chain(name, model, read)[0] != chain(name, model, read[1000:])[0]
+
+
 @pytest.mark.parametrize("name", ["dflash2", "dspark rnn, small vocabulary", "domino", "lilicorr"])
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_a_tree_holds_the_chain(name: str, tree: str) -> None:

@@ -1,4 +1,4 @@
-"""The backend: languages compiled by llguidance, and positions in texts that it follows."""
+"""The ``llguidance`` backend: languages compiled by llguidance, and matchers that use it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ..base import Backend, CompiledGrammar, Language, Matcher, Policy, mask_wor
 from ..vocabulary import Vocabulary
 from .source import compile_matcher, reason, source, tokenizer_for
 
-#: Bytes of UTF-8 that only texts with control characters have (tabs and ends of lines are none here), or with characters of planes 4
-#: to 16, which are unassigned or private. Tokenizers that were trained on little text have no tokens for some (SmolLM2's).
+#: Bytes that occur in UTF-8 only for control characters (other than tabs and newlines) and characters of planes 4 to 16, which are
+#: unassigned or private. Tokenizers trained on little text lack tokens for some of them (SmolLM2's).
 _SELDOM = {*range(0x20), 0x7F, *range(0xF1, 0xF5)} - set(b"\t\n\r")
-#: The others.
+#: All other bytes of UTF-8.
 _NEEDED = sorted({*range(0xC0), *range(0xC2, 0xF5)} - _SELDOM)
 
 
 class LLGuidance(Backend):
-    """llguidance in strict mode: Lark grammars, recursion, and what is too large for a table; masks made on the host."""
+    """llguidance in strict mode: Lark grammars, recursion, and languages too large for a table; masks are computed on the host."""
 
     name = "llguidance"
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """`language` for `vocabulary`. Texts with control characters and characters of planes 4 to 16 that have no tokens are left out.
+        """`language` for `vocabulary`, without texts that contain control characters or characters of planes 4 to 16 without tokens.
 
         Raises:
-            GrammarError: llguidance cannot read it, hits a limit at once, or could be led into a dead end: some other byte of UTF-8
-                has no token of its own.
+            GrammarError: llguidance cannot read it, hits a limit at once, or may reach dead ends because another byte of UTF-8 has
+                no token of its own.
         """
         text = source(language)
         missing = [byte for byte in _NEEDED if bytes([byte]) not in vocabulary.ids]
@@ -47,7 +47,7 @@ class LLGuidance(Backend):
 
 
 class LLGuidanceGrammar(CompiledGrammar):
-    """A language that llguidance has compiled. Its matchers share one lexer, which remembers the states it has met."""
+    """A language compiled by llguidance. Its matchers share one lexer, which caches its states."""
 
     backend = LLGuidance.name
 
@@ -71,13 +71,13 @@ class LLGuidanceGrammar(CompiledGrammar):
 
     @property
     def nbytes(self) -> int:
-        """With what llguidance takes, which it does not tell: 10 to 80 bytes for each character, and up to 1.5 MB besides."""
+        """An estimate, since llguidance does not report its memory: 10 to 80 bytes per character, and up to 1.5 MB besides."""
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """An ``LLMatcher`` at the beginning and the generation of its lexer, a newer one than `broken`.
+        """An ``LLMatcher`` at the beginning, and the generation of its lexer, which is newer than `broken`.
 
-        A lexer that has hit its limit of states refuses everything from then on, to all matchers that share it.
+        A lexer that has hit its limit of states refuses everything from then on, for all matchers that share it.
         """
         with self._lock:
             if broken == self._generation:
@@ -88,25 +88,24 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds that a question may take, and what all questions of a text together may take beyond it: all rows of a batch wait for
-#: them. llguidance's own limits bound one mask, to 0.1 to 0.7 seconds for the most ambiguous grammars. Others, counted patterns and
-#: classes of Unicode among them, came to 0.05 seconds beyond it in 400 tokens of 49,152.
+#: CPU seconds that a query may take, and how much longer all queries of a text together may take: all rows of a batch wait for them.
+#: llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars. Other grammars, counted patterns and
+#: classes of Unicode included, took 0.05 seconds longer in 400 tokens of a vocabulary of 49,152.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
 
 class _Broken(Exception):
-    """A probe of an ``LLMatcher`` has met an error."""
+    """A query of an ``LLMatcher`` ended in an error."""
 
 
 class LLGuidanceMatcher(Matcher):
     """A position in a text.
 
-    Text tokens go to llguidance, stop tokens never do: whether the text has ended is kept here.
+    Only text tokens go to llguidance; whether the text has ended is tracked here.
 
-    An ``LLMatcher`` that has computed a mask must not be rolled back: rows of its parser that it looked ahead to stay behind, and after
-    other tokens its next mask may be wrong (1.9.1). So beside the one that is asked there is a copy that only ever takes and gives
-    back tokens; a rollback after a question begins anew from it. Copying costs with the text (50 µs at 4 kB): once per rollback, not
-    once per question.
+    An ``LLMatcher`` that has computed a mask must not be rolled back: rows that its parser looked ahead to are kept, and after other
+    tokens its next mask may be wrong (1.9.1). So there is a second one that only takes and takes back tokens; a rollback after a query
+    starts again from a copy of it. Copying takes time with the text (50 µs at 4 kB), so it is done per rollback, not per query.
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
@@ -114,10 +113,10 @@ class LLGuidanceMatcher(Matcher):
         self._inner, self._generation = grammar.fresh()
         self._taken: list[int] = []  # text tokens, from the beginning
         self._ended = False
-        self._asked = False  # whether `_inner` has been asked since it was copied or made
-        self._unasked: Any = None  # stands after the first `_behind` of the tokens taken
+        self._asked = False  # whether `_inner` was queried since it was created or copied
+        self._unasked: Any = None  # the second one; it is `_behind` tokens behind
         self._behind = 0
-        self._overtime = 0.0  # of all questions
+        self._overtime = 0.0  # of all queries
 
     @property
     def accepting(self) -> bool:
@@ -146,7 +145,7 @@ class LLGuidanceMatcher(Matcher):
     def _take(self, text: list[int]) -> int:
         def consume(inner: Any) -> int:
             taken: int = inner.try_consume_tokens(text)
-            if taken < len(text):  # a limit that was hit on the way shows only with the next mask
+            if taken < len(text):  # a limit that was hit meanwhile shows only with the next mask
                 probe = inner.deep_copy()
                 probe.compute_bitmask()
                 if probe.is_error():
@@ -185,7 +184,7 @@ class LLGuidanceMatcher(Matcher):
         """Writes the mask of the tokens that may come next to ``out``, ``[W]`` int32 on the CPU.
 
         Raises:
-            GrammarError: llguidance hits a limit, the text takes too much time, or the grammar leads nowhere from here.
+            GrammarError: llguidance hits a limit, the text takes too much time, or the grammar has a dead end here.
         """
         if self._ended:
             out.copy_(self.grammar.ends)
@@ -203,7 +202,7 @@ class LLGuidanceMatcher(Matcher):
             row[only >> 5] = 1 << (only & 31)
 
     def _forced_token(self) -> int | None:
-        """The token that the tokenizer would begin the forced bytes with; None if there is none."""
+        """The tokenizer's first token of the forced bytes; None without one."""
         vocabulary, policy = self.grammar.vocabulary, self.grammar.policy
         return next(iter(vocabulary.written(self.forced_bytes(), 1, policy)), None)
 
@@ -214,24 +213,24 @@ class LLGuidanceMatcher(Matcher):
         def forced(inner: Any) -> bytes:
             text = bytes(inner.compute_ff_bytes())
             if not text and self.grammar.policy == "canonical":
-                inner.compute_bitmask()  # a limit that was hit shows only now, and here it would matter
+                inner.compute_bitmask()  # raises if a limit was hit, in which case the bytes would be wrong
             return text
 
         return self._ask(forced, copy=True)
 
     def _ask(self, question: Callable[[Any], T], moves: bool = False, copy: bool = False) -> T:
-        """What the ``LLMatcher`` answers.
+        """Queries the ``LLMatcher``.
 
-        An ``LLMatcher`` never recovers from an error. The question is asked once more with a new lexer, since the old one may have met
-        its limit of states.
+        An ``LLMatcher`` never recovers from an error. The query is repeated with a new lexer, because the old one may have hit its
+        limit of states.
 
         Args:
-            question: what is asked.
-            moves: it only takes tokens.
-            copy: ask a copy: after its forced bytes an ``LLMatcher`` takes them as read.
+            question: the query.
+            moves: whether it only takes tokens.
+            copy: query a copy, because asking for forced bytes moves an ``LLMatcher`` behind them.
 
         Raises:
-            GrammarError: a new one does not know it either.
+            GrammarError: the query fails again.
         """
         begin, message = time.thread_time(), ""
         for attempt in (1, 2):
@@ -253,13 +252,13 @@ class LLGuidanceMatcher(Matcher):
         raise self._failure(message)
 
     def _renew(self) -> None:
-        """Replaces the ``LLMatcher`` by a new one at this position; if it cannot get here, the next question finds it in error."""
+        """Replaces the ``LLMatcher`` by a new one at this position; if it cannot get here, the next query fails."""
         self._inner, self._generation = self.grammar.fresh(self._generation)
         self._inner.consume_tokens(self._taken)
         self._asked, self._unasked = False, None
 
     def _restore(self) -> None:
-        """Replaces the ``LLMatcher`` by one at this position that has not been asked."""
+        """Replaces the ``LLMatcher`` by one at this position that was not queried."""
         ahead = self._taken[self._behind :]
         if not ahead or self._unasked.try_consume_tokens(ahead) == len(ahead):
             self._behind = len(self._taken)
@@ -276,10 +275,10 @@ class LLGuidanceMatcher(Matcher):
 
 
 def writable(out: Tensor) -> tuple[Any, int]:
-    """`out` as uint32 of numpy, and its address: masks are written there directly.
+    """`out` as a numpy array of uint32, and its address, for writing masks directly.
 
     Raises:
-        ValueError: that cannot be done.
+        ValueError: `out` has another dtype or layout.
     """
     if out.dtype != torch.int32 or out.device.type != "cpu" or not out.is_contiguous():
         raise ValueError(f"masks are written to contiguous int32 on the CPU, not to {out.dtype} on {out.device}")

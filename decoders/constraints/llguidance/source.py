@@ -1,11 +1,11 @@
-"""What llguidance is given to read, how long that may take it, and what it says when it does not like it.
+"""The source text for llguidance, compiling it within limits, and llguidance's error messages.
 
-Its compiler recurses along chains of rules on the stack of the thread it runs in, and a stack that overflows ends the
-process. So texts are bounded, and compiled in a thread whose stack no text of that length can fill (measured: 27 bytes
-of stack for a byte of plain rules, 430 for negated terminals).
+Its compiler recurses along chains of rules on the stack of its thread, and a stack overflow kills the process. So texts are bounded,
+and compiled in a thread whose stack no text of that length can fill (measured: 27 bytes of stack per byte of plain rules, 430 for
+negated terminals).
 
-Terminals that are nested in each other are written out as one regular expression, and what llguidance then does takes time with
-the cube of the depth: 0.1 seconds at 500, 6 at 2000, minutes at 20,000. It has no limit of its own, so depth is bounded, too.
+Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
+at 2000, minutes at 20,000. It has no limit of its own, so depth is bounded here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...errors import GrammarError
 from ..base import Language
 from ..vocabulary import Vocabulary
 
-#: Longest text that is compiled, in characters. Stack to do it with, in bytes: reserved, not used.
+#: Longest text that is compiled, in characters, and the stack reserved for compiling it, in bytes.
 LONGEST = 512 * 1024
 STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 
@@ -34,9 +34,9 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
 }  # fmt: skip
 
-#: Without it masks shrink to one token wherever bytes are forced, and then differ from what is accepted.
+#: Without it masks have only one token where bytes are forced, and differ from the accepted tokens.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-#: Strings, comments and regular expressions of Lark, in which nothing is looked for.
+#: Strings, comments and regular expressions of Lark, which are skipped.
 _QUOTED = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/'
 _LEXEMES = re.compile(
     _QUOTED + r"|(?P<token><[^<>\s]+>)"
@@ -56,7 +56,7 @@ def source(language: Language) -> str:
     """`language` as llguidance reads it.
 
     Raises:
-        GrammarError: it has no form that llguidance reads, asks for what has no place here, or is too long.
+        GrammarError: it has no notation that llguidance reads, uses a refused option, or is too long.
     """
     import llguidance
 
@@ -64,7 +64,7 @@ def source(language: Language) -> str:
         text = language.lark
         _refuse(language.name, text)
     elif language.regex is not None:
-        if len(language.regex) - len(language.regex.rstrip("\\")) & 1:  # llguidance would leave it out
+        if len(language.regex) - len(language.regex.rstrip("\\")) & 1:  # llguidance would ignore the last backslash
             raise GrammarError(f"{language.name}: the regular expression ends with a backslash that escapes nothing")
         text = f"start: /{llguidance.regex_to_lark(language.regex, '')}/" if language.regex else 'start: ""'
     else:
@@ -96,10 +96,10 @@ def _refuse(name: str, lark: str) -> None:
 
 
 def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
-    """A fresh ``LLMatcher`` of `text`, which is `language` as :func:`source` gave it.
+    """A new ``LLMatcher`` of `text`, which :func:`source` returned for `language`.
 
     Raises:
-        GrammarError: llguidance refuses it; its own message.
+        GrammarError: llguidance refuses it; with its own message.
     """
     import llguidance
 
@@ -119,7 +119,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
 
 
 def reason(message: str) -> str:
-    """What llguidance says, without traces, and without the option that was added to the text."""
+    """llguidance's message without traces, and without the option that was added to the text."""
     said = message.split("<backtrace>")[0].split("<non-verbose/>")[0]
     lines = [line[:200] for line in said.splitlines() if _OPTIONS.strip() not in line]
     text = "\n".join(lines).strip()
@@ -132,7 +132,7 @@ _stack_lock = threading.Lock()
 
 
 def _with_stack(size: int, call: Callable[[], None]) -> None:
-    """Runs `call` in a thread with a stack of `size` bytes. Others that start meanwhile get one as large."""
+    """Runs `call` in a thread with a stack of `size` bytes. Threads that start meanwhile get the same size."""
     thread = threading.Thread(target=call, name="llguidance-compile")
     with _stack_lock:
         before = threading.stack_size(size)
@@ -151,7 +151,7 @@ _TOKENS = re.compile(
 
 
 def depth(lark: str) -> int:
-    """Most brackets, negations and terminals around anything, terminals written out; recursion counts once."""
+    """Deepest nesting of brackets, negations and terminals, with terminals expanded; recursion counts once."""
     uses = _uses(lark)
     deepest: dict[str, int] = {}
     walk = [(name, False) for name in uses]
@@ -168,7 +168,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition the terminals that it uses, by depth of nesting; the depth of "" is that of its own brackets."""
+    """For every definition, the terminals that it uses with their depths; the depth of "" is that of its own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0
@@ -190,9 +190,9 @@ def _uses(lark: str) -> dict[str, dict[str, int]]:
     return uses
 
 
-#: Most vocabularies whose tries are kept: 13 to 50 MB and 0.4 s each at 128k tokens.
+#: Most vocabularies whose tries are cached: 13 to 50 MB and 0.4 s each at 128k tokens.
 KEPT_TOKENIZERS = 4
-#: llguidance marks special tokens with it; it never occurs in UTF-8.
+#: llguidance's mark of special tokens, which never occurs in UTF-8.
 _MARKER = b"\xff"
 
 _tokenizers: OrderedDict[str, Any] = OrderedDict()
@@ -200,7 +200,7 @@ _tokenizers_lock = threading.Lock()
 
 
 def tokenizer_for(vocabulary: Vocabulary) -> Any:
-    """The ``LLTokenizer`` of `vocabulary`, made once."""
+    """The ``LLTokenizer`` of `vocabulary`, cached."""
     import llguidance
 
     with _tokenizers_lock:
@@ -217,7 +217,7 @@ def tokenizer_for(vocabulary: Vocabulary) -> Any:
 
 
 class _Wrapper:
-    """A vocabulary as llguidance wants a tokenizer. Tokens without bytes have no place in its trie."""
+    """A vocabulary with llguidance's interface of a tokenizer. Tokens without bytes are not in its trie."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,10 +1,9 @@
 """Deterministic automata over characters: conditions on a string, all at once.
 
-A condition is a regular tree, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the
-product of all, bounded by what it is told to follow, and its ``FSM`` holds what is found. Trees are walked as sets of nodes
-here, since an FSM of one condition may be exponentially larger than the product, and interegular's ``star`` and
-``isdisjoint`` (0.3.3) are wrong where an FSM comes back to its first state; states are merged here, since its ``reduce`` may
-take exponential time.
+A condition is a regular tree, to be met or not; lengths are conditions too. interegular's ``crawl`` walks the product of all
+conditions, within our limits, and its ``FSM`` holds the result. Three parts of it are not used: FSMs of single conditions, which may
+be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong (0.3.3) for an FSM that returns to its first
+state; and ``reduce``, which may take exponential time.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ if TYPE_CHECKING:
     from interegular.fsm import FSM, Alphabet
 
 
-#: Nodes that each condition's automaton may be at, and the characters read, as far as they matter.
+#: The set of nodes of each condition's automaton, and the number of characters read, as far as it matters.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
-#: Nodes in the sets that one condition's automaton remembers while strings are matched.
+#: Most nodes in the cached sets of one condition's automaton while strings are matched.
 _REMEMBERED = 50_000
 _WHAT = "the automaton of a string's pattern and length"
 
 
 def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: int | None = None) -> FSM:
-    """The strings of `low` to `high` characters in every tree marked True and in none marked False, as :func:`minimal` has it.
+    """The :func:`minimal` automaton of strings of `low` to `high` characters in every tree marked True and in none marked False.
 
-    Its alphabet are ranges of code points.
+    Its alphabet consists of ranges of code points.
 
     Raises:
-        GrammarError: it is above one of the limits ``STATES``, ``MOVES`` and ``MOVE_NODES``.
+        GrammarError: it exceeds one of the limits ``STATES``, ``MOVES`` and ``MOVE_NODES``.
     """
     from interegular.fsm import OblivionError, crawl
 
-    most = high + 1 if high is not None else low  # longer strings are all the same
+    most = high + 1 if high is not None else low  # counts beyond are equivalent
     if most > limits.STATES:
         limits.exceeded("STATES", limits.STATES, f"a length of {most:,} together with a pattern")
     check(_WHAT)
@@ -83,10 +82,10 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
 
 
 def minimal(machine: FSM) -> FSM:
-    """`machine` without states that lead nowhere, those that mean the same merged; its first state, and the result's, is 0.
+    """`machine` without dead ends and with equivalent states merged; its first state, and the result's, is 0.
 
     Args:
-        machine: every state of which is reached.
+        machine: all of its states are reachable.
     """
     from interegular.fsm import FSM
 
@@ -112,7 +111,7 @@ def minimal(machine: FSM) -> FSM:
 
 
 class _ConditionAutomaton:
-    """Thompson's automaton of one condition, made deterministic on the fly."""
+    """Thompson's automaton of one condition, determinised lazily."""
 
     def __init__(self, tree: Pattern, symbols: Symbols) -> None:
         self.symbols = symbols
@@ -178,7 +177,7 @@ class _ConditionAutomaton:
 
     def move(self, state: frozenset[int], symbol: int) -> frozenset[int]:
         if (state, symbol) not in self.known:
-            if self.remembered > _REMEMBERED:  # there may be a new state after every character
+            if self.remembered > _REMEMBERED:  # every character may lead to a new state
                 self.known, self.remembered = {}, 0
             reached = [step[1] for node in state if (step := self.steps[node]) is not None and symbol in step[0]]
             self.known[state, symbol] = self.close(reached)
@@ -212,21 +211,21 @@ def refined(
 ) -> list[int]:
     """The coarsest partition, finer than `blocks`, in which all members of a block lead to the same blocks.
 
-    Each round looks only at the predecessors of states that have just been told apart: rounds over all states would be quadratic for
-    texts of bounded length. A block's largest part keeps its number, so its predecessors need not be looked at again.
+    Each round visits only the predecessors of states that were just split off: rounds over all states would be quadratic for texts of
+    bounded length. A block's largest part keeps its number, so its predecessors need not be visited.
 
     Args:
-        blocks: block of each state, -1 for those that do not count.
-        states: those that do.
-        successors: what each state leads to, symbol by symbol, the same symbols within a block.
-        predecessors: what leads to each state.
+        blocks: block of each state, -1 for states that are ignored.
+        states: the others.
+        successors: of each state, symbol by symbol, the same symbols within a block.
+        predecessors: of each state.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)
     changed = {*states}
     for state in changed:
         size[blocks[state]] += 1
-    # Where the members of each block lead, apart from those that are looked at in this round.
+    # The blocks to which the members of each block lead, without the states visited in this round.
     targets_of_block: list[tuple[int, ...]] = [()] * len(size)
     block_of = blocks.__getitem__
     while changed:
@@ -255,7 +254,7 @@ def refined(
 
 
 class Symbols:
-    """Numbers that stand for characters.
+    """Classes of characters that the trees do not tell apart, as numbers.
 
     Attributes:
         count: of symbols, from 0 on.
@@ -264,7 +263,7 @@ class Symbols:
 
     def __init__(self, trees: Sequence[Pattern]) -> None:
         sets = sorted({chars for tree in trees for chars in _sets(tree)})
-        events: dict[int, list[int]] = {0: []}  # border -> sets that are entered or left there
+        events: dict[int, list[int]] = {0: []}  # code point -> sets that begin or end there
         for index, chars in enumerate(sets):
             for low, high in chars:
                 events.setdefault(low, []).append(index)

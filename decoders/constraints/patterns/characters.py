@@ -16,7 +16,7 @@ WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACES = ((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A))
 SPACE: Ranges = (*_SPACES, (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF))
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
-#: Half characters of UTF-16: no text in UTF-8 has them.
+#: Halves of UTF-16 pairs, which do not occur in UTF-8.
 SURROGATES: Ranges = ((0xD800, 0xDFFF),)
 
 
@@ -59,7 +59,7 @@ def contains(chars: Ranges, point: int) -> bool:
 
 
 DOT: Ranges = complement(_LINE_ENDS)
-#: What texts in UTF-8 may have.
+#: Characters that UTF-8 can encode.
 ENCODABLE: Ranges = complement(SURROGATES)
 
 

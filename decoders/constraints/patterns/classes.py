@@ -38,16 +38,16 @@ class ClassReader:
     """The part of the reader that finds what one character may be.
 
     Attributes:
-        pattern: what is read.
-        place: where it is read next.
-        dialect: as what it is read.
+        pattern: the text.
+        place: index of the next character.
+        dialect: of the pattern.
     """
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         self.pattern, self.place, self.dialect = pattern, 0, dialect
 
     def refuse(self, problem: Problem, what: str, place: int) -> None:
-        """Raises the error that `what` at `place` is, if it is one in this dialect."""
+        """Raises the error for `what` at `place`, if the dialect refuses this kind of `problem`."""
         message = self.dialect.messages.get(problem)
         if message is not None:
             raise self.dialect.error(self.pattern, problem, what, message.format(what=what), place)
@@ -93,7 +93,7 @@ class ClassReader:
         return Chars(characters.complement(ranges) if negated else ranges, place=begin)
 
     def nested_class(self, begin: int) -> Class:
-        """Reads a class that may contain classes, to be kept as it is written."""
+        """Reads a class that may contain classes, which is kept verbatim."""
         depth = 0
         while self.place < len(self.pattern):
             if opened := _CLASS_BEGIN.match(self.pattern, self.place):
@@ -107,7 +107,7 @@ class ClassReader:
         return Class(self.pattern[begin : self.place], place=begin)
 
     def computed_class(self, begin: int) -> Chars:
-        """Reads a class that may contain classes and operations, which bind all alike, as Rust does."""
+        """Reads a class that may contain classes and operations; as in Rust, all operations have one precedence."""
         self.place = begin + 1
         negated = self.take("^")
         union: list[tuple[int, int]] = []
@@ -147,7 +147,7 @@ class ClassReader:
         text = self.pattern[begin : self.place]
         first, last = _point(low), _point(high)
         if first is None or last is None:
-            self.refuse("range of classes", text, begin)  # elsewhere the hyphen stands for itself
+            self.refuse("range of classes", text, begin)  # in other dialects the hyphen stands for itself
             return Chars(characters.ranges([*_ranges(low), *_ranges(high), (0x2D, 0x2D)]), place=begin)
         if first > last:
             self.refuse("range reversed", text, begin)

@@ -1,4 +1,4 @@
-"""What a dialect of regular expressions reads differently from the others, as a table for the one reader."""
+"""Differences between the dialects of regular expressions, as a table for the one reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import characters
 from .characters import Ranges
 from .tree import Anchor, Chars, Class
 
-#: What may be wrong with a pattern, or is more than a dialect reads.
+#: Errors in a pattern, and constructs that a dialect may refuse.
 Problem: TypeAlias = Literal[
     "unclosed group", "unopened group", "unclosed comment", "unclosed class", "class in a class", "class operation",
     "range of classes", "range reversed", "nothing to repeat", "repeated anchor", "repeated group with anchors", "repeated twice",
@@ -42,31 +42,31 @@ class Dialect:
     """A table of differences.
 
     Attributes:
-        messages: reasons for refusals; ``{what}`` is the text that is refused. What has no reason here is read: as the other dialects
-            have it, or verbatim.
-        error: makes an error of the pattern, the problem, the text that is refused, the reason, and the place of that text.
+        messages: reasons for refusals, with ``{what}`` for the refused text. A construct without a reason is read, as in other
+            dialects or verbatim.
+        error: creates the error of the pattern, the problem, the refused text, the reason, and the text's place.
         dot: what ``.`` stands for.
         escapes: letters that mean the same in a class and outside.
-        escapes_outside: letters that mean something else, or something at all, outside of classes.
-        escapes_in_class: letters that mean something else in a class.
-        is_reserved: whether a letter behind a backslash that has no meaning is refused, rather than standing for itself.
+        escapes_outside: escapes that exist only outside of classes, or have another meaning there.
+        escapes_in_class: escapes with another meaning in a class.
+        is_reserved: whether an unknown letter behind a backslash is refused; otherwise it stands for itself.
         named_property: the characters of ``\\p{name}``, or those of ``\\P{name}`` if negated; None if the name is unknown.
         short_properties: whether ``\\pL`` is a property too.
         codes: letters of escapes that give a code point; its digits may stand in braces if `codes_in_braces` has the letter.
-        surrogate_pairs: whether two escapes may give the halves of one character; a half alone is a character, too.
+        surrogate_pairs: whether two escapes may be the halves of one character; a half alone is a character, too.
         control_letters: whether ``\\cA`` is U+0001.
         open_low: whether ``{,n}`` is a quantifier.
         most_digits: of the bound of a quantifier.
         lone_counts: whether braces with nothing to repeat stand for themselves.
         empty_classes: whether a bracket closes a class right behind its beginning; otherwise it stands for itself there.
-        no_range_before: what follows a hyphen in a class that stands for itself; "" is the end of the pattern.
+        no_range_before: texts behind a hyphen in a class that make it stand for itself; "" is the end of the pattern.
         class_operations: operators between classes, which are refused.
         nested_classes: whether classes may stand in classes; they are kept verbatim then.
-        class_algebra: likewise, but their characters are computed, those of POSIX classes and of operations between classes too.
+        class_algebra: likewise, but the set is computed, also for POSIX classes and operations between classes.
         named_group: the beginning of a group with a name.
         comments: whether ``(?#…)`` is one.
         look_aheads: whether ``(?=`` and ``(?!`` are read.
-        other_groups: groups of other kinds by how they begin, the first that fits counts.
+        other_groups: groups of other kinds by how they begin; the first match counts.
         nesting_limited: whether groups may be nested only as deep as :data:`limits.NESTING` says.
     """
 

@@ -1,10 +1,10 @@
-"""Patterns of JSON Schema, which are regular expressions of ECMA-262 found anywhere in a string: as trees for whole strings.
+"""Patterns of JSON Schema (ECMA-262 expressions that are searched in a string) as trees for whole strings.
 
-Anchors are understood where they mean "the string begins (ends) here"; look-ahead, only right at the beginning of the
-pattern, where it says something about the string as a whole. Everything else outside regular languages is refused.
+Anchors are read where they mean "the string begins (ends) here", look-ahead only at the very beginning of the pattern, where it is a
+condition on the whole string. Everything else outside regular languages is refused.
 
-Whether a pattern is found in a text is answered by an automaton in linear time where the pattern is regular, else by ``re`` in a
-child process: Python's ``re`` may take exponential time and holds the interpreter meanwhile, and a child process can be ended.
+Texts are searched by an automaton in linear time where the pattern is regular, else by ``re`` in a child process: Python's ``re``
+may take exponential time and blocks the interpreter meanwhile, but a child process can be killed.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
     """Strings in which `pattern` is found: those in every tree marked True and in none marked False. The trees are regular.
 
     Raises:
-        GrammarError: not a regular expression of ECMA-262, or one that is not a regular language here.
+        GrammarError: it is no expression of ECMA-262, or none that is read as a regular language.
     """
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
@@ -135,7 +135,7 @@ def _check_copies(pattern: str, count: int) -> None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One way to match a part of a pattern: the tree of what it matches, and whether the match begins or ends the string."""
+    """One way to match a part of a pattern: a tree, and whether the match begins or ends the string."""
 
     begins: bool
     tree: Pattern
@@ -143,7 +143,7 @@ class _Reading:
 
     @property
     def whole(self) -> Pattern:
-        """The strings in which it is found."""
+        """The whole strings with such a match."""
         return cat(*([] if self.begins else [ANYTHING]), self.tree, *([] if self.ends else [ANYTHING]))
 
 
@@ -195,7 +195,7 @@ class _Anchors:
         raise irregular(tree)
 
     def look(self, look: Look, before: _Readings, alternated: bool, nested: bool) -> None:
-        """Adds what `look` says of the string, if `before` it is nothing but the string's beginning."""
+        """Adds the condition of `look` on the whole string, if only the string's beginning is `before` it."""
         if before != _AT_BEGINNING:
             reason = "look-ahead that does not stand right after ^ at the beginning"
             raise _refusal(self.pattern, reason, look.place)
@@ -228,7 +228,7 @@ def _merged(readings: Iterable[_Reading]) -> _Readings:
 
 
 def _join(a: _Reading, b: _Reading) -> _Reading | None:
-    """`a` followed by `b`; None if an anchor between them makes that impossible."""
+    """`a` followed by `b`; None if an anchor between them forbids it."""
     left, right = a.tree, b.tree
     if b.begins:
         if not nullable(left):
@@ -242,7 +242,7 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
     return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)
 
 
-#: Answers lines of JSON, a pattern and a text, with 1 or 0, or with what is wrong with the pattern.
+#: Reads lines of JSON with a pattern and a text; answers 1 or 0, or the error of the pattern.
 _CHILD = """
 import json, re, sys
 for line in sys.stdin:
@@ -256,7 +256,7 @@ for line in sys.stdin:
 
 
 class Search:
-    """Looks for patterns in texts; as a context, since it may have started a process."""
+    """Searches patterns in texts. A context manager, because it may start a process."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
@@ -269,7 +269,7 @@ class Search:
         self._end()
 
     def found(self, pattern: Any, text: str) -> bool:
-        """Whether `pattern` is found in `text`: as ECMA-262 has it, or as ``re`` does where it is not regular.
+        """Whether `pattern` is found in `text`, by ECMA-262, or by ``re`` where it is not regular.
 
         Raises:
             GrammarError: neither reads it, or time is up.

@@ -1,7 +1,6 @@
 """Bounds on size and on time. A pattern that exceeds one is refused with the limit's name.
 
-Time is CPU time of the thread, so that what is refused does not depend on the load of the machine. Loops whose length is not
-known in advance call :func:`check`.
+Time is CPU time of the thread, so that refusals do not depend on the machine's load. Loops of unknown length call :func:`check`.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ PATTERN_CHARACTERS = 20_000
 NESTING = 100
 #: States of an automaton over characters.
 STATES = 3_000
-#: Moves of such an automaton: states times symbols, characters that its patterns tell apart.
+#: Moves of such an automaton: states times symbols (classes of characters).
 MOVES = 400_000
-#: Nodes of patterns that are looked at for these moves.
+#: Nodes of patterns that are visited for these moves.
 MOVE_NODES = 10_000_000
-#: Copies that the counted repetitions of one pattern amount to.
+#: Copies that the counted repetitions of one pattern expand to.
 COPIES = 2_000
 
 
 def exceeded(
     limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
 ) -> NoReturn:
-    """Refuses: `what` is above `limit` of `module`. path: ``$`` for what the schema as a whole is too large for.
+    """Refuses `what` because it exceeds `limit` of `module`. path: ``$`` if it is the schema as a whole.
 
     Raises:
         GrammarError: always.
@@ -51,7 +50,7 @@ _COMPILING = (
 
 
 class _Deadline:
-    """The deadline of some work, no later than that of the work around it."""
+    """The deadline of some work, no later than the enclosing one."""
 
     def __init__(self, seconds: float, limit: str, outer: _Deadline | None) -> None:
         ends = time.thread_time() + seconds
@@ -66,11 +65,11 @@ _current: ContextVar[_Deadline | None] = ContextVar("deadline", default=None)
 
 @contextmanager
 def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[None]:
-    """Bounds the work inside to `seconds`, and to what an outer deadline leaves.
+    """Bounds the work inside to `seconds`, and to the rest of an outer deadline.
 
     Args:
         seconds: None: :data:`SECONDS`, unless there is an outer deadline.
-        limit: what messages say of the bound.
+        limit: how messages name the bound.
     """
     outer = _current.get()
     if seconds is None and outer is not None:
@@ -84,13 +83,13 @@ def deadline(seconds: float | None = None, limit: str = _COMPILING) -> Iterator[
 
 
 def left() -> float:
-    """Seconds that are left; infinite without a deadline."""
+    """Seconds left; infinite without a deadline."""
     current = _current.get()
     return float("inf") if current is None else current.ends - time.thread_time()
 
 
 def spend(seconds: float) -> None:
-    """Counts time that was spent elsewhere, in another process."""
+    """Adds time that another process has spent."""
     current = _current.get()
     while current is not None:
         current.ends -= seconds
@@ -98,10 +97,10 @@ def spend(seconds: float) -> None:
 
 
 def check(what: str, keyword: str | None = None) -> None:
-    """Refuses to go on with `what` if time is up.
+    """Refuses to continue `what` if time is up.
 
     Raises:
-        GrammarError: it is.
+        GrammarError: time is up.
     """
     current = _current.get()
     if current is not None and time.thread_time() > current.ends:

@@ -1,7 +1,7 @@
-"""Regular expressions of users: the whole text must match, whatever is not regular is refused.
+"""Regular expressions of users: the whole text must match, and non-regular constructs are refused.
 
-What is read is the common part of Python's ``re`` and Rust's ``regex``, so that a pattern means here what it means in
-``re.fullmatch``; constructs that the two read differently are refused.
+The dialect is the common part of Python's ``re`` and Rust's ``regex``, so that a pattern means what it means in ``re.fullmatch``;
+constructs that the two read differently are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .dialect import Dialect, Problem, property_in_rust, single
 from .reader import read
 from .tree import Anchor, Cat, Class, Or, Pattern, write
 
-#: Largest count of a repetition: of a single byte, automata of that many states are still built.
+#: Largest count of a repetition: an automaton with that many states can still be built.
 REPETITIONS = 99_999
 #: What to write instead of an assertion about the surroundings.
 _INTERSECT = (
@@ -66,7 +66,7 @@ PYTHON = Dialect(
     messages=_MESSAGES,
     error=_error,
     dot=characters.complement(characters.of("\n")),
-    # Rust counts combining marks among word characters, and U+001C to U+001F not among white space.
+    # In Rust combining marks are word characters, and U+001C to U+001F are no white space.
     escapes={
         "d": Class(r"\d"), "D": Class(r"\D"), "w": Class(r"[\p{L}\p{N}_]"), "W": Class(r"[^\p{L}\p{N}_]"),
         "s": Class(r"[\s\x1c-\x1f]"), "S": Class(r"[^\s\x1c-\x1f]"), "k": "back-reference", "0": "octal escape",
@@ -92,10 +92,10 @@ PYTHON = Dialect(
 
 
 def whole_text(pattern: str) -> str:
-    """`pattern` in Rust's notation, without what has no effect in a match of the whole text: anchors at its ends, laziness, captures.
+    """`pattern` in Rust's notation, without constructs that have no effect on whole matches: outer anchors, laziness, captures.
 
     Raises:
-        GrammarError: it is no regular expression in the sense of the theory, or not well formed; names what and where.
+        GrammarError: it is not a regular language, or not well formed; names the construct and its place.
     """
     try:
         pattern.encode()
@@ -109,10 +109,10 @@ def whole_text(pattern: str) -> str:
 
 
 def _check_anchors(pattern: str, tree: Pattern) -> None:
-    """Checks that all anchors of `tree` are at the ends of the text, where they have no effect.
+    """Checks that all anchors of `tree` are at the ends of the text.
 
     Raises:
-        GrammarError: one is not.
+        GrammarError: one is elsewhere.
     """
     # Whether a part comes first, and where text follows it.
     todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
@@ -136,4 +136,4 @@ def _check_anchors(pattern: str, tree: Pattern) -> None:
                     following = following if isinstance(part, Anchor) else part.place
                 todo += children
             case _:
-                pass  # the reader refuses to repeat an anchor
+                pass  # contains no anchors: the reader refuses to repeat them

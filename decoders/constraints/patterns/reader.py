@@ -1,6 +1,6 @@
 """The one reader of regular expressions: a pattern in some dialect becomes a tree.
 
-It does not recurse: groups may be nested as deep as the dialect allows. A group around a single part is that part.
+It does not recurse, so groups may be nested as deep as the dialect allows. A group around a single part becomes that part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MARKS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 _LOOKS = ("(?<=", "(?<!", "(?=", "(?!")
 _COMMENT = "(?#"
 
-#: What a quantifier would repeat: nothing, a part, one that is already repeated, an anchor, a group that contains anchors.
+#: What a quantifier would repeat: nothing, a part, a repeated part, an anchor, or a group that contains anchors.
 _Last: TypeAlias = Literal["nothing", "part", "repeated", "anchor", "anchored group"]
 _UNREPEATABLE: dict[_Last, Problem] = {
     "nothing": "nothing to repeat",
@@ -34,7 +34,7 @@ def read(pattern: str, dialect: Dialect) -> Pattern:
     """The tree of `pattern`.
 
     Raises:
-        GrammarError: it is not well formed, or says more than the dialect reads.
+        GrammarError: it is not well formed, or has constructs that the dialect refuses.
     """
     return _Reader(pattern, dialect).read()
 
@@ -45,10 +45,10 @@ class _Group:
 
     Attributes:
         place: of its parenthesis.
-        opening: how a group of another kind than ``(?:`` begins.
-        alternatives: complete ones.
-        parts: of the alternative that is read.
-        last: the last of them.
+        opening: the beginning of a group of another kind than ``(?:``.
+        alternatives: the complete ones.
+        parts: of the current alternative.
+        last: kind of the last part.
         anchored: whether it contains anchors.
     """
 
@@ -107,7 +107,7 @@ class _Reader(ClassReader):
                     self.group.add(Chars(self.dialect.dot, place=begin))
                 else:
                     self.literal(character, begin)
-        while len(self.groups) > 1:  # where the dialect judges that itself, the rest of the pattern is in the group
+        while len(self.groups) > 1:  # if the dialect does not refuse an open group, it contains the rest of the pattern
             self.refuse("unclosed group", "(", self.group.place)
             self.close(self.place)
         self.group.end_alternative()
@@ -155,7 +155,7 @@ class _Reader(ClassReader):
             if opening := beginning.match(self.pattern, begin):
                 self.refuse(problem, opening[0], begin)
                 self.place = opening.end()
-                if opening[0].endswith(")"):  # options until the end of the group, which is kept as one
+                if opening[0].endswith(")"):  # options apply up to the end of the group, which is kept whole
                     self.group.opening = self.group.opening or "(?:"
                     self.group.add(Verbatim(opening[0], place=begin))
                     self.group.last = "nothing"
@@ -204,7 +204,7 @@ class _Reader(ClassReader):
             self.refuse(_UNREPEATABLE[last], text, begin)
         self.place += len(text)
         low, high = _MARKS.get(text) or self.bounds(text, begin)
-        if not self.take("?") and self.peek("+"):  # lazy or not, the same whole texts match
+        if not self.take("?") and self.peek("+"):  # laziness does not change which whole texts match
             self.refuse("possessive", f"{text}+", begin)
         if last == "nothing":
             self.group.add(Verbatim(text, place=begin))
@@ -213,7 +213,7 @@ class _Reader(ClassReader):
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
-        """The bounds that the quantifier `text` in braces gives; too many digits are a large number."""
+        """The bounds of the quantifier `text` in braces; too many digits count as a large number."""
         least, comma, most = text[1:-1].partition(",")
         if max(len(least), len(most)) > self.dialect.most_digits:
             self.refuse("too often", shortened(text, 20), begin)

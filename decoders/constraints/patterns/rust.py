@@ -1,4 +1,4 @@
-"""The dialect of Rust's ``regex``: whether an expression can be part of a longer one, and its patterns as ECMA-262 has them."""
+"""The dialect of Rust's ``regex``: checking that an expression can be part of a longer one, and translation to ECMA-262."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -
 
 
 RUST = Dialect(
-    # Whether an expression is well formed is for Rust to say: what has no reason here is kept verbatim.
+    # Rust itself checks that an expression is well formed: constructs without a reason here are kept verbatim.
     messages={
         "unopened group": "unopened group, ')'",
         "anchor": "no automaton has anchors (the whole text must match anyway)",
@@ -50,7 +50,7 @@ RUST = Dialect(
 )
 
 
-#: Rust's dialect as far as ECMA-262 can say it. ``\d``, ``\w``, ``\s`` and ``.`` stand for ECMA-262's characters: Rust has more.
+#: Rust's dialect as far as ECMA-262 can express it. ``\d``, ``\w``, ``\s`` and ``.`` get ECMA-262's sets, which are smaller.
 _IN_SCHEMAS = replace(
     ECMA,
     messages={
@@ -81,12 +81,12 @@ _ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
 
 
 def in_ecma(pattern: str) -> str:
-    """`pattern`, of Rust's dialect, as a pattern of ECMA-262 that matches nothing that it does not.
+    """Rust's `pattern` as a pattern of ECMA-262 that matches the same texts or fewer.
 
-    As it is where both read the same, or neither reads it.
+    It is returned unchanged where both dialects agree, or neither reads it.
 
     Raises:
-        GrammarError: ECMA-262 reads something else, and cannot say it.
+        GrammarError: it has another meaning in ECMA-262 and cannot be translated.
     """
     try:
         as_ecma = read(pattern, ECMA)
@@ -105,10 +105,10 @@ def in_ecma(pattern: str) -> str:
 
 
 def check_part(regex: str) -> None:
-    """Checks that `regex` can be embedded between other parts. Whether it is well formed is checked by Rust.
+    """Checks that `regex` can be embedded between other parts. Rust checks whether it is well formed.
 
     Raises:
-        GrammarError: a parenthesis closes what `regex` has not opened, there is the option ``x``, or something that no automaton has.
+        GrammarError: it has an unbalanced parenthesis, the option ``x``, or a non-regular construct.
     """
     read(regex, RUST)
 

@@ -1,9 +1,9 @@
-"""Patterns as trees: the one form in which every dialect is read, and their text in the notation of backends.
+"""Patterns as trees, the common form of all dialects, and writing them in the notation of backends.
 
-A tree of :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` alone is *regular*: it stands for a set of whole strings, and
-automata are made of it. The other nodes are what a dialect may say beyond that; a reader of the tree resolves, drops or refuses them.
+A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, of which automata
+are built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
 
-Rust's ``regex``, llguidance and outlines_core read the text that is written of a tree; Python's ``re``, too, but for :class:`Class`.
+Rust's ``regex``, llguidance and outlines_core read the written text; Python's ``re``, too, except for :class:`Class`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Repeat(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Class(_Node):
-    r"""One character of a class that is named and not enumerated, as Rust writes it: ``\p{L}``, ``[^\p{L}\-]``."""
+    r"""One character of a class that is not enumerated, in Rust's notation: ``\p{L}``, ``[^\p{L}\-]``."""
 
     text: str
 
@@ -83,7 +83,7 @@ class Look(_Node):
 
 @dataclass(frozen=True, slots=True)
 class Verbatim(_Node):
-    """What only the dialect itself understands, as it is written: options, groups of other kinds."""
+    """Text that only the dialect itself understands: options, groups of other kinds."""
 
     text: str
 
@@ -97,12 +97,12 @@ ANYTHING = Repeat(CHARACTER, 0, None)
 
 
 def irregular(node: Pattern) -> TypeError:
-    """The error of a `node` that is not regular in a tree that has to be."""
+    """The error for a `node` that is not regular in a tree that must be."""
     return TypeError(f"a {type(node).__name__} in a tree that has to be regular")
 
 
 def cat(*parts: Pattern) -> Pattern:
-    """The parts, each of which is in the simplest form, one after the other in it; nothing if one of them matches nothing."""
+    """Simplified concatenation of simplified parts; :data:`NOTHING` if one of them is."""
     flat: list[Pattern] = []
     for part in parts:
         if part == NOTHING:
@@ -112,7 +112,7 @@ def cat(*parts: Pattern) -> Pattern:
 
 
 def either(*parts: Pattern) -> Pattern:
-    """Any of the parts, each once; :data:`NOTHING` if none matches anything."""
+    """Simplified alternation, each part once; :data:`NOTHING` without parts that match anything."""
     pieces = (piece for part in parts for piece in (part.parts if isinstance(part, Or) else [part]))
     distinct = tuple(piece for piece in dict.fromkeys(pieces) if piece != NOTHING)
     if not distinct:
@@ -121,7 +121,7 @@ def either(*parts: Pattern) -> Pattern:
 
 
 def repeat(part: Pattern, low: int, high: int | None) -> Pattern:
-    """`part` from `low` to `high` times, in the simplest form."""
+    """Simplified repetition of `part` from `low` to `high` times."""
     if high == 0 or part == EMPTY or (part == NOTHING and low == 0):
         return EMPTY
     if part == NOTHING:
@@ -135,7 +135,7 @@ def literal(text: str) -> Pattern:
 
 
 def words(texts: Iterable[str]) -> Pattern:
-    """Any of `texts`, common beginnings shared."""
+    """Any of `texts`, as a prefix tree."""
     groups: dict[str, list[str]] = {}
     for text in sorted(set(texts)):
         groups.setdefault(text[:1], []).append(text)
@@ -165,7 +165,7 @@ def nullable(pattern: Pattern) -> bool:
 
 
 def copies(pattern: Pattern) -> int:
-    """Character sets of the expression with its counted repetitions written out."""
+    """Number of character sets of the pattern with its counted repetitions expanded."""
     match pattern:
         case Chars():
             return 1
@@ -177,18 +177,18 @@ def copies(pattern: Pattern) -> int:
             raise irregular(pattern)
 
 
-#: A slash or an end of a line, behind a backslash or not, and all other escapes, so that the end of one is not taken for a beginning.
+#: A slash or a newline, escaped or not, and all other escapes, so that an escaped backslash does not escape what follows.
 _SLASHED = re.compile(r"\\?[/\n]|\\.")
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~")
 _MARKS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
 _NOT_NEWLINE = characters.complement(((0x0A, 0x0A),))
 _NO_CHARACTER = r"[^\x00-\U0010FFFF]"
-#: A class that can stand in brackets beside others without brackets of its own.
+#: A class whose content can be merged into other brackets.
 _BRACKETED = re.compile(r"\[(?!\^)(.*)\]", re.DOTALL)
 
 
 def write(pattern: Pattern, anchors: bool = True) -> str:
-    """The text of `pattern`; without its anchors unless they are asked for. Trees may be of any depth."""
+    """The text of `pattern`, with or without its anchors. Trees may be of any depth."""
     text: list[str] = []
     todo: list[Pattern | str] = [pattern]
     while todo:
@@ -229,7 +229,7 @@ def _enclosed(part: Pattern) -> list[Pattern | str]:
 
 
 def quoted(text: str) -> str:
-    """The pattern of exactly `text`; what can be shown is left as it is."""
+    """The pattern of exactly `text`; printable characters are left as they are."""
     return "".join(map(_quoted, text))
 
 
@@ -257,7 +257,7 @@ def code_point(point: int) -> str:
 
 
 def charset(chars: Ranges) -> str:
-    """The pattern of one character of `chars`. Surrogates are left out, which no text has; nothing matches if none are left."""
+    """The pattern of one character of `chars` without surrogates, which UTF-8 lacks; it matches nothing if none is left."""
     if len(chars) == 1 and chars[0][0] == chars[0][1]:
         return code_point(chars[0][0])
     if chars == _NOT_NEWLINE:
@@ -270,7 +270,7 @@ def charset(chars: Ranges) -> str:
 
 
 def joined_class(chars: Ranges, classes: Sequence[str], negated: bool) -> str:
-    """The class of one character of `chars` or of a class among `classes`, or, if negated, of none of them."""
+    """The class of one character in `chars` or in a class of `classes`; if negated, in none of them."""
     members = "".join(bracketed[1] if (bracketed := _BRACKETED.fullmatch(text)) else text for text in classes)
     return f"[{'^' if negated else ''}{members}{_spans(characters.common(chars, characters.ENCODABLE))}]"
 

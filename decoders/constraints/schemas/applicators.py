@@ -14,7 +14,7 @@ from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 
 
 def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
-    """The schemas in a list.
+    """The nodes of the schemas in a keyword's list.
 
     Raises:
         GrammarError: there is no list.
@@ -34,7 +34,7 @@ def _any_of(algebra: SchemaAlgebra, place: Place, current: Shapes, keyword: str 
     union = NONE
     for node in _parts(algebra, place, keyword):
         part = algebra.intersect(current, node)
-        # All alternatives that hold have evaluated something: those that hold together are alternatives of their own.
+        # All alternatives that hold count as evaluated: combinations that hold together are alternatives of their own.
         together = shapes.intersection(union, part, algebra) if algebra.evaluation else NONE
         union = shapes.union(shapes.union(union, part), together)
     return union
@@ -54,7 +54,7 @@ def _one_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
 
 
 def one_of_as_any_of(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
-    """What is left of ``oneOf`` if it is left out."""
+    """``oneOf`` read as ``anyOf``, which is used if the keyword is left out."""
     return _any_of(algebra, place, current, "oneOf")
 
 
@@ -108,7 +108,7 @@ def _unevaluated(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shape
     return combine
 
 
-#: By keyword, in the order in which they are applied: each narrows the shapes that are left.
+#: By keyword, in the order in which they are applied; each narrows the shapes.
 APPLICATORS: dict[str, Callable[[SchemaAlgebra, Place, Shapes], Shapes]] = {
     "allOf": _all_of,
     "anyOf": _any_of,

@@ -34,7 +34,7 @@ def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _plain(rules: Rules, array: Arrays) -> Expr:
-    """At least one item, and no conditions but on positions."""
+    """Arrays of at least one item with conditions on positions only."""
     comma = text(rules.whitespace.comma)
     first = len(array.prefix)
     if array.high == 0:
@@ -51,7 +51,7 @@ def _plain(rules: Rules, array: Arrays) -> Expr:
 
 
 def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
-    """States: the position, and how many items of each kind there were, as far as it matters."""
+    """Arrays with counted kinds. States: the position, and how many items of each kind came, as far as it matters."""
     nodes, counts = rules.normaliser.nodes, array.counts
     last = max(len(array.prefix), array.low, array.high or 0, *(count.start for count in counts), 1)
     loops = array.high is None
@@ -100,7 +100,7 @@ def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
-    """States: the position, and which of the few possible values have occurred.
+    """Arrays of unique items. States: the position, and which of the few possible values have occurred.
 
     Raises:
         GrammarError: there are too many possible values.
@@ -146,7 +146,7 @@ def _unique_state(name: str, state: tuple[int, frozenset[Node]]) -> str:
 
 
 def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
-    """The values of `node`, each a node; None if there are more than `most`, or they cannot be enumerated."""
+    """The values of `node` as nodes; None if there are more than `most`, or they cannot be enumerated."""
     shapes = normaliser.shapes(node)
     known_values: list[object] = [{"null": None, "true": True, "false": False}[unit] for unit in sorted(shapes.units)]
     for numbers in shapes.numbers:
@@ -167,7 +167,7 @@ def values(normaliser: Normaliser, node: Node, most: int) -> list[Node] | None:
 
 
 def _points(numbers: Numbers, most: int) -> list[int | float] | None:
-    """All of `numbers`; None if there are more than `most`, or some that are no float."""
+    """All of `numbers`; None if there are more than `most`, or one is no float."""
     low, high, step = numbers.low, numbers.high, numbers.step
     if low is None or high is None or (step is None and low != high):
         return None
@@ -180,5 +180,5 @@ def _points(numbers: Numbers, most: int) -> list[int | float] | None:
 
 
 def _written(point: Fraction) -> int | float:
-    """`point` as JSON writes it: whole numbers exactly, however large."""
+    """`point` as a number of JSON: integers exactly, however large."""
     return int(point) if point.denominator == 1 else float(point)

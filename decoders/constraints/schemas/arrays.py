@@ -1,4 +1,4 @@
-"""Sets of arrays: the item at each position, the number of items, of items of a kind, and whether all are different."""
+"""Sets of arrays: by the item at each position, the number of items and of items of a kind, and uniqueness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Items:
-    """Items that some keyword has evaluated, for ``unevaluatedItems``: the first so many (None: all), and all of a kind."""
+    """Items that a keyword has evaluated, for ``unevaluatedItems``: the first ones (None: all), and all of a kind."""
 
     first: int | None = 0
     kinds: tuple[Node, ...] = ()
@@ -28,12 +28,12 @@ class Items:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays of `low` to `high` items: the first ones of `prefix`, the others of `rest`.
+    """Arrays of `low` to `high` items: the first items are of `prefix`, the others of `rest`.
 
     Attributes:
-        counts: how many items of a kind there are.
+        counts: bounds on the number of items of a kind.
         unique: no two items are equal.
-        evaluated: what has been evaluated; no part of the set.
+        evaluated: evaluated items; does not affect the set.
     """
 
     prefix: tuple[Node, ...] = ()
@@ -49,7 +49,7 @@ class Arrays:
         return self.prefix[position] if position < len(self.prefix) else self.rest
 
     def simplified(self, algebra: NodeAlgebra) -> Arrays | None:
-        """The same set without positions that cannot be reached; None if it is known to be empty."""
+        """The same set without unreachable positions; None if it is known to be empty."""
         high = self.high
         for position, node in enumerate(self.prefix):
             if (high is None or position < high) and algebra.empty(node):
@@ -89,10 +89,10 @@ def intersection(a: Arrays, b: Arrays, algebra: NodeAlgebra) -> Arrays | None:
 
 
 def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
-    """The arrays that are not of `a`, as alternatives.
+    """The arrays that are not in `a`, as alternatives.
 
     Raises:
-        GrammarError: arrays in which something occurs twice are among them.
+        GrammarError: they include arrays with a repeated item, which cannot be expressed.
     """
     if a.unique:
         raise GrammarError("arrays in which an item occurs twice; strict=False validates them", "uniqueItems")

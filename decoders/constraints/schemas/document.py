@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from referencing.jsonschema import Specification
 
 
-#: What once stood for whatever draft is the latest; genson writes it.
+#: The former name of the latest draft; genson writes it.
 _LATEST = "http://json-schema.org/schema"
-#: Drafts by the name that `referencing` gives them, and their year.
+#: Years of drafts, by their names in `referencing`.
 _YEARS = {"draft-04": 2013, "draft-06": 2017, "draft-07": 2018, "draft2019-09": 2019, "draft2020-12": 2020}
 _BRACKETS = re.compile(r"[][{}]")
 
@@ -31,9 +31,9 @@ class Place:
     Attributes:
         schema: an object of JSON.
         year: of its draft (2013, 2017, 2018, 2019, 2020).
-        path: where it stands, for messages.
-        dynamic: whether there are dynamic references, the target of which depends on the way to them.
-        subtracted: whether leaving out a keyword has to make it allow less, not more: under ``not``, say.
+        path: for messages.
+        dynamic: whether there are dynamic references, whose targets depend on the path to them.
+        subtracted: whether leaving out a keyword must allow less, not more, as under ``not``.
     """
 
     schema: dict[str, Any]
@@ -48,7 +48,7 @@ class Place:
         """The schema under `keys`.
 
         Raises:
-            GrammarError: there is no schema.
+            GrammarError: it is no schema.
         """
         target: Any = self.schema
         for key in keys:
@@ -56,7 +56,7 @@ class Place:
         return self._alike(place(target, self.path_of(*keys), self.resolver, self.specification, self.dynamic))
 
     def path_of(self, *keys: str | int) -> str:
-        """The path of what stands under `keys`."""
+        """The path of `keys` below this schema."""
         return self.path + "".join(map(step, keys))
 
     def _alike(self, target: Place | bool) -> Place | bool:
@@ -64,16 +64,16 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """Distinguishes places that share a schema: the identifiers on the way to it, if dynamic references depend on them."""
+        """Tells apart places that share a schema: the identifiers on the path to it, if dynamic references depend on them."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
 
     def follow(self, reference: str, keyword: str = "$ref") -> Place | bool:
-        """What `reference` refers to.
+        """The schema that `reference` refers to.
 
         Raises:
-            GrammarError: nothing in the document.
+            GrammarError: the document has no such schema.
         """
         from referencing.exceptions import Unresolvable
         from referencing.jsonschema import lookup_recursive_ref
@@ -89,7 +89,7 @@ class Place:
             TypeError,
             KeyError,
             AttributeError,
-        ) as problem:  # the last ones: a pointer into what is no schema
+        ) as problem:  # the last ones: a pointer into a value that is no schema
             raise GrammarError(
                 f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
                 "refers to under $defs, with its $id",
@@ -131,7 +131,7 @@ def document(text: str) -> Place | bool:
     if len(text) > limits.SCHEMA_CHARACTERS:
         limits.exceeded("SCHEMA_CHARACTERS", limits.SCHEMA_CHARACTERS, "the schema", path="$")
     nesting = 0
-    for bracket in _BRACKETS.findall(text):  # those in strings count too: a bound, not a parser
+    for bracket in _BRACKETS.findall(text):  # also those in strings: an upper bound suffices
         nesting += 1 if bracket in "[{" else -1
         if nesting > limits.NESTING:
             limits.exceeded("NESTING", limits.NESTING, "schemas within schemas", path="$")
@@ -150,7 +150,7 @@ def document(text: str) -> Place | bool:
         key in ("$dynamicRef", "$recursiveRef")
         or (
             key in ("$ref", "$id", "id") and isinstance(value, str) and "json-schema.org" in value
-        )  # meta-schemas have some
+        )  # meta-schemas have dynamic references
         for key, value in members(contents)
     )
     return place(contents, "$", registry.resolver(base), specification, dynamic, entered=True)
@@ -165,10 +165,10 @@ def place(
     *,
     entered: bool = False,
 ) -> Place | bool:
-    """`contents` as a schema; `entered`: `resolver` knows of an ``$id`` in it.
+    """`contents` as a schema. entered: whether `resolver` has already entered its ``$id``.
 
     Raises:
-        GrammarError: it is none, or of an unknown draft.
+        GrammarError: it is no schema, or of an unknown draft.
     """
     if isinstance(contents, bool):
         return contents
@@ -203,16 +203,16 @@ def _specification(contents: Any, default: Specification[Any], path: str) -> Spe
     return target
 
 
-#: The year of the draft that brought a keyword, where that is not the first one.
+#: The year of the draft that introduced a keyword, if it is not the first one.
 _SINCE = {
     "const": 2017, "contains": 2017, "propertyNames": 2017, "if": 2018, "then": 2018, "else": 2018, "minContains": 2019,
     "maxContains": 2019, "dependentRequired": 2019, "dependentSchemas": 2019, "unevaluatedItems": 2019,
     "unevaluatedProperties": 2019, "$recursiveRef": 2019, "prefixItems": 2020, "$dynamicRef": 2020,
 }  # fmt: skip
-#: The last year in which a keyword says something. Lists under ``items``, and so ``additionalItems``, are read in all drafts.
+#: The last year in which a keyword has an effect. Lists under ``items``, and so ``additionalItems``, are read in all drafts.
 _UNTIL = {"dependencies": 2018, "$recursiveRef": 2019}
 
 
 def known(keyword: str, year: int) -> bool:
-    """Whether the draft of `year` has `keyword`; true for names that no draft has."""
+    """Whether the draft of `year` has `keyword`; True for names that are in no draft."""
     return _SINCE.get(keyword, 0) <= year <= _UNTIL.get(keyword, year)

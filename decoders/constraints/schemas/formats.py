@@ -1,12 +1,12 @@
-"""Formats of strings as patterns; formats that are not here are annotations.
+"""Formats of strings as patterns; other formats are annotations.
 
-A pattern has what its standard allows, but for
+A pattern allows what its standard allows, except
 
 - date: the year 0000; time: leap seconds, more than nine digits of a second, small t and z; date-time: both
 - email: quoted local parts, addresses in brackets
 - hostname: more than 3 labels, unless all but the first have up to 18 characters (then 11 labels), all up to 35 (7) or all up to 5 (42)
 
-Values that the schema itself gives are judged by the whole standard (:func:`valid`).
+Values given in the schema itself are judged by the full standard (:func:`valid`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import lru_cache
 from ..patterns import automata, ecma
 from ..patterns.tree import Pattern
 
-# There is no year 0: the standard's own calendar has one, those of languages do not.
+# Without year 0, which the standard has and dates of programming languages do not.
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _YEAR_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (
@@ -35,7 +35,7 @@ def _label(most: int) -> str:
 
 
 def _labels(first: int, other: int) -> str:
-    """Names of a first label of up to `first` characters and as many of up to `other` as keep to 253 in all."""
+    """Names with a first label of up to `first` characters and others of up to `other`, as many as fit into 253 characters."""
     return rf"{_label(first)}(?:\.{_label(other)}){{0,{(_LONGEST_NAME - first) // (other + 1)}}}"
 
 
@@ -84,12 +84,12 @@ FORMATS = {
 
 @lru_cache
 def tree(name: str) -> Pattern | None:
-    """The strings of a format; None for one that is not known."""
+    """The strings of a format; None for an unknown one."""
     return ecma.strings(f"^(?:{FORMATS[name]})$")[0][0] if name in FORMATS else None
 
 
 def valid(name: str, text: str) -> bool:
-    """Whether `text` is of the known format `name`, by the whole of its standard."""
+    """Whether `text` is of the known format `name`, by its full standard."""
     pattern = tree(name)
     if pattern is None or automata.matches(pattern, text):
         return True

@@ -1,7 +1,7 @@
 """Whether a value, or a finished text, is valid under a schema: every keyword of every draft, in bounded time.
 
-A schema is evaluated once for each value, so references that fan out cost no more than the number of pairs of schema and value;
-patterns are matched by automata. Formats are annotations here, as the drafts since 2019 have them.
+Every pair of schema and value is evaluated once, which bounds the cost of references that fan out; patterns are matched by automata.
+Formats are annotations, as in the drafts since 2019.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a value is not valid.
+    """Why a value is invalid.
 
     Attributes:
-        keyword: that it breaks; None: its schema is ``false``.
-        wanted: what the keyword says.
+        keyword: the broken keyword; None: its schema is ``false``.
+        wanted: the keyword's value.
         value: the part that breaks it.
-        path: keys and indices on the way to that part.
+        path: keys and indices that lead to that part.
     """
 
     keyword: str | None
@@ -40,17 +40,17 @@ class Failure:
     path: tuple[str | int, ...] = ()
 
     def within(self, key: str | int) -> Failure:
-        """The same of a value in which this one stands under `key`."""
+        """This failure for a value that contains the present one under `key`."""
         return replace(self, path=(key, *self.path))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a value under a schema.
+    """The result for a value under a schema.
 
     Attributes:
         failure: None if the value is valid.
-        evaluated: keys, or indices, that some keyword has evaluated, for ``unevaluatedProperties`` and ``unevaluatedItems``.
+        evaluated: keys, or indices, that a keyword has evaluated, for ``unevaluatedProperties`` and ``unevaluatedItems``.
     """
 
     failure: Failure | None = None
@@ -61,7 +61,7 @@ _VALID = Verdict()
 
 
 class Judge:
-    """Judges the values of one text. The caller keeps them alive, since verdicts are remembered by their ids."""
+    """Judges the values of one text. The caller keeps them alive, because verdicts are cached by their ids."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -90,7 +90,7 @@ class Judge:
     def _judged(self, place: Place, value: Any) -> Verdict:
         schema = place.schema
         read = {keyword: content for keyword, content in schema.items() if known(keyword, place.year)}
-        if "$ref" in read and place.year <= 2018:  # nothing stands beside it
+        if "$ref" in read and place.year <= 2018:  # siblings of $ref are ignored
             return self.verdict(place.follow(read["$ref"]), value)
         for keyword in self._broken(read, value):
             return Verdict(Failure(keyword, read[keyword], value))
@@ -118,7 +118,7 @@ class Judge:
                 return Verdict(failure.within(key))
         return Verdict(evaluated=frozenset(keys))
 
-    # Keywords that say something of the value itself.
+    # Assertions about the value itself.
 
     def _broken(self, read: dict[str, Any], value: Any) -> Iterator[str]:
         """Keywords that `value` breaks, apart from those that apply schemas."""
@@ -148,7 +148,7 @@ class Judge:
                 if keyword in read and not isinstance(read[keyword], bool):
                     exclusive = (
                         "exclusive" + keyword.capitalize()
-                    )  # until draft 4 a boolean, which says how to read the bound
+                    )  # in draft 4 a boolean that makes the bound exclusive
                     strict = {exclusive: True} if read.get(exclusive) is True else {}
                     numbers = keywords.of_numbers({keyword: read[keyword], **strict})
                     if numbers is None or not numbers.contains(number):
@@ -200,7 +200,7 @@ class Judge:
                 elif name in value:
                     yield self.verdict(place.child(keyword, name), value)
 
-    # Keywords that apply schemas to what is in the value.
+    # Keywords that apply schemas to parts of the value.
 
     def _inside(self, place: Place, read: dict[str, Any], value: Any) -> Iterator[Verdict]:
         return self._in_object(place, read, value) if isinstance(value, dict) else self._in_array(place, read, value)
@@ -246,7 +246,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Verdict]) -> Verdict:
-    """Of alternatives that all fail, the failure deepest inside the value; if none is inside of it, a failure of `keyword`."""
+    """The failure deepest inside the value, of alternatives that all fail; a failure of `keyword` if none is inside."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
@@ -257,7 +257,7 @@ def _is_of(name: Any, value: Any) -> bool:
     if name == "integer":
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         return whole and not isinstance(value, bool)
-    keywords.of_type(name)  # there is such a type
+    keywords.of_type(name)  # raises if there is no such type
     return isinstance(value, _TYPES[name]) and (name != "number" or not isinstance(value, bool))
 
 
@@ -269,7 +269,7 @@ def _out_of_bounds(read: dict[str, Any], least: str, most: str, size: int) -> It
         yield most
 
 
-#: Most time on the processor that validating one text may take.
+#: Most CPU seconds for validating one text.
 SECONDS = 0.5
 _LIMIT = f"the limit SECONDS of {__name__}: simplify the schema"
 
@@ -284,7 +284,7 @@ class Validation:
         """Returns if `text` is valid JSON under the schema.
 
         Raises:
-            GrammarError: it is not; names the keyword that it breaks and the place in the text. Or it cannot be judged.
+            GrammarError: it is not (names the broken keyword and the place in the text), or it cannot be judged.
         """
         try:
             value = json.loads(text)
@@ -293,7 +293,7 @@ class Validation:
         try:
             with deadline(SECONDS, _LIMIT), Search() as search:
                 failure = Judge(search).verdict(document(json.dumps(self.schema)), value).failure
-        # A schema that makes no sense, a text nested deeper than the stack, an infinite float.
+        # An invalid schema, a text nested too deeply, an infinite float.
         except Exception as problem:
             why = str(problem) if isinstance(problem, GrammarError) else f"{type(problem).__name__}: {problem}"
             raise GrammarError(f"the text cannot be judged: {why[:300]}") from problem

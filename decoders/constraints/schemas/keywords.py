@@ -1,4 +1,4 @@
-"""The values that the keywords about numbers, strings, arrays and objects allow, and which names are no keywords."""
+"""The values that the keywords about numbers, strings, arrays and objects allow, and warnings about unknown names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_type(name: Any) -> Shapes:
 
 
 def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
-    """One value; `leaf` makes nodes of the values inside."""
+    """One value; `leaf` gives the nodes of the values inside."""
     if value is None or isinstance(value, bool):
         return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
     if isinstance(value, int | float):
@@ -94,7 +94,7 @@ def of_strings(schema: dict[str, Any]) -> Strings | None:
 
 
 def of_arrays(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Arrays | None:
-    """The arrays that `schema`, the keywords of `place` that are read, allows; None if there are none."""
+    """The arrays that `schema` (the keywords of `place` that are not left out) allows; None if there are none."""
     prefix: tuple[Node, ...] = ()
     rest, evaluated = TRUE, Items()
     dropped = _dropped(place, schema)
@@ -123,7 +123,7 @@ def of_arrays(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> A
 
 
 def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Objects | None:
-    """The objects that `schema`, the keywords of `place` that are read, allows; None if there are none."""
+    """The objects that `schema` (the keywords of `place` that are not left out) allows; None if there are none."""
     nodes = algebra.nodes
     dropped = _dropped(place, schema)
     named: dict[str, Node] = {
@@ -151,7 +151,7 @@ def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> 
         additional = TRUE
     unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
-    # A key that may match a pattern which is left out: more or less is allowed, whichever errs on the safe side.
+    # For keys that may match a pattern which is left out, everything is allowed, or nothing under `not`.
     if unread and place.subtracted:
         additional = nodes.intersection(additional, *unread)
         classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
@@ -191,7 +191,7 @@ def _pattern(text: Any) -> Strings:
 def _pattern_of_keys(place: Place, text: str) -> Strings:
     try:
         return _pattern(text)
-    except GrammarError as problem:  # the path leads to the one pattern: others can be read
+    except GrammarError as problem:  # the path names this pattern, so that only it may be left out
         path = place.path_of("patternProperties", text)
         raise GrammarError(f"{path}: patternProperties: {problem}", "patternProperties", path) from problem
 
@@ -224,9 +224,9 @@ def read_count(schema: dict[str, Any], keyword: str) -> int | None:
     if keyword not in schema:
         return None
     value = _number(schema, keyword)
-    if value < 0 or (isinstance(value, float) and not value.is_integer()):  # is_integer: of infinite ones, too
+    if value < 0 or (isinstance(value, float) and not value.is_integer()):  # infinity is no integer either
         raise GrammarError(f"{keyword} is a whole number from 0, not {value!r}", keyword)
-    if value > limits.COUNT and keyword.startswith("max"):  # no text gets there
+    if value > limits.COUNT and keyword.startswith("max"):  # no text is that long
         return None
     if value > limits.COUNT:
         limits.exceeded("COUNT", limits.COUNT, keyword, keyword)
@@ -234,7 +234,7 @@ def read_count(schema: dict[str, Any], keyword: str) -> int | None:
 
 
 def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
-    """The value of a keyword that is an object; an empty one if it is absent."""
+    """The value of a keyword that is an object; empty if it is absent."""
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
         raise GrammarError(f"{keyword} is an object, not {value!r}", keyword)
@@ -242,7 +242,7 @@ def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def read_names(schema: dict[str, Any], keyword: str) -> list[str]:
-    """The value of a keyword that lists names; none if it is absent."""
+    """The value of a keyword that lists names; empty if it is absent."""
     value = schema.get(keyword, [])
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise GrammarError(f"{keyword} is a list of names, not {value!r}", keyword)
@@ -251,13 +251,13 @@ def read_names(schema: dict[str, Any], keyword: str) -> list[str]:
 
 # Names without effect.
 
-#: Keywords that say which values are valid.
+#: Keywords that restrict values.
 _ASSERTIONS = (
     *NUMBERS, *STRINGS, *ARRAYS, *OBJECTS, "type", "const", "enum", "allOf", "anyOf",
     "oneOf", "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems",
     "unevaluatedProperties", "$ref", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-#: Others, those of OpenAPI among them.
+#: Other keywords, those of OpenAPI included.
 _ANNOTATION_KEYWORDS = frozenset((
     "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "contentEncoding",
     "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description", "discriminator", "example",
@@ -265,9 +265,9 @@ _ANNOTATION_KEYWORDS = frozenset((
 ))  # fmt: skip
 #: Formats of OpenAPI and Pydantic that describe the use of a string and restrict nothing.
 _ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "directory-path")
-#: Similarity from which a name is taken for a misspelt keyword (:func:`difflib.get_close_matches`).
+#: Least similarity of a misspelt keyword (:func:`difflib.get_close_matches`).
 _SIMILARITY = 0.8
-#: Names that are compared with keywords, a tenth of a millisecond each; further ones are passed over.
+#: Most names that are compared with keywords, at 0.1 ms each.
 _MOST_COMPARED = 500
 
 

@@ -1,7 +1,7 @@
 """Boolean expressions over schemas, each known by a number: equal expressions have equal numbers.
 
-What stands at a place of a text is described by a node: a schema, a value, or "all of", "any of", "not" other nodes.
-Recursion through ``$ref`` is no problem, since a node names a schema and does not contain it.
+A node describes the values at a place of the text: a schema, a value, or "all of", "any of", "not" other nodes.
+A node refers to a schema and does not contain it, so schemas may be recursive through ``$ref``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Nodes:
 
 
 class NodeAlgebra(ABC):
-    """What sets of arrays and objects have to know of the expressions inside them.
+    """Operations on nodes that sets of arrays and objects need for the values inside.
 
     Attributes:
         nodes: the table of expressions.
@@ -86,12 +86,12 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def empty(self, node: Node) -> bool:
-        """Whether `node` is known to have no values: schemas are followed to a bounded depth."""
+        """Whether `node` is known to have no values, following schemas to a bounded depth."""
 
     @abstractmethod
     def step(self, count: int = 1) -> None:
         """Counts work against the limit.
 
         Raises:
-            GrammarError: too much of it.
+            GrammarError: the limit is exceeded.
         """

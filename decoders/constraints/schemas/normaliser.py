@@ -29,7 +29,7 @@ _EVALUATING = frozenset((
     "prefixItems", "items", "additionalItems", "contains", "properties", "patternProperties", "additionalProperties", "allOf",
     "anyOf", "oneOf", "if", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
 ))  # fmt: skip
-#: Keywords that cause a problem that is reported of another one, through ``not`` and the like; those come first that are least missed.
+#: Keywords that may cause a problem which is reported for another one, such as ``not``; the most dispensable come first.
 _CAUSES = {
     "minProperties": ("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     "contains": ("maxContains", "items", "additionalItems", "unevaluatedItems"),
@@ -37,7 +37,7 @@ _CAUSES = {
     "maxProperties": ("minProperties",),
     "minimum": ("maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"),
 }
-#: What to leave out where the cause of a problem is not known; those come first that are least needed.
+#: Keywords to leave out if the cause of a problem is unknown; the most dispensable come first.
 _COARSE = (
     "not", "if", "oneOf", "contains", "unevaluatedItems", "unevaluatedProperties", "dependentSchemas", "dependentRequired",
     "dependencies", "anyOf", "allOf", "patternProperties", "propertyNames", "const", "enum",
@@ -45,16 +45,16 @@ _COARSE = (
 
 
 class _CycleError(Exception):
-    """A node is defined by itself, with no array or object in between."""
+    """A node is defined by itself without an array or object in between."""
 
 
 class Normaliser(SchemaAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
-        dropped: (path, keyword) of keywords that are left out: they allow everything, and nothing where a schema is subtracted
-            (under ``not``), so that the whole allows more for it. oneOf is read as if it were anyOf.
-        evaluation: whether a keyword asks what others have evaluated.
+        dropped: (path, keyword) of keywords that are left out: they allow everything, or nothing under ``not``, so that the whole
+            schema allows more. ``oneOf`` is read as ``anyOf``.
+        evaluation: whether a keyword depends on what others have evaluated.
     """
 
     def __init__(self, dropped: frozenset[tuple[str, str]] = frozenset(), evaluation: bool = True) -> None:
@@ -118,7 +118,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
-        """`problem`, which arose in writing `node`, with the place of its keyword, or of a keyword that may have caused it."""
+        """`problem`, raised while `node` was written, with the place of its keyword, or of a keyword that may have caused it."""
         seen, queue = {node}, [node]
         places: list[Place] = []
         for queued in queue:
@@ -137,7 +137,7 @@ class Normaliser(SchemaAlgebra):
         return GrammarError(f"{places[0].path}: {problem}", problem.keyword, places[0].path)
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
-        """(path, keyword) of what may be left out for `problem`: its cause, or else a keyword with schemas near it."""
+        """(path, keyword) of a keyword to leave out because of `problem`: its cause, or else a keyword with schemas near it."""
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places
         for place in places:
@@ -153,7 +153,7 @@ class Normaliser(SchemaAlgebra):
 
     @property
     def places(self) -> list[Place]:
-        """All schemas of which there is a node."""
+        """All schemas with a node."""
         return [content for kind, content in self.nodes.terms if kind == "schema"]
 
     def normalise(self, node: Node) -> Shapes:
@@ -198,7 +198,7 @@ class Normaliser(SchemaAlgebra):
     def schema(self, place: Place) -> Shapes:
         """The values that the schema at `place` allows."""
         schema, read = place.schema, partial(self.reads, place)
-        if read("$ref") and place.year <= 2018:  # nothing stands beside it
+        if read("$ref") and place.year <= 2018:  # siblings of $ref are ignored
             with self.locating_errors(place, "$ref"):
                 return self.normalise(self.place(place.follow(schema["$ref"])))
         current = self.types(place)
@@ -214,14 +214,14 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
-        """`current` with regard to the keywords of `place` that are left out, which may have evaluated anything."""
+        """`current` where the left-out keywords of `place` may have evaluated anything."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
             return _without(current, dropped)
         if "oneOf" in dropped:
             try:
                 return one_of_as_any_of(self, place, current)
-            except GrammarError as problem:  # too many alternatives, even so
+            except GrammarError as problem:  # still too many alternatives
                 if problem.path is not None:
                     raise
         evaluated = self.evaluation and not _EVALUATING.isdisjoint(dropped)
@@ -229,7 +229,7 @@ class Normaliser(SchemaAlgebra):
 
     @contextmanager
     def locating_errors(self, place: Place, keyword: str, group: tuple[str, ...] = ()) -> Iterator[None]:
-        """Adds keyword and place to errors without a path; the keyword is that of the error if it is one of `group`."""
+        """Adds keyword and place to errors without a path. The error's own keyword stays if it is in `group`."""
         try:
             yield
         except GrammarError as problem:
@@ -275,7 +275,7 @@ class Normaliser(SchemaAlgebra):
         return narrowed("objects", keywords.OBJECTS, lambda: keywords.of_objects(place, read_keywords, self))
 
     def without_evaluated(self, shape: Any) -> Any:
-        """`shape` without what has been evaluated, where no keyword asks for that."""
+        """`shape` without evaluated items and properties, if no keyword depends on them."""
         keeps = self.evaluation or not hasattr(shape, "evaluated")
         return shape if keeps else replace(shape, evaluated=type(shape)().evaluated)
 
@@ -292,7 +292,7 @@ class Normaliser(SchemaAlgebra):
 
 
 def _without(shapes: Shapes, left_out: Iterable[str]) -> Shapes:
-    """The values of `shapes` without the types that keywords of `left_out` are about."""
+    """`shapes` without the types that the keywords `left_out` restrict."""
     for keyword in left_out:
         if keyword in keywords.NUMBERS:
             shapes = replace(shapes, numbers=())

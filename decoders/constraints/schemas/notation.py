@@ -1,6 +1,6 @@
-"""A grammar as a tree, and the two notations it is written in: llguidance's Lark, and one regular expression.
+"""A grammar as a tree, and writing it in two notations: llguidance's Lark, and one regular expression.
 
-Both are written from one tree, so they denote the same texts.
+Both notations of a tree denote the same texts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from . import limits
 
 @dataclass(frozen=True)
 class Terminal:
-    """Texts that are no further divided.
+    """Texts that are not divided further.
 
     Attributes:
-        lark: a definition.
-        regex: makes the same as a regular expression; None if that is too long.
-        rule: `lark` can only define a rule, not a terminal.
+        lark: its definition.
+        regex: returns it as a regular expression; None if that is too long.
+        rule: whether `lark` can only define a rule, no terminal.
     """
 
     lark: str
@@ -47,7 +47,7 @@ class Seq:
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the parts; without parts, nothing at all."""
+    """One of the parts; without parts no text."""
 
     parts: tuple[Expr, ...]
 
@@ -109,7 +109,7 @@ def text(regex: str) -> Word:
 
 
 def inline(schema: dict[str, Any]) -> Word:
-    """Texts of a schema that llguidance itself reads: no regular expression is known for them."""
+    """Texts of a schema that llguidance itself reads; they have no regular expression here."""
     return Word(Terminal(f"%json {json.dumps(schema)}", _Constant(None), rule=True))
 
 
@@ -176,13 +176,13 @@ def lark(rules: dict[str, Expr]) -> str:
 
 
 def _size(regex: str) -> int:
-    """About how long `regex` is with its repetitions written out, most of which are of characters of JSON strings."""
+    """Estimated length of `regex` with its repetitions expanded, most of which repeat characters of JSON strings."""
     counts = [int(high or low or 0) for low, high in _COUNT.findall(regex)]
     return len(regex) + _UNIT * sum(counts)
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether some rule uses itself, maybe through others: some are left when rules that use no remaining one are removed in turn."""
+    """Whether a rule uses itself, directly or through others: then removing rules that use no remaining rule leaves some."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -201,7 +201,7 @@ def regex(rules: dict[str, Expr]) -> str | None:
     known: dict[str, tuple[str, int] | None] = {}
 
     def write(expr: Expr) -> tuple[str, int] | None:
-        """The expression, in brackets where it needs them, and its size with repetitions written out."""
+        """The expression, in brackets if needed, and its size with repetitions expanded."""
         check("writing the grammar")
         match expr:
             case Word(terminal):
@@ -235,13 +235,13 @@ def regex(rules: dict[str, Expr]) -> str | None:
 
     try:
         whole = write(rules["start"])
-    except RecursionError:  # rules go down thousands of levels, as none of practice does
+    except RecursionError:  # thousands of levels of rules
         return None
     return None if whole is None else whole[0]
 
 
 def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
-    """`rules` without alternatives that have no text, which would be dead ends, and without rules that ``start`` does not use."""
+    """`rules` without dead ends (alternatives without a text) and without rules that ``start`` does not use."""
     alive = _Productive(rules).alive
     pruned: dict[str, Expr] = {}
     todo = ["start"]
@@ -254,16 +254,16 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 
 
 class _Productive:
-    """The rules that have a text.
+    """Finds the rules that have a text.
 
-    Every expression counts the parts that it still needs and reports to the one around it when the count is zero, so that the work is
+    Every expression counts the parts that it still needs and notifies the enclosing one when the count is zero, so that the work is
     linear in the size of the grammar.
     """
 
     def __init__(self, rules: dict[str, Expr]) -> None:
         self.alive: set[str] = set()
         self.needs: list[int] = []
-        self.around: list[int | str] = []  # an expression, or the rule that it is
+        self.around: list[int | str] = []  # the enclosing expression, or the rule's name
         self.references: dict[str, list[int]] = {}
         self.done: list[int] = []
         for name, rule in rules.items():

@@ -1,7 +1,7 @@
-"""Sets of numbers as JSON writes them: exact regular expressions over decimal digits.
+"""Sets of numbers as JSON text: exact regular expressions over decimal digits.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and where rounding
-to a float could carry them over a bound, or make them integers, few enough digits that it cannot.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers between bounds have no exponent, and too few digits for
+rounding to a float to carry them over a bound or make them integers.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from . import limits, string_text
 from .numbers import Numbers, intersection
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
-#: An exponent that a float has.
+#: An exponent within the range of floats.
 EXPONENT = r"[eE][+\-]?0*(?:[1-9]?[0-9]|[12][0-9][0-9]|30[0-7])"
-#: Decimal digits that a float keeps apart.
+#: Decimal digits that a float represents exactly.
 DIGITS = 15
-#: Any number; with an exponent only in scientific notation, and one that a float has.
+#: Any number; exponents only in scientific notation, and within the range of floats.
 NUMBER = rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|[0-9](?:\.[0-9]+)?{EXPONENT})"
 _LARGE = 10**DIGITS
 _LARGEST = int(sys.float_info.max)
 _FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # at most 15
-_LARGEST_INLINE = 2**62  # bounds that llguidance keeps in 64 bits
+_LARGEST_INLINE = 2**62  # largest bound for llguidance, which uses 64 bits
 _MOST_DECIMALS = 40  # digits of a step
-_MOST_ENUMERATED = 200  # values that are enumerated, remainders that are told apart
+_MOST_ENUMERATED = 200  # enumerated values, and remainders that are states
 _MOST_CHARACTERS = 5_000
 
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """The texts of `numbers`, a set as :meth:`Numbers.simplified` leaves it; None if this notation is too long for it.
+    """The texts of `numbers`, as :meth:`Numbers.simplified` returns them; None if the expression would be too long.
 
-    Empty if none of them can be written.
+    Empty if no number can be written.
     """
     step = numbers.step
     if step is not None:
@@ -59,7 +59,7 @@ def expression(numbers: Numbers) -> str | None:
 
 
 def _rounds(bound: Fraction | None, is_open: bool) -> bool:
-    """Whether rounding a decimal beyond `bound` to a float may give the bound or pass it, however few digits it has."""
+    """Whether a decimal beyond `bound`, however few its digits, may round to the bound or across it."""
     if bound is None or abs(bound) < _LARGE:
         return False
     return is_open or abs(bound) > _LARGEST or Fraction(float(bound)) != bound
@@ -70,7 +70,7 @@ def _within(numbers: Numbers, most: int) -> Numbers | None:
 
 
 def _between(numbers: Numbers | None) -> str:
-    """Decimals between bounds, at least one of which there is."""
+    """Decimals between bounds, at least one of which is given."""
     if numbers is None:
         return ""
     alternatives = []
@@ -105,10 +105,10 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
 
 
 def schema(numbers: Numbers) -> dict[str, Any]:
-    """`numbers`, multiples of something, as llguidance reads them.
+    """`numbers`, which are multiples, as a schema for llguidance.
 
     Raises:
-        GrammarError: it does not.
+        GrammarError: llguidance cannot read them.
     """
     if numbers.kind == "fraction" or numbers.step is None:
         raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
@@ -168,7 +168,7 @@ def _remainders(step: Fraction) -> str | None:
 
 
 def _multiples(step: Fraction) -> str | None:
-    """All multiples of 0.1, 0.01, …, or of twice or five times that; None for other steps."""
+    """All multiples of 1, 2 or 5 times a power of ten below 1; None for other steps."""
     value, places = step, 0
     while value.denominator != 1 and places < _MOST_DECIMALS:
         value, places = value * 10, places + 1
@@ -180,12 +180,12 @@ def _multiples(step: Fraction) -> str | None:
 
 
 def _plain(value: Fraction) -> str:
-    """One number as JSON writes it, as an expression."""
+    """The expression of one number."""
     text = str(value.numerator) if value.denominator == 1 else json.dumps(float(value))
     return text.replace(".", r"\.").replace("+", r"\+").replace("-", r"\-")
 
 
-# Digits between bounds, which are not negative here, but for :func:`integers`.
+# Digits between bounds, which are not negative except in :func:`integers`.
 
 
 def integers(low: int | None, high: int | None) -> str:
@@ -284,7 +284,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """`integer` with one of `fractions` (whether there may be none, and what may follow the point)."""
+    """`integer` with one of `fractions`: whether there may be none, and the digits behind the point."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""
@@ -305,7 +305,7 @@ def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most
 def _following_digits(
     low: str, open_low: bool, high: str | None, open_high: bool, most: int | None, first: bool
 ) -> list[str]:
-    """The digits that may come, at least one if `first`. `low` and `high` have no zeros at their end."""
+    """The next digits, at least one if `first`. `low` and `high` have no trailing zeros."""
     if most is not None and most <= 0:
         return [""] if low == "" and not open_low and not (high == "" and open_high) else []
     rest = "*" if most is None else f"{{0,{most - 1}}}"

@@ -1,4 +1,4 @@
-"""Sets of numbers: intervals of integers, of non-integers or of both, and multiples. When two values of JSON are equal."""
+"""Sets of numbers: intervals of integers, of non-integers or of both, and multiples; and equality of JSON values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import GrammarError
 
-#: From here on not every integer is a float.
+#: Up to this every integer is a float.
 EXACT = 2**53
 
 
@@ -22,7 +22,7 @@ class Numbers:
         open_low: `low` itself is not among them.
         open_high: `high` itself is not among them.
         kind: "any", "integer" (1.0 is one), "fraction" for all but integers.
-        multiple: all are multiples of it; None where that is no condition.
+        multiple: all are multiples of it; None for no such condition.
     """
 
     low: Fraction | None = None
@@ -53,7 +53,7 @@ class Numbers:
         return self.multiple is None or (value / self.multiple).denominator == 1
 
     def simplified(self) -> Numbers | None:
-        """The same set with closed bounds if it is one of integers; None if nothing is left."""
+        """The same set, with closed bounds if it has integers only; None if it is empty."""
         step = self.step
         if step is None:
             return None if self.empty else self
@@ -77,7 +77,7 @@ class Numbers:
 
     @property
     def step(self) -> Fraction | None:
-        """The distance of neighbours, if they are evenly spaced."""
+        """The distance of neighbours if the numbers are evenly spaced, else None."""
         if self.kind == "integer":
             return Fraction(1) if self.multiple is None else _common_multiple(self.multiple, Fraction(1))
         return self.multiple
@@ -98,17 +98,17 @@ def intersection(a: Numbers, b: Numbers) -> Numbers | None:
 
 
 def complement(a: Numbers) -> list[Numbers]:
-    """The numbers that are not of `a`, as alternatives.
+    """The numbers that are not in `a`, as alternatives.
 
     Raises:
-        GrammarError: they are those that are not multiples of something.
+        GrammarError: `a` are multiples, whose complement cannot be expressed.
     """
     alternatives: list[Numbers] = []
     if a.low is not None:
         alternatives.append(Numbers(high=a.low, open_high=not a.open_low))
     if a.high is not None:
         alternatives.append(Numbers(low=a.high, open_low=not a.open_high))
-    if a.low is None or a.low != a.high:  # a point has no inside
+    if a.low is None or a.low != a.high:  # not for a single point
         if a.multiple is not None:
             raise GrammarError(
                 "numbers that are not a multiple of something; strict=False validates them", "multipleOf"
@@ -125,7 +125,7 @@ def point(value: Any) -> Numbers:
 
 
 def fraction(value: Any) -> Fraction:
-    """`value` of a schema, as it was written: 0.1 is one tenth. Large floats are what they are: 1e23 is not ten to the 23rd.
+    """`value` of a schema as it was written: 0.1 is one tenth. Large floats keep their binary value: 1e23 is not ten to the 23rd.
 
     Raises:
         GrammarError: infinite or not a number.
@@ -142,7 +142,7 @@ def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
 
 
 def canonical(value: Any) -> str:
-    """One text for all values that are equal: 1, 1.0 and 1e0 are, objects in any order are, 1 and true are not.
+    """The same text for equal values: 1, 1.0 and 1e0 are equal, so are objects in any order; 1 and true are not.
 
     Raises:
         GrammarError: an infinite number is in it.

@@ -1,8 +1,7 @@
-"""Objects as rules: declared properties in their order, then others; their number, and required members with undeclared keys.
+"""Objects as rules: declared properties in their order, then others, with bounds on the number and required undeclared members.
 
-A grammar cannot tell which keys have been written. Declared properties have a fixed order, so none occurs twice. Other keys may
-occur twice, and a reader of the text keeps the last value: so only one of them is counted, and conditions are fulfilled by the last
-members.
+A grammar does not remember which keys were written. Declared properties have a fixed order, so none occurs twice. Other keys may
+occur twice, and readers of JSON keep the last value: so only one of them is counted, and conditions are met by the last members.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class _ObjectWriter:
         if self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members):
             empty = [text(rf"\{{{whitespace.empty}\}}")]
         inside = self.declared(0, 0)
-        while self.todo:  # not by recursion: there may be thousands of properties
+        while self.todo:  # iterative, because there may be thousands of properties
             rule, expression = self.todo.pop()
             self.rules.rule(rule, expression())
         return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), inside, text(rf"{whitespace.closing}\}}")))
@@ -74,12 +73,12 @@ class _ObjectWriter:
         """The rest of the object, from the property at `position` on, after `count` members (at most `last` are counted)."""
         if position == len(self.members):
             return self.undeclared_members(count, frozenset())
-        if self.high is None and count == self.last:  # only whether they are there
+        if self.high is None and count == self.last:  # enough members: counting no longer matters
             return self.named(f"p{position}", lambda: self.tail(position))
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
 
     def tail(self, position: int) -> Expr:
-        """The members from `position`, each behind a comma; up to a few in one rule, since rules may share the rest."""
+        """The members from `position`, each behind a comma; a few per rule, so that rules can share the rest."""
         end = min(len(self.members), position + _MEMBERS_PER_RULE - position % _MEMBERS_PER_RULE)
         run = [self.optional(prop) for prop in self.members[position:end]]
         return seq(*run, self.declared(end, self.last))
@@ -97,7 +96,7 @@ class _ObjectWriter:
             else:
                 alternatives.append(self.undeclared_members(0, frozenset()))
             first = next((i for i, prop in enumerate(self.members) if prop.required), None)
-            if first is not None and first > 1:  # what stands before a member that is there
+            if first is not None and first > 1:  # optional members in front of a required one
                 before = [rep(seq(self.member(prop), self.comma), 0, 1) for prop in self.members[position:first]]
                 return seq(*before, self.member(self.members[first]), self.declared(first + 1, 1))
             return alt(*alternatives)
@@ -109,7 +108,7 @@ class _ObjectWriter:
         return alt(*alternatives)
 
     def named(self, state: str, expression: Callable[[], Expr]) -> Expr:
-        """A reference to the rule of `state`, which :meth:`write` makes of `expression`."""
+        """A reference to the rule of `state`, for which :meth:`write` calls `expression`."""
         rule = f"{self.name}{state}"
         if rule not in self.done:
             self.done.add(rule)
@@ -121,7 +120,7 @@ class _ObjectWriter:
         return seq(text(key), self.rules.place(prop.node))
 
     def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Members that are not declared; `fulfilled`: indices of the conditions of ``exists`` that are."""
+        """Undeclared members. fulfilled: indices of the conditions of ``exists`` that are met already."""
         shape = self.shape
         if self.low - count > 1:
             return self.several_undeclared()
@@ -138,10 +137,10 @@ class _ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Nothing: of several undeclared members, as ``minProperties`` would need them, two may have the same key.
+        """Raises: of several undeclared members that ``minProperties`` needs, two may have the same key.
 
         Raises:
-            GrammarError: too few are declared to do without.
+            GrammarError: unless enough properties are declared.
         """
         if self.item(()) != NOTHING:
             if len(self.members) + 1 < self.low:
@@ -154,7 +153,7 @@ class _ObjectWriter:
         return NOTHING
 
     def members_fulfilling(self, count: int, fulfilled: frozenset[int]) -> Expr:
-        """Undeclared members: first those that fulfil no condition, then those that do, whose keys fulfil no earlier condition."""
+        """Undeclared members: first those that meet no condition, then those that do, whose keys meet no earlier condition."""
         unfulfilled = [index for index in range(len(self.shape.exists)) if index not in fulfilled]
         comma = [self.comma] if count else []
         alternatives: list[Expr] = [EMPTY] if not unfulfilled and count >= max(1, self.low) else []
@@ -172,7 +171,7 @@ class _ObjectWriter:
         return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
-        """An undeclared member that fulfils the conditions `taken`, with a key of none of the conditions `fulfilled`."""
+        """An undeclared member that meets the conditions `taken`, with a key of none of the conditions `fulfilled`."""
         nodes, alternatives = self.rules.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (

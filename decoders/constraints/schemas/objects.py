@@ -1,4 +1,4 @@
-"""Sets of objects: declared properties in their order, classes of other keys, counts, and required undeclared members."""
+"""Sets of objects: by declared properties in their order, classes of other keys, counts, and required undeclared members."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .strings import Strings
 
 @dataclass(frozen=True)
 class Property:
-    """A declared property. One of ``FALSE`` that is not required must be absent."""
+    """A declared property. An optional one whose node is ``FALSE`` must be absent."""
 
     name: str
     node: Node
@@ -22,7 +22,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Keys:
-    """Properties that some keyword has evaluated, for ``unevaluatedProperties``."""
+    """Properties that a keyword has evaluated, for ``unevaluatedProperties``."""
 
     names: frozenset[str] = frozenset()
     classes: tuple[Strings, ...] = ()
@@ -34,11 +34,11 @@ class Objects:
     """Objects of `low` to `high` properties.
 
     Attributes:
-        properties: declared ones.
-        rest: classes of other keys and what their values are; a key of none cannot occur. Two classes share keys only
-            if they agree on the values.
-        exists: for each, some property that is not declared has such a key and such a value.
-        evaluated: what has been evaluated; no part of the set.
+        properties: the declared ones.
+        rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
+            the same node.
+        exists: for each entry an undeclared property has such a key and such a value.
+        evaluated: evaluated properties; does not affect the set.
     """
 
     properties: tuple[Property, ...] = ()
@@ -65,7 +65,7 @@ class Objects:
                 continue
             if keys.values is None or keys.formats:
                 rest.append((keys, node))
-            else:  # a few keys are as good as declared
+            else:  # a few possible keys are treated as declared
                 known = {prop.name for prop in declared}
                 declared += [Property(name, node) for name in sorted(keys.values - known)]
         remaining = []
@@ -128,7 +128,7 @@ def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
 
 
 def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """The objects that are not of `a`, as alternatives."""
+    """The objects that are not in `a`, as alternatives."""
     complement_of = algebra.nodes.complement
     left: list[Objects] = []
     for prop in a.properties:
@@ -177,7 +177,7 @@ def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
 
 
 def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
-    """The strings of none of `classes`, as alternatives."""
+    """The strings in none of `classes`, as alternatives."""
     left = [strings.ALL]
     for keys in classes:
         left = [
@@ -197,7 +197,7 @@ def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> li
 
 
 def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """`a` as alternatives whose ``exists`` speaks of undeclared keys only."""
+    """`a` as alternatives whose ``exists`` concerns undeclared keys only."""
     for index, (keys, node) in enumerate(a.exists):
         declared = (*a.exists[:index], *a.exists[index + 1 :])
         names_with_key = (

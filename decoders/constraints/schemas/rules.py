@@ -1,4 +1,4 @@
-"""The rules of a grammar while they are written: which there are, and for which places of the text some are still to come."""
+"""The rules of a grammar under construction, and the places of the text whose rules are still to be written."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .notation import NOTHING, Expr, RuleReference
 
 @dataclass(frozen=True)
 class Whitespace:
-    """White space that may stand in a text, as regular expressions; bounded everywhere.
+    """White space within a text, as regular expressions; bounded everywhere.
 
     Attributes:
         opened: after an opening bracket.
         closing: before a closing one, if anything is inside.
-        comma: the sign and what may follow it.
+        comma: the comma with the space behind it.
         colon: likewise.
-        empty: between brackets that nothing is in.
+        empty: between empty brackets.
     """
 
     opened: str
@@ -32,12 +32,12 @@ class Whitespace:
 
     @staticmethod
     def indented(depth: int, indent: int) -> Whitespace:
-        """That of a text in which every member has a line of its own, as of ``json.dumps(…, indent=…)``, at a depth of brackets."""
+        """White space of texts with a line per member, as of ``json.dumps(…, indent=…)``, at a depth of brackets."""
         inside, outside = ("\\n" + " " * (indent * each) for each in (depth + 1, depth))
         return Whitespace(inside, outside, "," + inside, ": ")
 
 
-#: Most blanks of a level.
+#: Most blanks per level.
 MOST_INDENT = 16
 _BREAK = r"(?: |\r?\n[ \t]{0,40})?"
 WHITESPACE = {
@@ -51,14 +51,14 @@ class Rules:
     """The rules written so far.
 
     Args:
-        whitespace: of the texts; or the blanks of each level, which make lines.
-        closed: objects that declare properties take no others, where the schema says nothing of others.
+        whitespace: of the texts; or the blanks per level, for a line per member.
+        closed: objects that declare properties allow no others unless the schema mentions others.
 
     Attributes:
         rules: by their names.
-        todo: places of the text that a rule refers to and that have none yet, each with its depth.
-        depth: how many brackets are around what is being written, where that makes a difference.
-        warnings: what has been left out on the way, one sentence each.
+        todo: places that a rule refers to and that have no rule yet, each with its depth.
+        depth: brackets around the current place, where white space depends on it.
+        warnings: what was left out, one sentence each.
     """
 
     def __init__(self, normaliser: Normaliser, whitespace: Whitespace | int, closed: bool = False) -> None:
@@ -71,7 +71,7 @@ class Rules:
 
     @property
     def whitespace(self) -> Whitespace:
-        """That of what is being written."""
+        """White space at the current depth."""
         given = self._whitespace
         return Whitespace.indented(self.depth, given) if isinstance(given, int) else given
 
@@ -94,7 +94,7 @@ class Rules:
 
     @staticmethod
     def name_of(node: Node, depth: int) -> str:
-        """The name of a place's rule, which those of its parts begin with."""
+        """The name of a place's rule, and the beginning of its parts' names."""
         return f"n{node}" + (f"d{depth}" if depth else "")
 
     def rule(self, name: str, expr: Expr) -> Expr:

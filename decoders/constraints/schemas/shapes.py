@@ -42,7 +42,7 @@ ALL = Shapes(frozenset(["null", "true", "false"]), (Numbers(),), (Strings(),), (
 
 
 def all_evaluated(shapes: Shapes) -> Shapes:
-    """The same values, of which every item and property has been evaluated."""
+    """The same values with every item and property evaluated."""
     return replace(
         shapes,
         arrays=tuple(dict.fromkeys(replace(one, evaluated=arrays.Items(None)) for one in shapes.arrays)),
@@ -74,7 +74,7 @@ def union(*several: Shapes) -> Shapes:
 
 
 def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
-    """The values of `a` that are not of `b`.
+    """The values of `a` that are not in `b`.
 
     Raises:
         GrammarError: it cannot be expressed.
@@ -84,11 +84,11 @@ def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
 
 
 class SchemaAlgebra(NodeAlgebra):
-    """What reading the keywords of a schema takes: nodes of schemas, and their shapes.
+    """Operations for reading the keywords of a schema: nodes of schemas, and their shapes.
 
     Attributes:
         dropped: (path, keyword) of keywords that are left out.
-        evaluation: whether a keyword asks what others have evaluated.
+        evaluation: whether a keyword depends on what others have evaluated.
     """
 
     dropped: frozenset[tuple[str, str]]
@@ -104,20 +104,20 @@ class SchemaAlgebra(NodeAlgebra):
 
     @abstractmethod
     def opposite(self, place: Place) -> Place:
-        """`place` for a keyword that subtracts: what is left out in it then allows nothing where it allowed everything."""
+        """`place` under a keyword that subtracts: left-out keywords inside then allow nothing instead of everything."""
 
     @abstractmethod
     def normalise(self, node: Node) -> Shapes:
         """The shapes of `node`."""
 
     def intersect(self, current: Shapes, node: Node) -> Shapes:
-        """The values of `current` that are of `node`."""
+        """The values of `current` that are in `node`."""
         return current if current.empty else intersection(current, self.normalise(node), self)
 
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """How sets of values of one type are combined: the set of all, and what gives alternatives of an intersection and a complement."""
+    """The operations on sets of values of one type: the set of all, and alternatives of an intersection and a complement."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]
@@ -152,7 +152,7 @@ def _intersections(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], al
 
 def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
     distinct = list(dict.fromkeys(pieces))
-    if all_values in distinct:  # alternatives that have evaluated something still count
+    if all_values in distinct:  # alternatives with evaluated parts are kept beside it
         nothing_evaluated = getattr(all_values, "evaluated", None)
         distinct = [
             piece for piece in distinct if piece == all_values or getattr(piece, "evaluated", None) != nothing_evaluated

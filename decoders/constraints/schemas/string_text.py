@@ -1,7 +1,7 @@
-"""Strings as JSON writes them: sets of characters, trees and automata as regular expressions over the text.
+"""Strings as JSON text: sets of characters, trees and automata as regular expressions over the text.
 
-A string under a condition is written in one way: a character stands for itself or, where JSON requires an escape, has that of two
-characters. Other control characters do not occur.
+A string under a condition has one spelling: a character stands for itself or, where JSON requires an escape, has the escape of two
+characters. Other control characters are left out.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PLAIN: Ranges = characters.complement(
 )
 _WRITABLE: Ranges = characters.ranges([*_PLAIN, *((p, p) for p in _ESCAPES)])
 _HEX = "[0-9a-fA-F]"
-#: One character of a string under no condition: escapes in all ways that stand for a character.
+#: One character of a string without conditions, with all escapes of JSON.
 _FREE = (
     r'(?:[^"\\\x00-\x1F]|\\(?:["\\/bfnrt]|u(?:[0-9a-cefA-CEF]' + _HEX + "{3}|[dD][0-7]" + _HEX + "{2}"
     r"|[dD][89abAB]" + _HEX + r"{2}\\u[dD][c-fC-F]" + _HEX + "{2})))"
 )
 FREE_STRING = f'"{_FREE}*"'
-#: Characters that are not written as they are.
+#: Characters that have to be escaped.
 _SPECIAL = re.compile(r"""[^\w !"%',:;<=>@`/]""")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON, _ASCII_JSON = json.JSONEncoder(ensure_ascii=False), json.JSONEncoder()
@@ -70,7 +70,7 @@ def quoted(value: str) -> str:
 
 
 def escaped(pattern: Pattern) -> Pattern:
-    """The texts that JSON writes inside the quotes for strings of `pattern`, which is regular; what cannot be written is left out."""
+    """The JSON texts inside the quotes for strings of the regular `pattern`, without strings that cannot be written."""
     match pattern:
         case Chars(ranges):
             return _escaped_set(ranges)
@@ -94,27 +94,27 @@ def _escaped_set(ranges: Ranges) -> Pattern:
 
 @lru_cache(maxsize=256)
 def inside(pattern: Pattern) -> str | None:
-    """The inside of a string of `pattern`; None if nothing of it can be written."""
+    """The text inside the quotes for strings of `pattern`; None if none can be written."""
     tree = escaped(pattern)
     return None if tree == NOTHING else write(tree)
 
 
 @lru_cache(maxsize=4096)
 def chars(ranges: Ranges) -> str | None:
-    """One character of `ranges` as it is written, a unit for repetition; None if none can be."""
+    """One character of `ranges` as JSON text, a unit for repetition; None if none can be written."""
     tree = _escaped_set(ranges)
     return None if tree == NOTHING else unit(tree)
 
 
 def length(low: int, high: int | None) -> str:
-    """The inside of a string of `low` to `high` characters under no other condition."""
+    """The text inside the quotes for strings of `low` to `high` characters without other conditions."""
     return times(chars(characters.ANY) or "", low, high)
 
 
 def expression(machine: FSM) -> str | None:
-    """The inside of the strings of `machine`; None if it is longer than the limit.
+    """The text inside the quotes for the strings of `machine`; None if it is longer than the limit.
 
-    States are taken out one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
+    States are eliminated one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
     """
     edges: dict[int, dict[int, str]] = {}
     sets: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -161,7 +161,7 @@ def _as_part(text: str) -> str:
 
 
 def write_string(strings: Strings, behind: str = "") -> Expr:
-    """The texts of `strings` in quotes, followed by what the regular expression `behind` matches."""
+    """The texts of `strings` in quotes, followed by a match of the regular expression `behind`."""
     written = strings.written
     if written is None:
         return NO_TEXT
@@ -202,7 +202,7 @@ def _simple(strings: Strings) -> str | None:
 def _regex(strings: Strings) -> str | None:
     try:
         text = expression(strings.automaton())
-    except GrammarError:  # too large for an expression; the grammar has its own way
+    except GrammarError:  # too large for an expression; the Lark notation does not need it
         return None
     return None if text is None else f'"(?:{text})"'
 

@@ -1,4 +1,4 @@
-"""Sets of strings: patterns to meet or not, lengths in characters, enumerated and excluded values."""
+"""Sets of strings: by patterns to meet or not, lengths in characters, enumerated and excluded values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Strings:
 
     Attributes:
         conditions: trees, each to be met (True) or not.
-        formats: names of known formats, met by what is written. A format is a condition to some and an annotation to
-            others: nothing is concluded from one, so that both are satisfied.
+        formats: names of known formats, which written strings meet. Since some validators check formats and others do not, a
+            format is never used to conclude that a string is valid or invalid.
         low: least length in characters.
-        high: greatest length, None if there is no bound.
-        values: none but these, if given; all other conditions are dealt with then.
-        excluded: none of these.
+        high: greatest length, None for no bound.
+        values: the only strings, if given; they meet all other conditions.
+        excluded: strings left out.
     """
 
     conditions: frozenset[tuple[Pattern, bool]] = frozenset()
@@ -39,11 +39,11 @@ class Strings:
 
     @property
     def unconstrained(self) -> bool:
-        """Whether every string is among them."""
+        """Whether all strings are in the set."""
         return self == ALL
 
     def contains(self, text: str) -> bool:
-        """Whether `text` is among them, formats aside."""
+        """Whether `text` is in the set, without regard to formats."""
         if self.values is not None:
             return text in self.values
         if text in self.excluded or len(text) < self.low or (self.high is not None and len(text) > self.high):
@@ -52,10 +52,10 @@ class Strings:
 
     @property
     def written(self) -> Strings | None:
-        """The strings that the grammar writes, for which formats are conditions; None if there are none.
+        """The strings that the grammar writes, which meet the formats as well; None if there are none.
 
         Raises:
-            GrammarError: they are too many conditions for an automaton, formats among them.
+            GrammarError: the conditions with the formats are too many for an automaton.
         """
         if self.values is not None:
             matching = (text for text in self.values if all(formats.valid(name, text) for name in self.formats))
@@ -64,11 +64,11 @@ class Strings:
         conditions = self.conditions | {(pattern, True) for pattern in trees if pattern is not None}
         try:
             return replace(self, conditions=conditions, formats=frozenset()).simplified()
-        except GrammarError as problem:  # without formats there was none
+        except GrammarError as problem:  # only the formats make it too large
             raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
     def automaton(self) -> FSM:
-        """The strings as an automaton, unless they are enumerated; formats aside.
+        """The strings as an automaton, without regard to formats; not for enumerated ones.
 
         Raises:
             GrammarError: too large.
@@ -85,7 +85,7 @@ class Strings:
             return replace(_ONLY_EMPTY, formats=self.formats) if self.contains("") else None
         if len(self.conditions) == 1 and not (self.low or self.high or self.excluded):
             ((pattern, good),) = self.conditions
-            if good:  # trees leave out what cannot match
+            if good:  # a negated tree that matches nothing is no condition
                 return None if pattern == NOTHING else self
         return None if self.conditions and _nothing(self) else self
 
@@ -112,7 +112,7 @@ def intersection(a: Strings, b: Strings) -> Strings | None:
 
 
 def complement(a: Strings) -> list[Strings]:
-    """The strings that are not of `a`, as alternatives."""
+    """The strings that are not in `a`, as alternatives."""
     if a.values is not None:
         return [Strings(excluded=a.values)]
     left = [Strings(high=a.low - 1).simplified()] if a.low else []
@@ -128,7 +128,7 @@ def complement(a: Strings) -> list[Strings]:
 
 
 def _nothing(strings: Strings) -> bool:
-    """Whether no string is among `strings`: their automaton says so or, if it is too large, the lengths that patterns allow.
+    """Whether `strings` is empty, by its automaton or, if that is too large, by the lengths that the patterns allow.
 
     Raises:
         GrammarError: the automaton of the patterns alone is too large, or the lengths are.
@@ -149,7 +149,7 @@ def _nothing(strings: Strings) -> bool:
 
 @lru_cache(maxsize=64)  # of up to 10 MB each
 def _automaton(strings: Strings) -> FSM:
-    conditions = sorted(strings.conditions, key=repr)  # hashes have no order
+    conditions = sorted(strings.conditions, key=repr)  # sets have no fixed order
     if strings.excluded:
         conditions = [*conditions, (words(strings.excluded), False)]
     return automata.automaton(conditions, strings.low, strings.high)

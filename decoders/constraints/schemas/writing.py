@@ -36,7 +36,7 @@ class Writer(Rules):
         return prune(self.rules)
 
     def alternatives_of(self, name: str, shapes: Shapes) -> Expr:
-        """The texts of `shapes`, which are those of the rule `name`."""
+        """The texts of `shapes`, for the rule `name`."""
         alternatives: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)

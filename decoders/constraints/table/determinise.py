@@ -1,7 +1,7 @@
 """A regular expression as a minimal byte automaton.
 
-outlines_core determinises it in a process of its own: that may take exponential time and memory, and outlines_core cannot be
-interrupted. The child process can: it has a limit of memory and of time, and imports nothing but that one extension (about 6 ms).
+outlines_core determinises it in a child process: this may take exponential time and memory, and outlines_core cannot be interrupted.
+The child has limits of memory and time, and imports only that extension (about 6 ms).
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from ..patterns.rust import check_part, not_read, shown
 LONGEST = 200_000
 #: States before minimisation.
 RAW_STATES = 16_384
-#: Of the child process.
+#: Limits of the child process.
 SECONDS, MEGABYTES = 5, 1024
 
-#: Ends a text inside the automaton. As written by outlines_core, an automaton ends in the first alternative that matches
-#: (``1|12`` never yields ``12``); behind a common end there is only one. The end is a noncharacter: where a text may end,
-#: it cannot go on with this one.
+#: Appended to every text inside the automaton, because an automaton of outlines_core ends with the first alternative that matches
+#: (``1|12`` never yields ``12``), and with a common end only whole texts match. It is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
-#: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states even if the text
-#: itself is simple. An empty alternative that is worse than ours ends all matches that have not begun at once; the
-#: first state is then final, loses its ways out, and must not be one of ours: hence two bytes before it.
+#: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. An empty alternative of
+#: lower priority ends all matches that do not begin at once. It makes the first state final, which removes that state's
+#: transitions; two bytes in front of the text keep our own states from being the first.
 BEGIN = "\0\0"
 
 # Run by a bare interpreter; writes counts of transitions per state, states, bytes and targets as raw arrays.
@@ -91,7 +90,7 @@ def determinise(regex: str) -> ByteAutomaton:
     """The automaton of the whole texts that match `regex`, neither minimal nor trimmed.
 
     Raises:
-        GrammarError: it is no regular expression of Rust's ``regex``, or too large.
+        GrammarError: it is no expression of Rust's ``regex``, or too large.
     """
     if len(regex) > LONGEST:
         raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")
@@ -129,22 +128,22 @@ def _parsed(raw: bytes) -> ByteAutomaton:
     symbols = np.frombuffer(raw, np.uint16, moves, offset=24 + words.nbytes)
     all_states = np.unique(np.concatenate([names, targets, ends]))
     transitions = np.zeros((len(all_states) + 1, 256), np.int32)
-    is_byte = symbols < 256  # the 257th is outlines_core's own end of a final state
+    is_byte = symbols < 256  # symbol 256 is outlines_core's own end marker
     sources = (np.searchsorted(all_states, np.repeat(names, counts)) + 1)[is_byte]
     destinations = (np.searchsorted(all_states, targets) + 1)[is_byte]
     transitions[sources, symbols[is_byte]] = destinations
     accepting = np.zeros(len(all_states) + 1, np.bool_)
     accepting[np.searchsorted(all_states, ends) + 1] = True
-    # Nothing leads to where the first byte of BEGIN has led.
+    # The state behind the first byte of BEGIN: nothing leads to it, because the first state has lost its transitions.
     first_states = np.setdiff1d(sources, destinations)
     start = int(transitions[first_states[0], ord(BEGIN[1])]) if len(first_states) else 0
     return ByteAutomaton(transitions, accepting, start)
 
 
 def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
-    """`automaton` without :data:`END`: states after which END may follow are accepting.
+    """`automaton` without :data:`END`: states that END may follow are accepting.
 
-    Only there: elsewhere the states within that character are those of other characters too.
+    Its other bytes are kept, because states within END may be shared with other characters.
     """
     transitions = automaton.next.copy()
     reached = np.arange(len(transitions))
@@ -157,7 +156,7 @@ def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
 
 
 def _reason(regex: str, message: str) -> str:
-    """Why the child has returned no automaton."""
+    """Why the child returned no automaton."""
     if message.startswith("states: "):
         return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):
@@ -178,7 +177,7 @@ def _limit(limit: str) -> str:
 
 
 def minimise(automaton: ByteAutomaton) -> ByteAutomaton:
-    """The same language with as few states as possible, in which every state is reached and reaches the end of a text."""
+    """The minimal automaton of the same language; every state is reachable and leads to the end of a text."""
     transitions, byte_class = columns(automaton.next)
     source, column = np.nonzero(transitions)
     target = transitions[source, column]
@@ -187,7 +186,7 @@ def minimise(automaton: ByteAutomaton) -> ByteAutomaton:
     useful &= _reached(_grouped(target, source, len(transitions)), ends.tolist())
     useful_edges = useful[source] & useful[target]
     source, column, target = source[useful_edges], column[useful_edges], target[useful_edges]
-    # Where different bytes go on, or the text may end, states are told apart at once.
+    # The first partition is by legal bytes and by whether the text may end.
     live = np.zeros((len(transitions), transitions.shape[1] + 1), np.bool_)
     live[source, column] = True
     live[ends, -1] = True
@@ -216,7 +215,7 @@ def columns(transitions: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[
 
 
 def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``[n]``: number of each row of ``[n, m]`` among the different ones, in the order in which they come; ``[k]``: their places."""
+    """``[n]``: index of each row of ``[n, m]`` among the distinct ones, in order of occurrence; ``[k]``: their first places."""
     keys: list[bytes] = (
         np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0].tolist()
     )
@@ -233,7 +232,7 @@ def _grouped(keys: NDArray[np.integer[Any]], values: NDArray[np.integer[Any]], c
 
 
 def _reached(successors: list[list[int]], start: list[int]) -> NDArray[np.bool_]:
-    """``[S]``: the states that `successors` lead to from `start`."""
+    """``[S]``: the states reachable from `start`."""
     reached_states = {*start}
     todo = [*start]
     while todo:

@@ -1,4 +1,4 @@
-"""The backend: regular languages compiled for a vocabulary, within limits, as an automaton with masks in arrays."""
+"""The ``table`` backend: regular languages compiled for a vocabulary, within limits, as an automaton with masks in arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .masks import MaskRows, Row, StateMasks, masks
 
 @dataclass(frozen=True)
 class MaskedAutomaton:
-    """A byte automaton with a mask for each state; :class:`Tables` are made of it.
+    """A byte automaton with a mask for each state, the source of :class:`Tables`.
 
     Attributes:
         next: ``[S, C]`` int32.
@@ -65,7 +65,7 @@ class MaskedAutomaton:
         return sum(part.nbytes for part in (self.next, self.classes, self.mask_of, self.rows, self.accepting))
 
     def tables(self) -> Tables:
-        """The automaton as tensors; each call expands the masks."""
+        """The automaton as tensors; every call expands the masks."""
         next, classes, mask_of = map(torch.from_numpy, (self.next, self.classes, self.mask_of))
         return Tables(next, classes, mask_of, self.rows.all(), start=self.start, stopped=self.stopped)
 
@@ -91,7 +91,7 @@ def restored(content: bytes, vocabulary: Vocabulary) -> MaskedAutomaton:
     """The automaton that was dumped as `content`.
 
     Raises:
-        GrammarError: it is something else, or not for `vocabulary`.
+        GrammarError: it is no dump, or not for `vocabulary`.
     """
     try:
         parts = tensors.load(content)
@@ -162,12 +162,12 @@ class Table(Backend):
         return TableGrammar(language, vocabulary, policy, restored(content, vocabulary))
 
 
-#: Steps (a state and a token) that are remembered: about 10 MB.
+#: Cached steps (a state and a token): about 10 MB.
 STEPS = 1 << 17
 
 
 class TableGrammar(Tabulated):
-    """Immutable apart from its cache of steps. A state is a number, 0 the illegal one."""
+    """A regular language as a table. Immutable apart from its cache of steps. State 0 is the illegal one."""
 
     backend = "table"
 
@@ -220,7 +220,7 @@ class TableGrammar(Tabulated):
         return after
 
     def forced_bytes(self, state: int) -> bytes:
-        """The bytes that every text continues with."""
+        """See :meth:`Matcher.forced_bytes`."""
         text = self._forced.get(state)
         if text is None:
             forced, position = bytearray(), state
@@ -256,7 +256,7 @@ class TableGrammar(Tabulated):
         return forced
 
     def _canonical(self, automaton: MaskedAutomaton) -> tuple[MaskRows, NDArray[np.int64]]:
-        """The masks of the policy ``canonical``, and the row of each state: one token where bytes are forced, the tokenizer's own."""
+        """Masks and rows by state for the policy ``canonical``: where bytes are forced only the tokenizer's own token is legal."""
         rows: dict[int, int] = {}
         of = automaton.mask_of.copy()
         for state in range(1, self.stopped):
@@ -281,7 +281,7 @@ class TableMatcher(Matcher):
 
     @property
     def state(self) -> int:
-        """Row of the grammar's tables."""
+        """The current state."""
         return self._states[-1]
 
     @property

@@ -1,8 +1,8 @@
-"""A vocabulary sorted by spelling, as a trie, with what follows the plain characters of each token. Made once per vocabulary.
+"""A vocabulary sorted by spelling, as a trie, with the rests behind the plain characters of tokens. Computed once per vocabulary.
 
-*Plain* characters are those that a JSON string holds without an escape. Inside a string nearly the whole vocabulary is legal, and
-its tokens need not be walked one by one: where n plain characters are legal, whichever they are, so are all tokens of up to n
-plain characters; of the others only what comes after their plain characters needs walking, and few of them end differently.
+*Plain* characters are those that need no escape in a JSON string. Inside a string nearly the whole vocabulary is legal, and its
+tokens need not be walked one by one: where any n plain characters are legal, all tokens of up to n plain characters are. Of other
+tokens only the rest behind their plain characters is walked, and many tokens have the same rest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class TokenPaths:
     """Tokens that an automaton can take from some states.
 
     Attributes:
-        row: ``[n]`` int32, the start from which each path goes.
-        node: ``[n]`` int32, the node of the trie that it has come to.
+        row: ``[n]`` int32, index of each path's start.
+        node: ``[n]`` int32, the trie's node at its end.
         state: ``[n]`` int32, the automaton's state there.
-        token: ``[n]`` int32, the token that ends there; -1 where the walk stopped without one.
+        token: ``[n]`` int32, the token that ends there; -1 where the walk stopped before.
         deep: ``[starts]`` int64, how many bytes were read outside of strings.
     """
 
@@ -43,16 +43,16 @@ class TokenPaths:
 
 @dataclass(frozen=True)
 class Trie:
-    """Node 0 is the root. The children of a node stand side by side.
+    """A trie. Node 0 is the root. The children of a node are consecutive.
 
     Attributes:
         byte: ``[M]`` uint8, the byte that leads to each node.
         first: ``[M]`` int32, its first child.
         count: ``[M]`` int32, how many children it has.
         token: ``[M]`` int32, the token that ends at each node, -1 if none.
-        low: ``[M]`` int32, the first of the texts that begin with the bytes down to each node.
-        high: ``[M]`` int32, the one after the last of them.
-        characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are anything else.
+        low: ``[M]`` int32, index of the first text that begins with the bytes down to each node.
+        high: ``[M]`` int32, index behind the last such text.
+        characters: ``[M]`` int32, how many plain characters these bytes are; -1 if they are not only plain characters.
     """
 
     byte: NDArray[np.uint8]
@@ -65,15 +65,15 @@ class Trie:
 
     @staticmethod
     def of(texts: Sequence[bytes], tokens: Ints, plain: NDArray[np.int64]) -> Trie:
-        """The trie of `texts`, all different and none empty, in ascending order; each begins with `plain` plain bytes."""
+        """The trie of `texts`, distinct, not empty, in ascending order; each begins with `plain` plain bytes."""
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         begins = np.cumsum(lengths) - lengths
         flat = np.frombuffer(b"".join(texts) + b"\0", np.uint8)
         names = np.asarray(tokens, np.int32)
-        node = np.zeros(len(texts), np.int64)  # of each text, as deep as it has been read
+        node = np.zeros(len(texts), np.int64)  # of each text, at the current depth
         byte, count, token = [np.zeros(1, np.uint8)], [], [np.full(1, -1, np.int32)]
         low, high, characters = [np.zeros(1, np.int64)], [np.full(1, len(texts))], [np.zeros(1, np.int64)]
-        leads = np.zeros(len(texts), np.int64)  # characters of each text, as deep as it has been read
+        leads = np.zeros(len(texts), np.int64)  # characters of each text, at the current depth
         alive, width, depth = np.arange(len(texts)), 1, 0
         while len(alive):
             key = node * 256 + flat[begins[alive] + depth]
@@ -112,7 +112,7 @@ class Trie:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
             starts: states.
-            strings: ``[S]``: states inside strings. The walk stops where nothing but plain characters has led to one of them.
+            strings: ``[S]``: states inside strings. The walk stops at such a state if only plain characters led there.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()
@@ -153,7 +153,7 @@ class Trie:
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Tokens with a spelling, each spelling once. ``T`` spellings.
+    """The ``T`` distinct spellings of tokens.
 
     Attributes:
         size: ``V``.
@@ -161,11 +161,11 @@ class Lexicon:
         texts: the spellings in ascending order.
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
-        longest: most plain characters in a row of any token where a string may begin: at the token's beginning, or behind another
-            character. States inside strings differ by how many plain characters may follow, up to this number.
-        rests: what follows the plain characters of spellings, and of their ends from any later character on; in ascending
-            order, the empty one first.
-        rest: ``[T]`` int64, which of `rests` follows the plain characters of each spelling.
+        longest: most consecutive plain characters of a token from a place where a string may begin: the token's beginning, or behind
+            another character. States inside strings differ by how many plain characters may follow, up to this number.
+        rests: the texts behind the plain characters of spellings, and of their suffixes from any later character on; in
+            ascending order, the empty one first.
+        rest: ``[T]`` int64, index of each spelling's rest.
         twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.
     """
 
@@ -188,7 +188,7 @@ class Lexicon:
             texts = sorted(ids)
             tokens = np.fromiter((ids[text] for text in texts), np.int64, len(texts))
             parts = [split(text) for text in texts]
-            # A string may be entered in the middle of a token: at any character behind its plain ones.
+            # A string may begin in the middle of a token, at any character behind its plain ones.
             rests = {rest for _, rest in parts}
             later = [split(rest[i:]) for rest in rests for i in range(1, len(rest)) if rest[i] & 0xC0 != 0x80]
             ordered = sorted(rests | {rest for _, rest in later} | {b""})
@@ -217,7 +217,7 @@ class Lexicon:
 
     @cached_property
     def plain(self) -> NDArray[np.int32]:
-        """``[longest + 1, W]`` packed: the tokens of nothing but plain characters, up to as many."""
+        """``[longest + 1, W]`` packed: the tokens of only plain characters, up to so many."""
         rows = np.zeros((self.longest + 1, self.words), np.int32)
         some = self.rest == 0
         for length in range(1, self.longest + 1):
@@ -232,7 +232,7 @@ class Lexicon:
 
     @cached_property
     def ends(self) -> Trie:
-        """A trie of the rests, with their numbers in the place of tokens."""
+        """A trie of the rests, with their indices as tokens."""
         count = len(self.rests)
         return Trie.of(self.rests[1:], np.arange(1, count, dtype=np.int32), np.zeros(count - 1, np.int64))
 
@@ -242,13 +242,13 @@ class Lexicon:
         return np.bincount([text[0] for text in self.texts], minlength=256)
 
     def mask(self, tokens: NDArray[np.integer[Any]] | tuple[int, ...]) -> NDArray[np.int32]:
-        """``[W]``: the packed mask of some first tokens."""
+        """``[W]``: the packed mask of `tokens`, the first of their spellings."""
         return self.packed(1, 0, list(tokens) if isinstance(tokens, tuple) else tokens)[0]
 
     def packed(
         self, count: int, row: NDArray[np.integer[Any]] | int, token: NDArray[np.integer[Any]] | list[int]
     ) -> NDArray[np.int32]:
-        """``[count, W]``: masks of all tokens, of which each pair of `row` and first `token` is legal."""
+        """``[count, W]``: masks with the bit of each pair of `row` and first `token`, and those of its twins."""
         allowed = np.zeros((count, 32 * self.words), np.uint8)
         allowed[row, token] = 1
         allowed[:, self.twins[1]] = allowed[:, self.twins[0]]
@@ -278,10 +278,10 @@ _BEGIN = re.compile(b"(?:%s)*" % _PLAIN.pattern, re.DOTALL)
 
 
 def split(text: bytes) -> tuple[int, bytes]:
-    """How many plain characters a token begins with, and what is left of it."""
+    """How many plain characters a token begins with, and the rest."""
     begin = _BEGIN.match(text)
     end = begin.end() if begin else 0
-    # A character has one byte that does not continue another.
+    # Every character has one byte that is no continuation byte.
     return sum(byte & 0xC0 != 0x80 for byte in text[:end]), text[end:]
 
 
@@ -290,8 +290,8 @@ class Room:
     """How many plain characters may follow each state.
 
     Attributes:
-        least: ``[S]`` int64: so many plain characters may come next, whichever they are; perhaps more.
-        exact: ``[S]`` bool: no more than that may come next.
+        least: ``[S]`` int64: any so many plain characters may come next, perhaps more.
+        exact: ``[S]`` bool: not more than `least` may come next.
         next: ``[S]`` int64: the state after any plain character, where one may come next.
     """
 
@@ -300,7 +300,7 @@ class Room:
     next: NDArray[np.int64]
 
     def reached(self, states: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`states`, and all states that plain characters lead to from them."""
+        """`states` and all states reachable by plain characters."""
         known = states
         while len(states):
             states = np.setdiff1d(self.next[states], known)
@@ -312,7 +312,7 @@ class Room:
 def room(transitions: NDArray[np.int32], byte_class: NDArray[np.int64], longest: int) -> Room:
     """The room of the states of an automaton ``[S, C]``, counted up to `longest` plain characters.
 
-    Counting goes on as long as all plain characters lead from a state to the same state, as they do in strings.
+    Counting ends where plain characters lead to different states, which they do not within strings.
     """
     low = np.full(len(transitions), len(transitions), np.int64)
     high = np.zeros(len(transitions), np.int64)

@@ -1,4 +1,4 @@
-"""Which tokens each state of a byte automaton allows, as packed masks, equal ones once."""
+"""The tokens that each state of a byte automaton allows, as packed masks without duplicates."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Row:
 
     @staticmethod
     def of(mask: NDArray[np.int32]) -> Row:
-        """Of a mask ``[W]``."""
+        """From a mask ``[W]``."""
         places = np.flatnonzero(mask)
-        if 2 * len(places) > len(mask):  # would save little or nothing
+        if 2 * len(places) > len(mask):  # a sparse form would save little
             return Row(None, mask.copy())
         return Row(places.astype(np.uint16 if len(mask) <= 1 << 16 else np.uint32), mask[places])
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        """Tells masks apart."""
+        """Equal for equal masks only."""
         return b"" if self.places is None else self.places.tobytes(), self.words.tobytes()
 
     @property
@@ -47,7 +47,7 @@ class Row:
         return self.words.nbytes + (0 if self.places is None else self.places.nbytes)
 
     def write(self, out: NDArray[np.int32]) -> None:
-        """The mask to `out`, ``[W]`` zeros."""
+        """Writes the mask to `out`, ``[W]`` zeros."""
         out[slice(None) if self.places is None else self.places] = self.words
 
     def allows(self, token: int) -> bool:
@@ -78,22 +78,22 @@ class MaskRows:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is kept."""
+        """Memory of all masks."""
         return sum(row.nbytes for row in self.each)
 
     def fill(self, number: int, out: Tensor) -> None:
-        """One of the masks to `out`, ``[W]`` int32."""
+        """Writes one of the masks to `out`, ``[W]`` int32."""
         self.each[number].write(out.zero_().numpy())
 
     def all(self) -> Tensor:
-        """``[R, W]`` int32, made anew."""
+        """All masks, ``[R, W]`` int32, a new tensor."""
         masks = np.zeros((len(self.each), self.width), np.int32)
         for row, mask in zip(self.each, masks, strict=True):
             row.write(mask)
         return torch.from_numpy(masks)
 
 
-#: Bytes that are looked at first; then twice as many, and so on.
+#: Depth of the first partition in bytes; it is doubled as needed.
 FIRST = 4
 
 
@@ -101,13 +101,13 @@ FIRST = 4
 class EquivalentStates:
     """The states of an automaton ``[S, C]`` by what up to `depth` bytes lead to: nowhere, into strings, or elsewhere.
 
-    What may follow inside of a string depends on the class of the state there alone. So states of one part take the same tokens,
-    as far as these read at most `depth` bytes outside of strings.
+    Inside a string the legal texts depend only on the state's class. So states of one part take the same tokens, as far as
+    these read at most `depth` bytes outside of strings.
 
     Attributes:
         strings: ``[S]`` int64, class of the states inside strings, -1 of the others.
         part: ``[S]`` int64, part of each state.
-        final: no bytes tell apart what is in one part.
+        final: no number of bytes tells apart states of one part.
     """
 
     transitions: Ints
@@ -136,9 +136,9 @@ class EquivalentStates:
         return EquivalentStates(self.transitions, self.strings, part, depth)
 
 
-#: Tokens that a walk from several states may meet: 16 bytes each, and some more on the way.
+#: Most tokens of a walk from several states: 16 bytes each, and some more meanwhile.
 TOKENS = 1 << 21
-#: StateMasks that are packed at a time: a byte per token.
+#: States whose masks are packed at a time, at a byte per token.
 CHUNK = 32
 
 
@@ -147,10 +147,10 @@ class StateMasks:
     """Masks of all states.
 
     Attributes:
-        rows: ``R`` masks, all different; the first is ones, for states that no text comes to, the dead one among them.
+        rows: ``R`` distinct masks; the first allows all, for unreachable states and the dead one.
         of: ``[S]`` int64, row of each state.
-        alive: ``[S]`` bool: tokens lead from here to the end of a text.
-        stops: the row of the stop tokens alone.
+        alive: ``[S]`` bool: tokens lead from the state to the end of a text.
+        stops: the row that allows stop tokens only.
     """
 
     rows: MaskRows
@@ -169,7 +169,7 @@ def masks(
 
 
 class _Distinct:
-    """Distinct masks; the first is all ones."""
+    """Collects distinct masks; the first allows all."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         self.rows = [Row.of(np.full(lexicon.words, -1, np.int32))]
@@ -178,7 +178,7 @@ class _Distinct:
         self._ends = lexicon.mask(lexicon.stops)
 
     def add(self, mask: NDArray[np.int32], ending: bool) -> int:
-        """The number of `mask`, with the stop tokens if the text may end."""
+        """The index of `mask`, with the stop tokens if the text may end."""
         row = Row.of(mask | self._ends if ending else mask)
         mask_number = self._known.setdefault(row.key, len(self.rows))
         if mask_number == len(self.rows):
@@ -186,14 +186,14 @@ class _Distinct:
         return mask_number
 
     def of_states(self, of: NDArray[np.int64], alive: NDArray[np.bool_]) -> StateMasks:
-        """These masks, the row of each state in `of`, and that of the stop tokens."""
+        """The collected masks, with the row of each state in `of`, and the row of the stop tokens."""
         stops = self.add(np.zeros(self._words, np.int32), True)
         return StateMasks(MaskRows(self._words, self.rows), of, alive, stops)
 
 
 @dataclass(frozen=True)
 class _Automaton:
-    """A trimmed automaton and the tokens that it is walked along; see :func:`masks`."""
+    """A trimmed automaton with the tokens to walk; see :func:`masks`."""
 
     transitions: Ints
     byte_class: NDArray[np.int64]
@@ -201,22 +201,22 @@ class _Automaton:
     lexicon: Lexicon
 
     def by_classes(self) -> StateMasks:
-        """Masks where every byte is a token: every state then leads to the end of a text, and every token that leads anywhere is legal.
+        """Masks if every byte is a token: then every state leads to the end of a text, and every token that leads to one is legal.
 
-        Inside strings, masks are composed from those of classes. Elsewhere few tokens are legal, and they are walked: from one state
-        of each group that no walk of that many bytes can tell apart.
+        Inside strings, masks are composed from those of classes. Elsewhere few tokens are legal; they are walked from one state of
+        each group that no walk of that many bytes can tell apart.
         """
         states = len(self.transitions)
         strings = StringStates.of(self.transitions, self.byte_class, self.lexicon)
         text_masks: list[NDArray[np.int32]] = strings.masks()
-        mask_number = strings.class_of.copy()  # of each state's mask among `text_masks`, which have no stop tokens yet
+        mask_number = strings.class_of.copy()  # index of each state's mask in `text_masks`, which lack stop tokens
         inside = mask_number >= 0
         equivalent = EquivalentStates.of(self.transitions, strings.class_of)
         unresolved = np.flatnonzero(~inside)[1:]
         bytes_read = np.zeros(states, np.int64)
         while len(unresolved):
             equivalent = equivalent.finer()
-            # Where a state of a class has been walked already, it represents the class.
+            # A state of a class that was walked already represents the class.
             unresolved = unresolved[np.argsort(mask_number[unresolved] < 0, kind="stable")]
             _, first, same = np.unique(equivalent.part[unresolved], return_index=True, return_inverse=True)
             representatives = unresolved[first]
@@ -240,7 +240,7 @@ class _Automaton:
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
         """Yields batches of `states`, the number of bytes read outside of strings from each, and their masks ``[n, W]``."""
-        # Tokens that begin with a byte that is legal: no walk meets more.
+        # Upper bound of the tokens of each walk: those that begin with a legal byte.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):
             paths = self._walk(part, strings.class_of >= 0)
@@ -255,7 +255,7 @@ class _Automaton:
                 yield chunk, paths.deep[begin : begin + CHUNK], allowed
 
     def by_walking(self) -> StateMasks:
-        """Masks where some bytes have no token of their own: only tokens that lead to states from which a text can be ended."""
+        """Masks if some bytes are no tokens: legal are only tokens that lead to states from which tokens lead to the end of a text."""
         alive = self._alive()
         starts = np.flatnonzero(alive)
         rows = _Distinct(self.lexicon)
@@ -270,7 +270,7 @@ class _Automaton:
         return rows.of_states(of, alive)
 
     def _alive(self) -> NDArray[np.bool_]:
-        """``[S]``: from which states tokens lead to the end of a text; the others may have no legal token at all."""
+        """``[S]``: the states from which tokens lead to the end of a text."""
         edges, states = [], len(self.transitions)
         for begin in range(1, states, CHUNK):
             starts = np.arange(begin, min(begin + CHUNK, states), dtype=np.int32)

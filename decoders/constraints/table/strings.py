@@ -1,7 +1,7 @@
-"""Legal tokens of states inside strings, from the number of plain characters that may follow.
+"""Legal tokens of states inside strings, by the number of plain characters that may follow.
 
-All plain characters lead to the same state there. So what matters of a token is how many it begins with, and its rest behind
-them: only the rest is walked, and many tokens share it.
+All plain characters lead to the same state there. So only the number of plain characters at a token's beginning and the rest behind
+them matter. Only the rest is walked, and many tokens share it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class StringStates:
-    """The states inside strings, ``K`` classes of them. States of a class take the same tokens, and the same ends of tokens.
+    """The states inside strings, in ``K`` classes. States of a class take the same tokens, and the same rests of tokens.
 
     Attributes:
         class_of: ``[S]`` int64, class of each state, -1 outside of strings.
         room: ``[K]`` int64, how many plain characters may come next.
-        sets: ``[K, longest + 1]`` int32, the set of rests that are legal after as many plain characters; -1: no room.
-        legal: ``[sets + 1, rests]`` bool. The empty rest, the end of a token, is in every set but the last one, which is
-            empty.
+        sets: ``[K, longest + 1]`` int32, the set of rests that are legal after so many plain characters; -1: no room.
+        legal: ``[sets + 1, rests]`` bool. The empty rest (the end of a token) is in every set but the last one, which is empty.
     """
 
     class_of: NDArray[np.int64]
@@ -64,7 +63,7 @@ class StringStates:
         ]
 
     def below(self, nodes: Ints, classes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens that begin with the plain characters of a node of the trie and are legal where it leads to a class.
+        """The tokens that begin with the plain characters of a trie's node and are legal in a class of states.
 
         Args:
             nodes, classes: of each place.
@@ -85,7 +84,7 @@ class StringStates:
 def _legal_rests(
     transitions: Ints, byte_class: NDArray[np.int64], states: NDArray[np.int64], lexicon: Lexicon
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """``[S]``: which set of rests is legal in each of `states`; the sets, see :class:`StringStates`."""
+    """``[S]``: index of the set of rests that are legal in each of `states`; and the sets, see :class:`StringStates`."""
     set_numbers: dict[bytes, int] = {}
     sets: list[NDArray[np.int32]] = []
     number = np.zeros(len(transitions), np.int32)

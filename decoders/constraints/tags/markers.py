@@ -1,7 +1,7 @@
 """Markers, and the automaton that finds them in free text (Aho and Corasick 1975).
 
-Its alphabet has the bytes of text, and one symbol for each token that is no text: special tokens are never spelt in others. So
-a marker of text is found in whatever tokens it is written, also where it begins or ends within one.
+Its alphabet consists of bytes, and one symbol for each special token, since these are never spelt in other tokens. So a marker of
+text is found however it is split into tokens, also where it begins or ends within a token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Symbols = tuple[int, ...]
 
 
 def symbols_of(marker: str | int, vocabulary: Vocabulary) -> Symbols:
-    """`marker`, a text or the id of a token, in symbols. Names of special tokens in a text stand for these tokens.
+    """`marker`, a text or a token's id, in symbols. Names of special tokens in a text stand for these tokens.
 
     Raises:
         GrammarError: there is no such token.
@@ -52,11 +52,11 @@ def shown(symbols: Sequence[int], vocabulary: Vocabulary) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What a token does to free text.
+    """The effect of a token on free text.
 
     Attributes:
-        node: how much of which marker the text ends with; where a marker is complete, of no use.
-        marker: number of the marker that the token completes, None for none.
+        node: the longest beginning of a marker that the text ends with; unused where a marker is complete.
+        marker: index of the marker that the token completes, None for none.
         rest: bytes of the token behind that marker.
     """
 
@@ -66,13 +66,13 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. Node 0: the text ends with the beginning of none.
+    """The automaton of a few markers. At node 0 the text ends with no beginning of a marker.
 
     Args:
         markers: each in symbols.
 
     Raises:
-        GrammarError: one is empty, or another one would always be found before it.
+        GrammarError: one is empty, or can never be found because another one ends within it.
     """
 
     def __init__(self, markers: Sequence[Symbols], vocabulary: Vocabulary) -> None:
@@ -80,7 +80,7 @@ class Markers:
         self._atomic = {symbol - TOKEN for marker in markers for symbol in marker if symbol >= TOKEN}
         self._next: list[dict[int, int]] = [{}]
         self.paths: list[Symbols] = [()]
-        #: The first marker that each node is on the way to.
+        #: The first marker that continues each node.
         self.toward: list[int] = [0]
         for number, marker in enumerate(markers):
             if not marker:
@@ -94,7 +94,7 @@ class Markers:
                     self.toward.append(number)
                 node = self._next[node][symbol]
         whole = {marker: number for number, marker in reversed([*enumerate(markers)])}
-        self._shorter = [0] * len(self._next)  # the longest other path that a node's path ends with
+        self._shorter = [0] * len(self._next)  # failure links: the node of the longest proper suffix
         self._complete: list[int | None] = [None] * len(self._next)
         for node in sorted(range(1, len(self._next)), key=lambda node: len(self.paths[node])):
             path = self.paths[node]
@@ -129,12 +129,12 @@ class Markers:
         return after
 
     def symbols(self, token: int) -> Symbols | bytes:
-        """What `token` is to these markers."""
+        """`token` in symbols of this automaton."""
         text = self.vocabulary.tokens[token]
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
     def read(self, node: int, symbols: Symbols | bytes) -> Found:
-        """What `symbols` do behind a text at `node`."""
+        """The effect of `symbols` behind a text at `node`."""
         for place, symbol in enumerate(symbols, start=1):
             node = self.step(node, symbol)
             if (complete := self._complete[node]) is not None:
@@ -142,7 +142,7 @@ class Markers:
         return Found(node)
 
     def overrunning(self, node: int) -> list[int]:
-        """Tokens of text that complete a marker behind a text at `node` and go on behind it."""
+        """Tokens of text that complete a marker behind a text at `node` and contain more text."""
         vocabulary, found = self.vocabulary, set[int]()
         while True:
             path = self.paths[node]
@@ -153,3 +153,14 @@ class Markers:
             if not node:
                 return sorted(found - self._atomic)
             node = self._shorter[node]
+
+    def completing(self, node: int) -> list[int]:
+        """Tokens that are all of a marker's rest behind a text at `node`."""
+        size = len(self.paths[node])
+        rests = [marker[size:] for marker in self.markers if marker[:size] == self.paths[node]]
+        ids = self.vocabulary.ids
+        tokens = [
+            r[0] - TOKEN if len(r) == 1 and r[0] >= TOKEN else ids.get(bytes(r)) if max(r) < TOKEN else None
+            for r in rests
+        ]
+        return [token for token in tokens if token is not None]

@@ -1,4 +1,4 @@
-"""What users write: grammars that begin behind a marker (`after`), and tags in free text (`tagged`)."""
+"""Specifications of grammars that begin behind a marker (`after`), and of tags in free text (`tagged`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ...errors import GrammarError, shortened
@@ -18,16 +19,16 @@ from ..vocabulary import Vocabulary
 from .markers import TOKEN, Symbols, symbols_of
 from .phases import Free, Inside, Phase, TaggedGrammar, assembled
 
-#: A text, in whatever tokens it is written, or the id of a token.
+#: A text, however it is split into tokens, or a token's id.
 Marker = str | int
 Inner = Spec | CompiledGrammar
 
 
 class Phases:
-    """Phases as they are put together.
+    """The phases of a grammar under construction.
 
     Args:
-        compile: compiles a specification that is no structure.
+        compile: compiles a specification that is no :class:`Structure`.
     """
 
     def __init__(self, vocabulary: Vocabulary, compile: Callable[[Spec], CompiledGrammar]) -> None:
@@ -35,7 +36,7 @@ class Phases:
         self.phases: list[Phase] = []
 
     def add(self, phase: Phase) -> int:
-        """The number of a new phase."""
+        """Adds a phase; returns its number."""
         self.phases.append(phase)
         return len(self.phases) - 1
 
@@ -43,7 +44,7 @@ class Phases:
         return symbols_of(marker, self.vocabulary)
 
     def of(self, grammar: Inner | None) -> int:
-        """The phase in which `grammar` begins, and then the text ends; None is free text."""
+        """Adds phases for `grammar`, behind which the text ends; returns the first one's number. None is free text."""
         if grammar is None:
             return self.add(Free())
         if isinstance(grammar, Structure):
@@ -53,15 +54,39 @@ class Phases:
     def compiled(self, grammar: Inner) -> CompiledGrammar:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
+    def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
+        """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the grammar.
+
+        Raises:
+            GrammarError: the marker cannot be found behind the grammar.
+        """
+        if end is None:
+            return self.of(grammar)
+        symbols = self.symbols(end)
+        text, token = (symbols[:-1], symbols[-1] - TOKEN) if symbols[-1] >= TOKEN else (symbols, None)
+        if any(symbol >= TOKEN for symbol in text):
+            raise GrammarError(
+                f"tagged: the end marker {end!r} has a special token that is not its last part", "tagged"
+            )
+        if text:
+            if isinstance(grammar, CompiledGrammar):
+                raise GrammarError(
+                    f"tagged: the text {bytes(text).decode()!r} ends a grammar that is compiled already: give what it was compiled "
+                    "from, or end it with a token",
+                    "tagged",
+                )
+            grammar = Ended(grammar, bytes(text).decode(), backend=grammar.backend, policy=grammar.policy)
+        return self.add(Inside(self.compiled(grammar), behind, token))
+
 
 @dataclass(frozen=True)
 class Structure(Spec):
-    """Free text and grammars in it."""
+    """Free text with grammars in it."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What reports call it."""
+        """Its name in reports."""
 
     @abstractmethod
     def add_to(self, phases: Phases) -> int:
@@ -82,10 +107,10 @@ class After(Structure):
 
     Attributes:
         marker: ends the free text.
-        grammar: of what comes behind; None for free text.
-        budget: tokens of free text after which the marker is written; None for any number.
-        closing: what is written then, if more than the marker: a text that ends with it.
-        begin: a marker that the free text begins with, if it is no part of the prompt. Without it the text is that of the grammar.
+        grammar: of the text behind the marker; None for free text.
+        budget: tokens of free text after which the marker is forced; None for any number.
+        closing: the text that is forced then, if it is more than the marker; it ends with the marker.
+        begin: the marker that free text begins with, if the prompt does not contain it. A text without it is of the grammar.
     """
 
     marker: Marker
@@ -112,7 +137,7 @@ class After(Structure):
         begin = phases.symbols(self.begin) if self.begin is not None else None
         opening = self._token(begin, phases.vocabulary) if begin is not None else None
         again: int | None = None
-        if begin is not None and self.grammar is None:  # a text may think again
+        if begin is not None and self.grammar is None:  # a further thought may follow
             again = following = phases.add(Free())
         else:
             following = phases.of(self.grammar)
@@ -129,13 +154,13 @@ class After(Structure):
                 return phases.add(opens)
             phases.phases[again] = opens
             return again
-        if opening is None:  # whatever is written first is the thought
+        if opening is None:  # the text begins with the thought
             return thought
         return phases.add(replace(behind, opens=(opening, thought)))
 
     @staticmethod
     def _token(symbols: Symbols, vocabulary: Vocabulary) -> int | None:
-        """The token that is all of a marker, if there is one."""
+        """The token that is the whole marker, or None."""
         if symbols[0] >= TOKEN:
             return symbols[0] - TOKEN if len(symbols) == 1 else None
         return vocabulary.ids.get(bytes(symbols)) if max(symbols) < TOKEN else None
@@ -146,10 +171,10 @@ class Tagged(Structure):
     """Free text in which markers begin grammars, any number of times.
 
     Attributes:
-        tags: begin marker, grammar, and end marker of each kind; no end marker: the text ends with the grammar.
-        required: whether there has to be a tag before the text may end.
-        several: whether there may be more than one; else the text ends behind the first.
-        budget: tokens of free text after which the first kind of tag begins; None for any number.
+        tags: begin marker, grammar, and end marker of each kind; without an end marker the text ends with the grammar.
+        required: whether the text may not end before a tag.
+        several: whether there may be several tags; else the text ends behind the first.
+        budget: tokens of free text after which the first kind of tag is forced; None for any number.
     """
 
     tags: tuple[tuple[Marker, Inner, Marker | None], ...]
@@ -185,38 +210,16 @@ class Tagged(Structure):
         behind = first
         if self.required or not self.several or self.budget is not None:
             behind = phases.add(Free(over=not self.several))
-        markers = tuple(
-            (phases.symbols(begin), self._tag(grammar, end, behind, phases)) for begin, grammar, end in self.tags
-        )
+        markers = tuple((phases.symbols(begin), phases.tag(grammar, end, behind)) for begin, grammar, end in self.tags)
         phases.phases[first] = Free(markers, ends=not self.required, budget=self.budget)
         if behind != first and self.several:
             phases.phases[behind] = Free(markers)
         return first
 
-    @staticmethod
-    def _tag(grammar: Inner, end: Marker | None, behind: int, phases: Phases) -> int:
-        if end is None:
-            return phases.of(grammar)
-        symbols = phases.symbols(end)
-        text, token = (symbols[:-1], symbols[-1] - TOKEN) if symbols[-1] >= TOKEN else (symbols, None)
-        if any(symbol >= TOKEN for symbol in text):
-            raise GrammarError(
-                f"tagged: the end marker {end!r} has a special token that is not its last part", "tagged"
-            )
-        if text:
-            if isinstance(grammar, CompiledGrammar):
-                raise GrammarError(
-                    f"tagged: the text {bytes(text).decode()!r} ends a grammar that is compiled already: give what it was compiled "
-                    "from, or end it with a token",
-                    "tagged",
-                )
-            grammar = Ended(grammar, bytes(text).decode(), backend=grammar.backend, policy=grammar.policy)
-        return phases.add(Inside(phases.compiled(grammar), behind, token))
-
 
 @dataclass(frozen=True)
 class Ended(Spec):
-    """Texts of a specification, each with the same text at its end."""
+    """Texts of a specification followed by a fixed text."""
 
     inner: Spec
     end: str
@@ -229,21 +232,20 @@ class Ended(Spec):
         inner = self.inner.language()
         regex = None if inner.regex is None else f"(?:{inner.regex}){quoted(self.end)}"
         lark = None if inner.lark is None else f"start: tagged {slashed(quoted(self.end))}\n{_as_rule(inner.lark)}"
-        whole = inner.whole
-
-        def judge(text: str) -> None:
-            assert whole is not None
-            whole(text.removesuffix(self.end))
-
-        return Language(inner.name, regex, lark, inner.warnings, judge if whole is not None else None)
+        whole = partial(_judge_before, self.end, inner.whole) if inner.whole is not None else None
+        return Language(inner.name, regex, lark, inner.warnings, whole)
 
 
-#: Strings, comments and expressions of Lark, and the name of its first rule.
+def _judge_before(end: str, whole: Callable[[str], None], text: str) -> None:
+    whole(text.removesuffix(end))
+
+
+#: Strings, comments and expressions of Lark, which are skipped, and the name of its first rule.
 _START = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?<![\w-])(start)(?![\w-])')
 
 
 def _as_rule(lark: str) -> str:
-    """`lark` with its first rule called ``tagged``."""
+    """`lark` with its first rule renamed to ``tagged``."""
     return _START.sub(lambda match: "tagged" if match[1] else match[0], lark)
 
 
@@ -271,11 +273,11 @@ def after(marker: Marker, grammar: Any) -> After:
     Where the model would end its text without the marker, the marker is written instead.
 
     Args:
-        marker: a text (``"</think>"``), in whatever tokens it is written, or the id of a token.
-        grammar: anything that ``generate(grammar=…)`` takes for one row, `tagged` among it; None for free text.
+        marker: a text (``"</think>"``), however it is split into tokens, or a token's id.
+        grammar: any value of ``generate(grammar=…)`` for one row, also from `tagged`; None for free text.
 
     Raises:
-        GrammarError: no marker, or no grammar.
+        GrammarError: an invalid marker or grammar.
     """
     return After(marker, as_spec(grammar))
 
@@ -284,13 +286,13 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
     """Free text in which markers begin grammars, for ``generate(grammar=…)``: calls of tools, say.
 
     Args:
-        tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` where the text ends with the grammar. Markers are texts or ids of
+        tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
             tokens; an end marker is text, a special token, or text with a special token behind it.
-        required: whether there has to be a tag before the text may end.
-        several: whether there may be more than one; else the text ends behind the first.
+        required: whether the text may not end before a tag.
+        several: whether there may be several tags; else the text ends behind the first.
 
     Raises:
-        GrammarError: no tags, no marker, or no grammar.
+        GrammarError: no tags, or an invalid marker or grammar.
     """
     if not isinstance(tags, Mapping):
         raise GrammarError(

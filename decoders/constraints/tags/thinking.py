@@ -1,4 +1,4 @@
-"""How models mark what they think before they answer: known markers, whether a prompt has begun a thought, and ``thinking=``."""
+"""How models mark thoughts before an answer: known markers, whether a prompt has begun a thought, and ``thinking=``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from ...errors import SettingsError, UnsupportedError, shortened, suggest
 from ..base import CompiledGrammar
 from ..specs import Spec
 from ..vocabulary import Vocabulary
+from .calls import Calls
 from .markers import TOKEN, symbols_of
+from .phases import TaggedGrammar
 from .specs import After, Marker
 
 if TYPE_CHECKING:
@@ -24,8 +26,8 @@ class ThinkingMarkers:
 
     Attributes:
         begin: in front of a thought.
-        end: behind it; the answer comes next.
-        closing: what is written to end a thought, if more than `end`; it ends with it.
+        end: behind it; the answer follows.
+        closing: the text written to end a thought, if it is more than `end`; it ends with `end`.
     """
 
     begin: Marker
@@ -33,7 +35,7 @@ class ThinkingMarkers:
     closing: str | None = None
 
 
-#: In the order they are looked for: gpt-oss (harmony), Qwen and DeepSeek and most others, Magistral, Gemma 4, Seed, Kimi, Command A.
+#: Tried in this order: gpt-oss (harmony), Qwen and DeepSeek and most others, Magistral, Gemma 4, Seed, Kimi, Command A.
 KNOWN = (
     ThinkingMarkers(
         "<|channel|>analysis<|message|>", "<|channel|>final<|message|>",
@@ -46,12 +48,12 @@ KNOWN = (
     ThinkingMarkers("◁think▷", "◁/think▷"),
     ThinkingMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
 )  # fmt: skip
-#: Tokens at a prompt's end in which the beginning of a thought is looked for.
+#: Tokens at a prompt's end that are searched for the beginning of a thought.
 LOOKED_AT = 4096
 
 
 def known_markers(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-    """The markers that `tokenizer` has tokens for, or else its chat template, or `template`, writes; None if none are known."""
+    """The markers that `tokenizer` has tokens for, else those in its chat template or `template`; None if none are known."""
     if tokenizer is None:
         return None
     names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
@@ -67,8 +69,8 @@ class Thinking:
     """The value of ``thinking=``.
 
     Attributes:
-        tokens: most of a thought; None for any number.
-        begin, end: its markers; None: those of the tokenizer.
+        tokens: most tokens of a thought; None for any number.
+        begin, end: its markers; None: the tokenizer's.
     """
 
     tokens: int | None
@@ -80,7 +82,7 @@ class Thinking:
         """A number of tokens, or a dict with ``tokens``, ``begin`` and ``end``.
 
         Raises:
-            SettingsError: something else.
+            SettingsError: another value.
         """
         given = dict(value) if isinstance(value, Mapping) else {"tokens": value}
         names = ("tokens", "begin", "end")
@@ -105,7 +107,7 @@ class Thinking:
         """How a thought begins and ends.
 
         Raises:
-            UnsupportedError: they are not given, and the tokenizer has none that are known.
+            UnsupportedError: no markers are given, and none of the tokenizer are known.
         """
         known = known_markers(tokenizer)
         if self.end is not None:
@@ -128,13 +130,17 @@ class Thinking:
         self, grammar: Spec | CompiledGrammar | None, prompt: Sequence[int], vocabulary: Vocabulary,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> Spec | CompiledGrammar | None:  # fmt: skip
-        """The grammar of a text that may begin with a thought, or is in one already.
+        """The grammar of a text that may begin with a thought, or is within one.
 
         Args:
-            grammar: of the answer; its own marker ends the thought if it has one (`after`).
+            grammar: of the answer; if it has a marker of its own (`after`), that ends the thought.
         """
         if isinstance(grammar, After) and self.end is None:
             return replace(grammar, budget=self.tokens)
+        if isinstance(grammar, Calls) and grammar.format.message:
+            return replace(grammar, budget=self.tokens)
+        if isinstance(grammar, TaggedGrammar) and (bounded := grammar.bounded(self.tokens)) is not None:
+            return bounded
         markers = self.markers(tokenizer)
         open = begun(prompt, markers, vocabulary)
         if open is False:
@@ -144,9 +150,9 @@ class Thinking:
 
 
 def begun(prompt: Sequence[int], markers: ThinkingMarkers, vocabulary: Vocabulary) -> bool | None:
-    """Whether `prompt` is in the middle of a thought; False behind one that has ended, None if its last turn has none.
+    """Whether `prompt` ends within a thought; False behind one, None if its last turn has none.
 
-    What stands in front of the last special token, which begins the turn, does not count.
+    Text in front of the last special token, which begins the turn, does not count.
     """
     begin, end = symbols_of(markers.begin, vocabulary), symbols_of(markers.end, vocabulary)
     own = {symbol for symbol in (*begin, *end) if symbol >= TOKEN}
@@ -161,13 +167,13 @@ def begun(prompt: Sequence[int], markers: ThinkingMarkers, vocabulary: Vocabular
             symbols.extend(reversed(text))
     symbols.reverse()
     last_begin, last_end = _last(symbols, begin), _last(symbols, end)
-    if last_begin == last_end:  # neither is there
+    if last_begin == last_end:  # neither marker was found
         return None
     return last_begin > last_end
 
 
 def _last(symbols: list[int], marker: tuple[int, ...]) -> int:
-    """The place behind the last `marker` in `symbols`; -1 if there is none."""
+    """The index behind the last `marker` in `symbols`; -1 if there is none."""
     size = len(marker)
     places = range(len(symbols) - size, -1, -1)
     return next((place + size for place in places if tuple(symbols[place : place + size]) == marker), -1)

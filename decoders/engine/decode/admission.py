@@ -51,8 +51,8 @@ class Seat:
         return self.member.request.prompts[0]
 
     @property
-    def salt(self) -> str:
-        return self.member.request.salt_of(0)
+    def prefix(self) -> KeptText:
+        return self.member.request.prefix_of(0)
 
     @property
     def ready(self) -> bool:
@@ -82,10 +82,8 @@ class Admission:
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
-        prompt, salt = request.prompts[0].cpu(), request.salt_of(0)
-        shared = {
-            place: self.pool.texts[place].shared_with(prompt, salt) if request.runtime.reuse else 0 for place in free
-        }
+        prompt = request.prefix_of(0)
+        shared = {place: self.pool.texts[place].shared_with(prompt) if request.runtime.reuse else 0 for place in free}
         place = max(free, key=lambda place: (shared[place], -self.pool.used[place], -place))
         self.pool.cut(place, shared[place])
         return place
@@ -169,12 +167,15 @@ class Admission:
         A pass over one short prompt takes nearly as long as one over several. Their lengths are within a factor of two. Prompts that
         share more than half of their text are not read together: their common part is read once and copied.
         """
-        own, prompt = KeptText(seat.prompt.cpu(), salt=seat.salt), seat.prompt
+        own, prompt = seat.prefix, seat.prompt
+        if seat.member.request.multimodal is not None:
+            return [seat]
 
         def fits(other: Seat) -> bool:
             return (
-                other.plan is None and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
-                and 2 * own.shared_with(other.prompt.cpu(), other.salt) < len(other.prompt)
+                other.plan is None and other.member.request.multimodal is None
+                and len(prompt) <= 2 * len(other.prompt) and len(other.prompt) <= 2 * len(prompt)
+                and 2 * own.shared_with(other.prefix) < len(other.prompt)
             )  # fmt: skip
 
         return self._beside(seat, fits, lambda other: len(other.prompt))
@@ -200,27 +201,35 @@ class Admission:
 
     def _start_reading(self, seats: list[Seat], pause: float) -> None:
         """Puts prompts in their places, copies the prefixes that other places hold, and plans the passes over the rest."""
-        kept = []
+        kept, read = [], set[Seat]()
         for seat in seats:
             request = seat.member.request
             reuse = request.runtime.reuse and not request.strategy.reads_prompt  # else the whole prompt is shown to it
-            self.pool.put(seat.place, seat.prompt)
-            prompt = {seat.place: seat.prompt.cpu()}
-            kept += self.pool.take_over(prompt, self._texts(seat), seat.salt) if reuse else [0]
+            inputs, length = request.multimodal, len(seat.prompt)
+            self.pool.put(seat.place, seat.prompt, inputs.shifts[0] if inputs is not None else 0)
+            kept += self.pool.take_over({seat.place: seat.prefix}, self._texts(seat)) if reuse else [0]
             self.pool.drop(seat.place)
+            if inputs is not None and not self.batch.images_in_place(inputs, [length], kept[-1:]):
+                shown = self.batch.read_images(inputs, [length], seat.place)
+                seat.chunks += [replace(shown, logits=None)] if shown is not None else []
+                kept[-1] = length - 1
+                read.add(seat)
         chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
         if self._rows:
             wanted = max(int(pause / self._pace / len(seats)), LEAST_CHUNK) if self._pace else 128
             chunk = min(chunk, chunk_bucket(wanted, self.pool.target.static))
-        plan = PrefillPlan.of([len(seat.prompt) for seat in seats], kept, chunk, self.pool.target)
+        lengths = [len(seat.prompt) for seat in seats]
+        plan = PrefillPlan.of(lengths, kept, chunk, self.pool.target, given=bool(read))
         for seat, start in zip(seats, plan.starts, strict=True):
             seat.plan, seat.weights = replace(plan, starts=[start]), self.pool.target.weights
             seat.to_read = list(plan.chunks)
-            seat.member.report.reused = [start]
+            seat.member.report.reused = [0 if seat in read else start]
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
-        """The function that runs a pass. For a strategy that reads prompts it keeps the results, to be shown later."""
-        if not seat.member.request.strategy.reads_prompt:
+        """The function that runs a pass. For a strategy that reads prompts it keeps the results, to be shown later; those of prompts
+        with images are there already.
+        """
+        if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill
         length = torch.tensor([len(seat.prompt)], device=self.pool.target.device)
 
@@ -243,9 +252,9 @@ class Admission:
             return NOTHING
         if seat.row is not None:
             written = seat.member.text(0).cpu()
-            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.batch.pending, 0)], seat.salt)
+            return self.pool.kept(seat.place, written[: max(len(written) - 1 - self.batch.pending, 0)], seat.prefix)
         if seat.plan is None:
             return NOTHING
         start, end = seat.plan.starts[0], len(seat.prompt) - 1
         text = seat.prompt.cpu()[: min(start + seat.to_read[0][0], end) if seat.to_read else end]
-        return self.pool.kept(seat.place, text, seat.salt)
+        return self.pool.kept(seat.place, text, seat.prefix)

@@ -15,6 +15,7 @@ from ...strategy import Draft, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
 from ..model.blocks import LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.cache import CacheBuffers
+from ..model.own_forward import MultimodalInputs, OwnForward
 from . import guard
 from .core import Core, StepOutput
 from .criteria import Outcome
@@ -24,9 +25,10 @@ from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .guard import check_tree, untouched
+from .prompts import PrefillPlan
 from .request import Request, RequestOutput
 from .resources import CallResources
-from .roster import Roster
+from .roster import Roster, chunk_of
 from .rows import Rows
 from .rules import decider
 from .verify import step_keys
@@ -87,14 +89,46 @@ class Batch(Roster):
             reusable: how many of them have their keys and values in place.
             leave_last_chunk: whether the end of the prompts is left to the first step. A recorded step has one size: there it is not.
         """
-        shows = self.request.strategy.reads_prompt
+        shows, inputs = self.request.strategy.reads_prompt, self.request.multimodal
         run = self._read_and_show if shows else self.prefill
+        reads_images = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
+        if inputs is not None and reads_images:
+            chunk, run = self.read_images(inputs, lengths, 0), self.prefill
+            reusable = [length - 1 for length in lengths]
+            if chunk is not None:
+                self.show(chunk, 0)
         reused, left = self.session.prefill(
             lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
-            given=self.request.given is not None,
+            given=self.request.given is not None or reads_images,
         )  # fmt: skip
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
-        self.report.reused = reused[: self.row_count]
+        self.report.reused = [0] * self.row_count if reads_images else reused[: self.row_count]
+
+    def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
+        """Whether what is left to read of prompts is nothing but text. lengths, reusable: as of :meth:`read_prompts`."""
+        target, starts = self.target, reusable
+        if not target.recurrent:  # rows advance together: one may have to read some of its text again
+            starts = PrefillPlan.of(lengths, reusable, None, target).starts
+        return inputs.in_front_of(starts)
+
+    def read_images(self, inputs: MultimodalInputs, lengths: list[int], first: int) -> PromptChunk | None:
+        """Reads prompts by the model's own forward pass, and returns what a strategy that reads prompts is shown.
+
+        Args:
+            lengths: of the prompts, those that fill the batch up included.
+            first: the row of the first prompt.
+        """
+        rows, shows = self.session.stored.of_rows(first, first + len(lengths)), self.request.strategy.reads_prompt
+        result = self.own_forward.read(inputs, rows.buffers, rows.tokens, every=shows)
+        if result is None:
+            return None
+        ends = torch.tensor(lengths, device=rows.tokens.device)
+        return chunk_of(result, rows.tokens[:, : result.hidden.shape[1]], torch.zeros_like(ends), ends, logits=True)
+
+    @property
+    def own_forward(self) -> OwnForward:
+        """The model's own forward pass, which reads prompts that are more than text."""
+        return self.engine.own_forward(self.request.model, self.target)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Runs a chunk of the prompts and shows it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
@@ -199,10 +233,18 @@ class Batch(Roster):
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         self.fit_blocks()
-        draft = self._pruned(draft)
+        draft = self._pruned(self._without_placeholders(draft))
         if self.skipped:
             self._verified = 0
         return draft
+
+    def _without_placeholders(self, draft: Draft) -> Draft:
+        """`draft` without tokens that stand for parts of images: a prompt holds them, no text does. Other verifiers see all of it."""
+        placeholders = self.target.placeholders
+        if placeholders is None or self.verifier is not None:
+            return draft
+        check_draft(draft, self.request.strategy.name, self.blocks.rows)
+        return replace(draft, tokens=draft.tokens.masked_fill(torch.isin(draft.tokens, placeholders), -1))
 
     @property
     def _prunes(self) -> bool:

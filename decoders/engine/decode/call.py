@@ -85,7 +85,13 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
     # A strategy that reads prompts reads all of them: equal calls draft alike, and its own cache has no holes.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
-    opened = stack.enter_context(engine.sessions.open(request.prompts, request.new_tokens, sampling, slots, reuse))
+    inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
+    opened = stack.enter_context(
+        engine.sessions.open(
+            request.prompts, request.new_tokens, sampling, slots, reuse, prefixes=prefixes,
+            shifts=inputs.shifts if inputs is not None else (),
+        )
+    )  # fmt: skip
     batch.session, reusable = opened.session, opened.reusable
     if request.given is not None:
         request.given.put(target, batch.rows.buffers)
@@ -109,7 +115,8 @@ def end(batch: Batch) -> None:
         batch.guide.check()
     batch.raise_faults(wait=True)
     if batch.request.given is None:  # else this model has not read them
-        batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths])
+        prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
+        batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = batch.resources.peak_memory
     batch.where = "details"
     batch.report.details = dict(batch.request.strategy.details(batch.state))

@@ -21,8 +21,10 @@ from ...strategy import Strategy
 from ..model.compiled.functions import CompiledFunction, TieredFunction
 from ..model.compiled.tiers import Compile
 from ..model.features import OutputHead, layer_indices
+from ..model.own_forward import OwnForward
 from ..model.recordings import recorder_of
 from ..model.self_check import parameters_read, target_of
+from ..model.target import Target
 from ..model.threads import CallLock, Threads, own_number_afterwards
 from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from ..model.weights.packing import freed_error
@@ -81,6 +83,7 @@ class Engine:
         self.sessions = Sessions(self.target, recorder)
         self.forward_pass = StepPass(self.target)
         self._watching: dict[tuple[int, ...], StepPass] = {}
+        self._own: dict[tuple[int, ...], OwnForward] = {}
         self._cut: dict[int, PreTrainedModel] = {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, ModuleTwin] = weakref.WeakKeyDictionary()
         self._head: OutputHead | None = None
@@ -211,6 +214,7 @@ class Engine:
     def _forget_compiled(self) -> None:
         self.forward_pass.forget()
         self._watching.clear()
+        self._own.clear()
         self._cut.clear()
         self._modules.clear()
         self._head = None
@@ -230,6 +234,17 @@ class Engine:
             if layers not in self._watching:
                 self._watching[layers] = StepPass(self.target.watching(layers))
             return self._watching[layers]
+
+    def own_forward(self, model: PreTrainedModel, target: Target) -> OwnForward:
+        """The own forward pass of `model`, which this engine serves, for prompts with images; made once.
+
+        Args:
+            target: with the layers that are watched.
+        """
+        if target.layers not in self._own:
+            with self.lock:
+                self._own.setdefault(target.layers, OwnForward(target, model))
+        return self._own[target.layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
         """See :attr:`decoders.strategy.Context.first_layers`; created once per count. model: the one that this engine serves.

@@ -227,7 +227,7 @@ class Lane:
         grammars = tuple(request.grammars[0] if request.grammars else None for request in requests)
         shared = replace(
             self.template, plan=replace(self.template.plan, masked=any(grammar is not None for grammar in grammars)),
-            grammars=grammars, salts=(*(seat.salt for seat in seats), *[""] * added),
+            grammars=grammars, salts=(*(request.salt_of(0) for request in requests), *[""] * added),
             prompts=[*texts, *[texts[0].new_zeros(1)] * added], new_tokens=max(request.new_tokens for request in requests),
         )  # fmt: skip
         members = [(seat.member, row) for row, seat in enumerate(seats)]
@@ -301,6 +301,8 @@ def share_steps(one: Request, other: Request) -> bool:
         # The first grammar starts the strategy anew; one that reads prompts would have to be shown all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and replace(one.plan, masked=False) == replace(other.plan, masked=False)
+        # Nor could one be shown images anew.
+        and ((one.multimodal is None and other.multimodal is None) or not one.strategy.reads_prompt)
         and (one.processors is None) == (other.processors is None)
         and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
         and all(getattr(one.runtime, name) == getattr(other.runtime, name) for name in SHARED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,32 +15,40 @@ from ..model.target import Target
 
 @dataclass(frozen=True)
 class KeptText:
-    """A text whose keys and values stand in slots ``0 … len(tokens)-1`` of a row.
+    """A text whose keys and values stand in slots ``0 … len(tokens)-1`` of a row; or a prompt, which may begin as such a text does.
 
     Attributes:
         tokens: 1-D int64, on the CPU.
         whole: whether it can only be continued behind its end: a recurrent state stands there, which cannot be cut back.
-        salt: prompts with another one share nothing with it.
+        salt: texts with another one share nothing with it.
+        least: of fewer tokens than this at its beginning nothing is of use: images, which are read as a whole, stand there.
     """
 
     tokens: Tensor
     whole: bool = False
     salt: str = ""
+    least: int = 0
 
     @cached_property
     def key(self) -> tuple[str, bytes]:
         """The salt, and the tokens as bytes, which Python orders much faster than tensors."""
         return self.salt, self.tokens.numpy().tobytes()
 
-    def shared_with(self, prompt: Tensor, salt: str = "") -> int:
-        """How many tokens `prompt` (1-D int64, on the CPU) begins with that this text begins with, too, as far as they are of use."""
-        n = min(len(self.tokens), len(prompt))
-        if not n or salt != self.salt or (self.whole and len(self.tokens) >= len(prompt)):
+    def shared_with(self, prompt: KeptText) -> int:
+        """How many tokens `prompt` begins with that this text begins with, too, as far as they are of use."""
+        n = min(len(self.tokens), len(prompt.tokens))
+        if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
-        differing = (self.tokens[:n] != prompt[:n]).nonzero()
+        differing = (self.tokens[:n] != prompt.tokens[:n]).nonzero()
         if len(differing):
-            return 0 if self.whole else int(differing[0])
-        return n
+            n = 0 if self.whole else int(differing[0])
+        return n if n >= self.least else 0
+
+    def cut(self, count: int) -> KeptText:
+        """What is left of it if its first `count` tokens are."""
+        if count >= len(self.tokens):
+            return self
+        return NOTHING if self.whole or count < self.least else replace(self, tokens=self.tokens[:count])
 
 
 NOTHING = KeptText(torch.empty(0, dtype=torch.int64))
@@ -59,17 +67,13 @@ class PrefixIndex:
         self._keys = [texts[place].key for place in self._order]
         self._any_whole = any(text.whole for text in texts)
 
-    def longest(self, prompt: Tensor, salt: str = "") -> tuple[int, int]:
-        """How many tokens are shared, and the place of the text in the list; ``(0, 0)`` where there is none.
-
-        Args:
-            prompt: 1-D int64, on the CPU.
-        """
-        index = bisect_left(self._keys, KeptText(prompt, salt=salt).key)
+    def longest(self, prompt: KeptText) -> tuple[int, int]:
+        """How many tokens are shared, and the place of the text in the list; ``(0, 0)`` where there is none."""
+        index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
         if self._any_whole:  # the one that can be continued may stand further away
             beside = self._order
-        return max(((self.texts[place].shared_with(prompt, salt), place) for place in beside), default=(0, 0))
+        return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))
 
 
 @dataclass(frozen=True)

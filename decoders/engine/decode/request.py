@@ -19,10 +19,12 @@ from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
 from ..model.given import GivenCache
+from ..model.own_forward import MultimodalInputs
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
 from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
+from .prompts import KeptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,6 +76,7 @@ class Request:
         salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
             between rows of equal salts.
         given: a cache of the caller's, which holds the beginnings of the prompts; None without one.
+        multimodal: what the prompts have besides text; None if they have nothing.
         begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
     """
 
@@ -103,6 +106,7 @@ class Request:
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
     given: GivenCache | None = None
+    multimodal: MultimodalInputs | None = None
     begun: float | None = None
 
     @property
@@ -119,6 +123,20 @@ class Request:
         return self.salts[row] if self.salts else ""
 
     @property
+    def reach(self) -> Sequence[int]:
+        """Per row, how many tokens of the prompt stand there by keys and values that the loop cannot compute."""
+        if self.given is not None:
+            return self.given.reach
+        return self.multimodal.ends if self.multimodal is not None else (0,) * len(self.prompts)
+
+    def prefix_of(self, row: int) -> KeptText:
+        """A row's prompt as what kept texts may begin with."""
+        text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
+        if inputs is None:
+            return KeptText(text, salt=salt)
+        return KeptText(text, salt=f"{inputs.hashes[row]} {salt}", least=inputs.ends[row])
+
+    @property
     def memory_salt(self) -> str:
         """The salt of the strategy's memories; "" where rows do not learn from each other, since memories then hold no texts."""
         return "" if self.strategy.rows_apart else self.salt_of(0)
@@ -133,7 +151,7 @@ def empty_report(request: Request, target: Target) -> Report:
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
         same_bits=target.invariance.holds if target.invariance is not None else None,
-        weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        checked=target.checked, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ...strategy import PromptChunk
 from ..model.blocks import Blocks
 from ..model.buckets import round_up, row_bucket
 from ..model.cache import CacheBuffers
+from ..model.target import ForwardResult
 from .engine import Engine
 from .grammar.guide import Guide
 from .request import Request, RequestOutput, empty_report
@@ -100,13 +101,13 @@ class Roster:
 
     def rerun(self, count: int) -> int:
         """How many committed tokens the next step runs once more, if it is to run the last `count` of some row: a multiple, and none
-        whose keys and values were given.
+        whose keys and values the loop cannot compute.
         """
-        multiple, given = self.target.multiple, self.request.given
+        multiple, reaches = self.target.multiple, [n for member, _ in self.members for n in member.request.reach]
         tokens = round_up(count, multiple)
-        if given is None or not count:
+        if not any(reaches) or not count:
             return tokens
-        room = min(length - 1 - reach for length, reach in zip(self.lengths, given.reach, strict=True))
+        room = min(length - 1 - reach for length, reach in zip(self.lengths, reaches, strict=True))
         return min(tokens, room - room % multiple)
 
     @property
@@ -129,8 +130,20 @@ class Roster:
         result = self.forward_pass.features(
             tokens, begin, buffers, view, latest, logits=logits, valid=valid, recordings=self.session.recordings
         )
-        return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)
+        return chunk_of(result, tokens, begin, lengths, logits=logits)
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
         """``Context.compile`` for strategies that draft for the model of `engine`."""
         return partial(engine.function, compile=self.request.runtime.compile, report=self.report)
+
+
+def chunk_of(result: ForwardResult, tokens: Tensor, begin: Tensor, lengths: Tensor, *, logits: bool) -> PromptChunk:
+    """A stretch of texts with what a pass over it gave.
+
+    Args:
+        tokens: ``[B, N]``, from slots `begin` ``[B]`` on.
+        lengths: ``[B]``, of the texts.
+    """
+    positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    valid = positions < lengths[:, None] - 1
+    return PromptChunk(tokens, positions, valid, result.hidden, result.layers, result.logits if logits else None)

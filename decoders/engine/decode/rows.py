@@ -59,7 +59,7 @@ class Rows:
 
         return Rows(
             torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
-            numbers(), CacheBuffers.allocate(target.layout, batch, slots), sampling_inputs((), 0, batch, (), device),
+            numbers(), target.buffers(batch, slots), sampling_inputs((), 0, batch, (), device),
             torch.arange(slots, device=device),
         )  # fmt: skip
 

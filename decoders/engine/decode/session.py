@@ -128,27 +128,26 @@ class Session:
         if self.recordings is not None:
             self.recordings.clear()
 
-    def put(self, row: int, text: Tensor) -> None:
-        """Writes a text's tokens; its keys and values are still to be computed."""
+    def put(self, row: int, text: Tensor, shift: int = 0) -> None:
+        """Writes a text's tokens; its keys and values are still to be computed. shift: see :class:`CacheBuffers`."""
         self.reserve(len(text))
         self.stored.tokens[row, : len(text)] = text
+        if (shifts := self.stored.buffers.shifts) is not None:
+            shifts[row] = shift
 
-    def take_over(
-        self, prompts: Mapping[int, Tensor], held: Sequence[tuple[Session, int, KeptText]], salt: str = ""
-    ) -> list[int]:  # fmt: skip
+    def take_over(self, prompts: Mapping[int, KeptText], held: Sequence[tuple[Session, int, KeptText]]) -> list[int]:
         """Copies to rows the longest prefix of their prompts that any slots hold; returns how many tokens of each are in place then.
 
         Args:
-            prompts: 1-D int64 on the CPU, by row.
+            prompts: by row.
             held: texts, and the row of a session that holds each.
-            salt: of the prompts; texts with another salt are not used.
         """
         index = PrefixIndex([text for *_, text in held])
         reused, moves = [], []
         for row, prompt in prompts.items():
-            in_place = self.texts[row].shared_with(prompt, salt)
-            longest, place = index.longest(prompt, salt)
-            reused.append(min(max(longest, in_place), len(prompt) - 1))
+            in_place = self.texts[row].shared_with(prompt)
+            longest, place = index.longest(prompt)
+            reused.append(min(max(longest, in_place), len(prompt.tokens) - 1))
             if reused[-1] > in_place:
                 session, source_row, _ = held[place]
                 moves.append((row, session.stored.buffers, source_row, reused[-1]))
@@ -257,25 +256,31 @@ class Session:
             where[source] = place
         return where
 
-    def keep(self, lengths: list[int]) -> None:
-        """Keeps the first `lengths[i]` tokens of each row as its text, whose keys and values are in its slots."""
+    def keep(self, lengths: list[int], prompts: Sequence[KeptText] = ()) -> None:
+        """Keeps the first `lengths[i]` tokens of each row as its text, whose keys and values are in its slots.
+
+        Args:
+            prompts: of the first rows; the others have no salt.
+        """
         tokens = self.rows.tokens.cpu()
         self.forget()
         for row, length in enumerate(lengths):
-            self.texts[row] = self.kept(row, tokens[row, :length].clone())
+            prompt = prompts[row] if row < len(prompts) else NOTHING
+            self.texts[row] = self.kept(row, tokens[row, :length].clone(), prompt)
 
-    def kept(self, row: int, text: Tensor, salt: str = "") -> KeptText:
-        """`text` (1-D, on the CPU) as what a row keeps; nothing if a recurrent state has seen more of it, or less."""
+    def kept(self, row: int, text: Tensor, prompt: KeptText = NOTHING) -> KeptText:
+        """`text` (1-D, on the CPU) as what a row keeps; nothing if a recurrent state has seen more of it, or less.
+
+        Args:
+            prompt: says what else is to be known of it.
+        """
         states = self.stored.buffers.states
-        if states is None:
-            return KeptText(text, salt=salt)
-        return KeptText(text, whole=True, salt=salt) if int(states.reached[row]) == len(text) else NOTHING
+        kept = replace(prompt, tokens=text, whole=states is not None)
+        return kept if states is None or int(states.reached[row]) == len(text) else NOTHING
 
     def cut(self, row: int, count: int) -> None:
         """Cuts the text of a row to its first `count` tokens."""
-        text = self.texts[row]
-        if count < len(text.tokens):
-            self.texts[row] = NOTHING if text.whole else KeptText(text.tokens[:count], salt=text.salt)
+        self.texts[row] = self.texts[row].cut(count)
 
     def drop(self, row: int) -> None:
         self.texts[row] = NOTHING

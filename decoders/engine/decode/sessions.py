@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,12 +14,15 @@ from ...sampling.processors import SamplingInputs
 from ..model.buckets import row_bucket, slots_for
 from ..model.recordings import Recorder, Recordings
 from ..model.target import Target
+from .prompts import KeptText
 from .session import Session
 
 #: Free sessions that keep their buffers.
 KEPT_SESSIONS = 2
 #: The same where steps are recorded: recordings are dropped with their session.
 KEPT_RECORDING_SESSIONS = 4
+#: What stands in the rows that fill a batch up.
+PADDING = KeptText(torch.zeros(1, dtype=torch.int64))
 
 
 class Sessions:
@@ -51,18 +54,22 @@ class Sessions:
     @contextmanager
     def open(
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
-        shared: bool = False,
+        shared: bool = False, prefixes: Sequence[KeptText] = (), shifts: Sequence[int] = (),
     ) -> Iterator[OpenSession]:  # fmt: skip
         """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
 
         Its rows read the very tensors of `sampling` if these are `shared`, else the session's own copy of them.
 
         Without `reuse` nothing of earlier texts is used. Later calls reuse this one's texts only after :meth:`Session.keep`.
+
+        Args:
+            prefixes: the prompts as what kept texts may begin with, where they are more than tokens.
+            shifts: of the prompts, where they have some (:class:`~decoders.engine.model.cache.CacheBuffers`).
         """
-        texts = [prompt.cpu() for prompt in prompts]
-        texts += [torch.zeros(1, dtype=torch.int64)] * (row_bucket(len(texts), self.target.static) - len(texts))
+        texts = list(prefixes or [KeptText(prompt.cpu()) for prompt in prompts])
+        texts += [PADDING] * (row_bucket(len(texts), self.target.static) - len(texts))
         session, weights = self._take(texts, slots_for(slots, self.target.static)), self.target.weights
-        lengths = [len(text) for text in texts]
+        lengths = [len(text.tokens) for text in texts]
         try:
             reusable = [0] * len(texts)
             if reuse:
@@ -70,8 +77,8 @@ class Sessions:
                 held = [(other, row, text) for other in free for row, text in enumerate(other.texts)]
                 reusable = session.take_over(dict(enumerate(texts)), held)
             session.forget()
-            for row, text in enumerate([*prompts, *texts[len(prompts) :]]):
-                session.put(row, text)
+            for row, text in enumerate([*prompts, *(text.tokens for text in texts[len(prompts) :])]):
+                session.put(row, text, shifts[row] if row < len(shifts) else 0)
             ended = [row >= len(prompts) for row in range(len(texts))]
             own = sampling if shared else session.own(sampling)
             session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
@@ -96,7 +103,7 @@ class Sessions:
         """Frees all buffers that no call uses."""
         self._free.clear()
 
-    def _take(self, texts: list[Tensor], slots: int) -> Session:
+    def _take(self, texts: list[KeptText], slots: int) -> Session:
         """A free session of the batch's size, or a new one.
 
         A session is taken if the prompts continue its texts, or if it has none. One with other texts is kept as long as
@@ -130,7 +137,7 @@ class OpenSession:
     lengths: list[int]
 
 
-def _continued(session: Session, texts: list[Tensor]) -> float:
+def _continued(session: Session, texts: list[KeptText]) -> float:
     """The share of what `session` holds that `texts` begin with; 1 if it holds nothing."""
     held = sum(len(text.tokens) for text in session.texts)
     if not held:

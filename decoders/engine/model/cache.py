@@ -100,6 +100,8 @@ class CacheBuffers:
         key_scales: ``[B, heads, L, 1]``, what 1 stands for in a slot of a head. Empty if nothing is quantized.
         value_scales: likewise.
         states: the recurrent states of every layer, where there are any.
+        shifts: ``[B]`` int64, by how much the position of a row's next token is ahead of its slot: an image takes other positions
+            than slots. None for designs that read nothing but text.
     """
 
     keys: list[Tensor]
@@ -107,9 +109,10 @@ class CacheBuffers:
     key_scales: list[Tensor] = field(default_factory=list)
     value_scales: list[Tensor] = field(default_factory=list)
     states: RowStates | None = None
+    shifts: Tensor | None = None
 
     @staticmethod
-    def allocate(layout: list[LayerSpec], rows: int, slots: int) -> CacheBuffers:
+    def allocate(layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False) -> CacheBuffers:
         def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
             tensors = []
             for (heads, dim), spec in zip(sizes, layout, strict=True):
@@ -121,17 +124,20 @@ class CacheBuffers:
 
         keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
         states = RowStates.allocate([spec.states for spec in layout], rows) if any(s.states for s in layout) else None
-        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True), states)
+        shifts = torch.zeros(rows, dtype=torch.int64, device=layout[0].device) if shifted else None
+        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True), states, shifts)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them; slots are the third axis of each."""
         return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
-    def _each(self, function: Callable[[Tensor], Tensor], states: RowStates | None) -> CacheBuffers:
+    def _each(
+        self, function: Callable[[Tensor], Tensor], states: RowStates | None, shifts: Tensor | None
+    ) -> CacheBuffers:
         parts = self.keys, self.values, self.key_scales, self.value_scales
         keys, values, key_scales, value_scales = ([function(tensor) for tensor in part] for part in parts)
-        return CacheBuffers(keys, values, key_scales, value_scales, states)
+        return CacheBuffers(keys, values, key_scales, value_scales, states, shifts)
 
     def enlarged(self, slots: int) -> CacheBuffers:
         """The same keys and values with room for `slots` tokens."""
@@ -141,33 +147,38 @@ class CacheBuffers:
             wide[:, :, : buffer.shape[2]] = buffer
             return wide
 
-        return self._each(wider, self.states)
+        return self._each(wider, self.states, self.shifts)
 
     def of_row(self, row: int, count: int) -> CacheBuffers:
         """A copy of the first `count` slots of a row, and of its states."""
         states = self.states.of_row(row) if self.states is not None else None
-        return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone(), states)
+        shifts = self.shifts[row : row + 1].clone() if self.shifts is not None else None
+        return self._each(lambda tensor: tensor[row : row + 1, :, :count].clone(), states, shifts)
 
     def of_rows(self, begin: int, end: int) -> CacheBuffers:
         """Views of some rows."""
         states = self.states.of_rows(begin, end) if self.states is not None else None
-        return self._each(lambda tensor: tensor[begin:end], states)
+        shifts = self.shifts[begin:end] if self.shifts is not None else None
+        return self._each(lambda tensor: tensor[begin:end], states, shifts)
 
     def gathered(self, rows: Tensor) -> CacheBuffers:
         """Copies of `rows` ``[B]`` int64; without recurrent states, which drafters do not have."""
         assert self.states is None
-        return self._each(lambda tensor: tensor[rows], None)
+        return self._each(lambda tensor: tensor[rows], None, self.shifts[rows] if self.shifts is not None else None)
 
     def first_layers(self, count: int) -> CacheBuffers:
         """The same tensors, those of the first `count` layers."""
-        return CacheBuffers(self.keys[:count], self.values[:count], self.key_scales[:count], self.value_scales[:count])
+        keys, values = self.keys[:count], self.values[:count]
+        return CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
-        """Copies the first `count` slots of a row of `source`, and its states, to `row`."""
+        """Copies the first `count` slots of a row of `source`, its states and its shift, to `row`."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[row, :, :count] = other[source_row, :, :count]
         if self.states is not None and source.states is not None:
             self.states.copy_row(row, source.states, source_row)
+        if self.shifts is not None and source.shifts is not None:
+            self.shifts[row] = source.shifts[source_row]
 
     @property
     def slots(self) -> int:

@@ -47,13 +47,15 @@ SINGLE = "whether a block has one node"
 
 
 def brief_check(target: Target) -> Invariance | None:
-    """The comparisons that are most likely to differ, where bits matter; ``decoders doctor MODEL`` makes all of them.
+    """The comparisons that are most likely to differ, where bits matter, in as few passes as that takes; ``decoders doctor MODEL``
+    makes all of them.
 
     None in float32, and of models with recurrent layers, whose steps keep to no sizes for it.
     """
     if target.recurrent or not low_precision(target.dtype, target.rounds):
         return None
-    return check(target, length=16, comparisons=4)
+    length = 16
+    return _at_once(target, length) or check(target, length, comparisons=4)
 
 
 @torch.no_grad()
@@ -72,56 +74,95 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
     return Invariance(not set(differs) - {BRANCHES}, differs, single)
 
 
-def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What is compared, and the two results. length: of the text, in tokens."""
-    device, multiple = target.device, row_multiple(target.dtype, target.device)
-    view_of = slot_bucket if target.static else view_bucket
-    slots = view_of(length + 64) + 512
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(device)
-    whole = torch.arange(slots, device=device)
+class _Text:
+    """A made-up text that is read and gone on with in several ways.
 
-    def read(*chunks: int, rows: int = 1) -> CacheBuffers:
-        buffers, done = CacheBuffers.allocate(target.layout, rows, slots + 64), 0
+    Attributes:
+        length: of the text, in tokens.
+    """
+
+    def __init__(self, target: Target, length: int) -> None:
+        self.target, self.length = target, length
+        self._multiple = row_multiple(target.dtype, target.device)
+        self._view_of = slot_bucket if target.static else view_bucket
+        slots = self._view_of(length + 64) + 512
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(target.device)
+        self._slots = torch.arange(slots, device=target.device)
+
+    def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:
+        """What passes over so many of its tokens write."""
+        target, done = self.target, 0
+        buffers = CacheBuffers.allocate(target.layout, rows, len(self._slots) + 64)
         for size in chunks:
-            tokens = text[:, done : done + size].expand(rows, -1)
-            start = torch.full((rows,), done, device=device)
-            target.prefill(tokens, start, buffers, whole[: view_of(done + size)], done)
+            tokens = self._tokens[:, done : done + size].expand(rows, -1)
+            start = torch.full((rows,), done, device=target.device)
+            target.prefill(tokens, start, buffers, self._slots[: self._view_of(done + size)], done)
             done += size
         return buffers
 
     def run(
-        buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
+        self, buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
-        """Logits ``[D, V]`` along `path`, whose nodes hold the text from `length` on."""
+        """Logits ``[D, V]`` along `path`, whose nodes hold what follows the text."""
+        target, length, device = self.target, self.length, self.target.device
         if padded:
-            tree = tree.padded(node_bucket(len(tree), target.static, multiple))
+            tree = tree.padded(node_bucket(len(tree), target.static, self._multiple))
         nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
-        nodes[0, path] = text[0, length : length + len(path)]
+        nodes[0, path] = self._tokens[0, length : length + len(path)]
         base = torch.full((rows,), length, device=device)
-        view = whole[: view_of(length + len(tree) + spare)]
+        view = self._slots[: self._view_of(length + len(tree) + spare)]
         return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
 
-    def cached(buffers: CacheBuffers, until: int = length) -> Tensor:
-        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.tensors])
+    def cached(self, buffers: CacheBuffers, until: int | None = None) -> Tensor:
+        """Keys and values of the first row's text, or of so many tokens."""
+        return torch.cat([t[0, :, : until or self.length].reshape(-1) for t in buffers.tensors])
 
+
+CHAIN, DEPTHS = Topology.chain(3), [0, 1, 2, 3]
+
+
+def _at_once(target: Target, length: int) -> Invariance | None:
+    """The first comparisons in one: all that differs between two ways to a token. None if bits differ, and by what is not known."""
+    text = _Text(target, length)
+    parted, whole = text.read(12, length - 12), text.read(length, rows=3)
+    chained = text.run(parted, CHAIN, DEPTHS)
+    same = torch.equal(text.cached(parted), text.cached(whole)) and torch.equal(
+        text.run(whole, Topology.chain(11), DEPTHS, rows=3), chained
+    )
+    single = same and _takes_single(target) and torch.equal(_alone(text, parted), chained[:1])
+    return Invariance(True, (), single) if same else None
+
+
+def _takes_single(target: Target) -> bool:
+    """Whether a block of one node may have the same bits; otherwise attention is not given spare queries."""
+    return bool(target.quantized.layers) and target.dtype != torch.float32
+
+
+def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:
+    return text.run(buffers, Topology.chain(0), [0], padded=False)
+
+
+def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What is compared, and the two results. length: of the text, in tokens."""
+    text = _Text(target, length)
+    read, run, cached = text.read, text.run, text.cached
     plain = read(length)
-    chain, depths = Topology.chain(3), [0, 1, 2, 3]
     # What is most likely to differ comes first: a brief check stops here.
     yield "how text is divided into passes", cached(read(12, length - 12)), cached(plain)
-    chained = run(plain, chain, depths)
-    if target.quantized.layers and target.dtype != torch.float32:  # there attention is not given spare queries
-        yield SINGLE, run(plain, Topology.chain(0), [0], padded=False), chained[:1]
-    yield "the size of the block", run(plain, Topology.chain(11), depths), chained
+    chained = run(plain, CHAIN, DEPTHS)
+    if _takes_single(target):
+        yield SINGLE, _alone(text, plain), chained[:1]
+    yield "the size of the block", run(plain, Topology.chain(11), DEPTHS), chained
     three = read(length, rows=3)
-    yield "the number of rows", run(three, chain, depths, rows=3), chained
+    yield "the number of rows", run(three, CHAIN, DEPTHS, rows=3), chained
     yield "the number of rows", cached(three), cached(plain)
     yield "whether a token is read or decoded", cached(read(length + 4), length + 4), cached(plain, length + 4)
     for draft in (0, 35):
         longer = chained[: min(draft, 3) + 1]
-        yield "the size of the block", run(plain, Topology.chain(draft), depths[: len(longer)]), longer
+        yield "the size of the block", run(plain, Topology.chain(draft), DEPTHS[: len(longer)]), longer
     for spare in (64, 200, 500):
-        yield "how many slots attention looks at", run(plain, chain, depths, spare=spare), chained
+        yield "how many slots attention looks at", run(plain, CHAIN, DEPTHS, spare=spare), chained
     for branches in (2, 11):
         tree = Topology.branches(branches, 3)
         yield BRANCHES, run(read(length), tree, [0, *range(len(tree) - 3, len(tree))]), chained

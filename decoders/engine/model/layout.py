@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,6 +72,19 @@ def context_length(model: PreTrainedModel) -> int:
     """How many positions the model can express; unbounded if its config does not say."""
     text = model.config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
+
+
+#: What configs call the token that stands for a part of an image, a video or a sound.
+_PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)")
+
+
+def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
+    """The tokens that stand for parts of images and the like; None for a design that reads nothing but text."""
+    modalities = getattr(model, "input_modalities", "text")
+    if {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities):
+        return None
+    named = {name: value for name, value in vars(model.config).items() if _PLACEHOLDER.fullmatch(name)}
+    return tuple(sorted({value for value in named.values() if isinstance(value, int)}))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,10 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
     tell_shape(mask, MixedShape(target.group, rows=rows, nodes=n, views=(view.shape[0], piece.view.shape[0])))
     stretch = piece.start[:, None] + text.offsets
     slots = torch.cat([(base[:, None] + torch.arange(n, device=device)).reshape(1, -1), stretch], dim=1)
-    positions = torch.cat([(base[:, None] + tree.offsets).reshape(1, -1), stretch], dim=1)
+    places, shifts = base[:, None] + tree.offsets, piece.buffers.shifts
+    if shifts is not None:
+        places, stretch = places + shifts[:rows, None], stretch + shifts[rows:, None]
+    positions = torch.cat([places.reshape(1, -1), stretch], dim=1)
     # Which row each token is of; the last one reads.
     row = torch.arange(rows * n + count, device=device).div(n, rounding_mode="floor").clamp(max=rows)
     cache = MixedCache(piece.buffers, row, slots[0], max(view.shape[0], piece.view.shape[0]))

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import pairwise
 
 import torch
@@ -20,7 +21,7 @@ from ...common.transformers_compat import cache_keyword, cache_of, config_value
 from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import Topology
-from . import mixed, own_masks
+from . import mixed, own_masks, verdicts
 from .blocks import PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
@@ -28,6 +29,7 @@ from .invariance import brief_check
 from .kernels import attention as kernel
 from .layout import refusing
 from .target import Target
+from .verdicts import Verdict
 from .weights.freed import ReadParameters
 from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
@@ -72,8 +74,17 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
 def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
     target = Target(model, attends, precision)
     started = time.perf_counter()
-    target.longest = check_tree_logits(target, model)
-    target.invariance = brief_check(target)
+    key = verdicts.key_of(target, model)
+    verdict = verdicts.find(key) if key is not None else None
+    if verdict is not None:
+        target.longest, target.invariance = verdict.longest, verdict.invariance
+    else:
+        target.longest = check_tree_logits(target, model)
+        target.invariance = brief_check(target)
+        verdict = Verdict(date.today().isoformat(), target.longest, target.invariance)
+        if key is not None and (target.invariance is None or target.invariance.holds):
+            verdicts.keep(key, verdict)
+    target.checked = verdict.day
     target.check_seconds = time.perf_counter() - started
     return target
 
@@ -205,7 +216,8 @@ def _tree_logits(
         nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.embeddings
         for row, (text, count) in enumerate(zip(ids, sizes.texts, strict=True)):
             nodes[row, path] = text[count - 1 : count + length]
-        yield len(tree), target.forward(nodes, base, tree.tensors(rows, device), buffers, view).logits[:, path]
+        inputs = target.inputs(nodes, base, tree.tensors(rows, device), buffers, view)
+        yield len(tree), target.results(inputs, torch.tensor(path, device=device)).logits
 
 
 #: Fields of a config that say how far layers look back, as :func:`~decoders.engine.model.attention.layer_kinds` reads them.

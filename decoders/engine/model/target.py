@@ -23,7 +23,16 @@ from .blocks import LeadingText, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
 from .kernels import attention as kernel
-from .layout import backbone_of, context_length, embeddings_of, probe_layout, refuse_unfit, shared_inputs, vocabulary_of
+from .layout import (
+    backbone_of,
+    context_length,
+    embeddings_of,
+    placeholder_ids,
+    probe_layout,
+    refuse_unfit,
+    shared_inputs,
+    vocabulary_of,
+)
 from .ranks import Ranks
 from .state_probe import adopt
 from .weights.fingerprints import Fingerprints
@@ -106,8 +115,10 @@ class Target:
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these read a text in several passes.
         counted: what its layers do with the number of tokens in its cache, None if nothing.
+        placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads nothing but text.
         multiple: blocks and stretches of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
+        checked: the day on which its design was compared with the model's, as ISO has it (:mod:`.verdicts`).
         check_seconds: that comparing it with the model took.
         ranks: the processes that share its weights.
 
@@ -118,6 +129,7 @@ class Target:
     rejected: str | None = None
     longest: int | None = None
     invariance: Invariance | None = None
+    checked: str = ""
     check_seconds: float = 0.0
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
@@ -157,6 +169,8 @@ class Target:
         self._head.forget()
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
+        ids = placeholder_ids(model)
+        self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model)
         # A token whose state is there cannot be run again, as the same bits in every block would want it.
         self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
@@ -243,20 +257,24 @@ class Target:
             return False
         return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
 
+    def buffers(self, rows: int, slots: int) -> CacheBuffers:
+        """Empty rows."""
+        return CacheBuffers.allocate(self.layout, rows, slots, self.placeholders is not None)
+
     def _watch_head(self) -> None:
         self._head = HeadInputs(self.model.get_output_embeddings())
 
     def sibling(self) -> Target:
         """The same model on a module tree of its own, with the same weights, packed ones included."""
         twin = copy.copy(self)
-        twin.model = self._copied()
+        twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
         twin._watch_head()
         if self._layer_states is not None:
             twin._layer_states = LayerStates(twin.model, self.layers)
         return twin
 
-    def _copied(self) -> PreTrainedModel:
+    def copied(self) -> PreTrainedModel:
         """Another module tree, which nothing watches."""
         model = share_weights(self.model, self.matrices)
         self._head.unwatch(model.get_output_embeddings())
@@ -271,8 +289,8 @@ class Target:
         Raises:
             UnsupportedError: what it gives is not what the model gives.
         """
-        head = OutputHead(self._copied())
-        rows = CacheBuffers.allocate(self.layout, 1, 16)
+        head = OutputHead(self.copied())
+        rows = self.buffers(1, 16)
         start = torch.zeros(1, dtype=torch.int64, device=self.device)
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
         tree = causal_block(1, 4, self.device)
@@ -388,6 +406,8 @@ class Target:
         positions, counts = base[:, None] + offsets, None
         if self.counted is not None and self.counted.by_node and len(positions) == 1:
             counts = positions[0] - torch.arange(n, device=nodes.device)
+        if buffers.shifts is not None:
+            positions = positions + buffers.shifts[:, None]
         return self.arguments(nodes, positions, mask, SlotCache(buffers, slots, view.shape[0], states, counts))
 
     def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:

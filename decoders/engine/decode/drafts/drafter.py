@@ -22,6 +22,7 @@ from ...model.blocks import Blocks
 from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
 from ..grammar.guide import Guide
+from ..prompts import KeptText
 from ..roster import Roster
 from ..rows import Rows
 from ..session import Session
@@ -162,12 +163,12 @@ class ModelDrafter(Drafter):
                 if self.core.padding:  # ids that only the target has would be out of range
                     text = text.clamp(max=self.vocab_size - 1)
                 session.put(place, text)
-                prompt, salt = text.cpu(), request.salt_of(place)
+                prompt = KeptText(text.cpu(), salt=request.salt_of(place))
                 held = [(session, other, kept) for other, kept in enumerate(session.texts)]
-                reused = session.take_over({place: prompt}, held, salt) if request.runtime.reuse else [0]
+                reused = session.take_over({place: prompt}, held) if request.runtime.reuse else [0]
                 session.prefill([len(text)], reused, request.runtime.prefill_chunk, self._prefill, first=place)
                 # Behind the prompt the slots may later hold rejected nodes.
-                session.texts[place] = session.kept(place, prompt[:-1], salt)
+                session.texts[place] = session.kept(place, prompt.tokens[:-1], prompt)
         lengths = [len(text) for text in request.prompts]
         limits = [length + self.ahead for length in lengths]
         session.arrange(lengths, sequences.prompt_length.tolist(), limits, finished, self.batch.rows.sampling)

@@ -164,7 +164,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count), device=device)
-    buffers = CacheBuffers.allocate(target.layout, rows, EXAMPLE_SLOTS)
+    buffers = target.buffers(rows, EXAMPLE_SLOTS)
     fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
     return (
         nodes,
@@ -180,7 +180,7 @@ def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTens
     """Likewise for mixed passes, with `count` nodes in each row."""
     rows = 3
     nodes, base, _, _, view, _ = examples(target, rows, count)
-    buffers = CacheBuffers.allocate(target.layout, rows + 1, EXAMPLE_SLOTS)
+    buffers = target.buffers(rows + 1, EXAMPLE_SLOTS)
     fixed(*((buffer, (1, 3)) for buffer in buffers.tensors))
     tokens, start = torch.zeros(1, 13, dtype=torch.int64), torch.full((1,), 23)
     piece = laid_out_piece(PromptPiece(tokens, start, 0, torch.arange(112), buffers))

@@ -90,7 +90,12 @@ class WeightState:
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
     """All tensors that modules of `model` hold, this process's parts of them: parameters, buffers, and plain attributes."""
-    loose = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Tensor)]
+    loose = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and name not in OF_GENERATION
+    ]
     return [local_part(tensor) for tensor in with_parts((*model.parameters(), *model.buffers(), *loose))]
 
 

@@ -1,0 +1,172 @@
+"""Prompts with images read by the model's own forward pass, with its own masks and positions; what it stores goes to slots of rows.
+
+Behind an image there is nothing but text: that is decoded as any other text, at positions that are shifted by what the image took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ...common.transformers_compat import attention_of, cache_keyword, set_attention
+from ...errors import InputError, UnsupportedError
+from .blocks import causal_block
+from .buckets import view_bucket
+from .cache import CacheBuffers
+from .features import HeadInputs, LayerStates
+from .given import cached_tokens, check_cache, put_cache
+from .target import ForwardResult, Target
+
+#: Arguments that have an entry per token of the prompt.
+PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+#: Most tokens behind an image that are read a second time where a design is checked.
+CHECKED = 4
+
+
+@dataclass(frozen=True)
+class MultimodalInputs:
+    """What the prompts of a request have besides text. All but the arguments is per row; some rows may decode one prompt.
+
+    Attributes:
+        arguments: of the model's forward pass over all prompts, padded on the left, as transformers prepares them.
+        repeats: rows of each prompt, one after the other.
+        lengths: tokens of the prompt.
+        hashes: of what it has besides text: equal ones are the same images.
+        ends: tokens of the prompt up to its last placeholder.
+        shifts: by how much the position of the token behind the prompt is ahead of its place.
+    """
+
+    arguments: dict[str, Any]
+    repeats: int
+    lengths: tuple[int, ...]
+    hashes: tuple[str, ...]
+    ends: tuple[int, ...]
+    shifts: tuple[int, ...]
+
+    def in_front_of(self, starts: Sequence[int]) -> bool:
+        """Whether all images stand in front of `starts`, a place of each row."""
+        return all(end <= start for end, start in zip(self.ends, starts, strict=False))
+
+
+class OwnForward:
+    """The forward pass of a model as it is without the loop, over the packed weights of a target.
+
+    Args:
+        model: the user's, whose attention it runs.
+    """
+
+    def __init__(self, target: Target, model: PreTrainedModel) -> None:
+        self.target, self.model = target, target.copied()
+        self._checked = False
+        _attend_as(self.model.config, model.config)
+        self._head = HeadInputs(self.model.get_output_embeddings())
+        self._layers = LayerStates(self.model, target.layers) if target.layers else None
+
+    def read(
+        self, inputs: MultimodalInputs, buffers: CacheBuffers, tokens: Tensor, *, every: bool = False
+    ) -> ForwardResult | None:
+        """Reads all prompts into the first slots of rows; where layers keep recurrent states, all but their last tokens.
+
+        Args:
+            buffers: of the rows; the first ones are those of the prompts.
+            tokens: ``[B, L]``, of the rows.
+            every: whether results are wanted, of all tokens but the last ones: ``[B, N, …]``, rows without a prompt as the first one.
+
+        Raises:
+            UnsupportedError: the design does not store what it reads of an image as it stores text, or reads the text behind otherwise.
+        """
+        target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
+        behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
+        keyword, width = cache_keyword(self.model), arguments["input_ids"].shape[1]
+        cache = arguments[keyword] = _whole_cache(self.model)
+        if rest:
+            arguments |= {key: arguments[key][..., :-1] for key in PER_TOKEN if arguments.get(key) is not None}
+        if every and "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = 0
+        output = self.model(**arguments)
+        hidden, layers = self._head.taken(), self._layers.taken() if self._layers is not None else None
+        source = torch.arange(len(inputs.lengths), device=tokens.device) // inputs.repeats
+        try:
+            stored = check_cache(target, cache) and cached_tokens(cache)
+        except (InputError, UnsupportedError):
+            stored = 0
+        if stored != width - rest:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} does not store keys and values for just the tokens of a prompt with images. "
+                "Call generate without strategy=."
+            )
+        for row, length in enumerate(inputs.lengths):
+            put_cache(target, buffers, row, cache, source=row // inputs.repeats, padding=width - length)
+        logits = output.logits
+        if rest and not self._checked:
+            last = {key: inputs.arguments[key][..., -1:] for key in ("input_ids", "position_ids")}
+            mask = {"attention_mask": inputs.arguments.get("attention_mask"), "use_cache": True}
+            logits = self.model(**last, **mask, **{keyword: cache}).logits
+            self._head.forget()
+        if not self._checked:
+            self._check(inputs.lengths, behind, buffers, tokens, logits[source, -1].float())
+        if not every:
+            return None
+        # A row's text begins behind its padding; what is read behind its end means nothing.
+        begin = torch.tensor([width - length for length in inputs.lengths], device=tokens.device)
+        begin, source = (F.pad(values, (0, len(tokens) - len(values)))[:, None] for values in (begin, source))
+        place = begin + torch.arange(max(max(inputs.lengths) - 1, 1), device=tokens.device)
+        place = place.clamp(max=hidden.shape[1] - 1)
+        seen = layers[source, place] if layers is not None else None
+        return ForwardResult(output.logits[source, place].float(), hidden[source, place], seen)
+
+    def _check(
+        self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
+    ) -> None:
+        """Reads the ends of prompts again as text is read, and compares. behind: tokens that are text there, in every row.
+
+        Raises:
+            UnsupportedError: the last token has other logits, or one in front of it other keys or values.
+        """
+        target, rows = self.target, len(lengths)
+        count = 1 if target.recurrent else min(behind, CHECKED)
+        own, ends = buffers.of_rows(0, rows), torch.tensor(lengths, device=tokens.device)
+        slots, row = (
+            (ends - count)[:, None] + torch.arange(count, device=tokens.device),
+            torch.arange(rows, device=tokens.device)[:, None],
+        )
+        before = [tensor[row, :, slots].clone() for tensor in own.tensors]
+        view = torch.arange(min(view_bucket(max(lengths)), own.slots), device=tokens.device)
+        tree = causal_block(rows, count, tokens.device)
+        ours = target.forward(tokens[:rows].gather(1, slots), ends - count, tree, own, view).logits[:, -1]
+        tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) and not target.rounds else 0.1
+        pairs = [(ours, logits)]
+        for tensor, old in zip(own.tensors, before, strict=True):
+            pairs.append((tensor[row, :, slots][:, :-1].float(), old[:, :-1].float()))
+            tensor[row, :, slots] = old
+        for new, plain in pairs:
+            gap = (new - plain).abs().max().item() if plain.numel() else 0.0
+            if not gap <= tolerance * max(plain.abs().max().item() if plain.numel() else 0.0, 1.0):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__}: what it makes of the text behind an image differs by {gap:.2g} where that text is "
+                    "read by itself, so strategies would not be exact. Call generate without strategy=."
+                )
+        self._checked = count > 1 or bool(target.recurrent)
+
+
+def _whole_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache that keeps every token: layers with a window would drop what a shorter text behind the same images sees."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _attend_as(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
+    """Makes modules of `config`, and of the configs inside it, run the attention of those of `other`."""
+    if (name := attention_of(other)) is not None:
+        set_attention(config, name)
+    for part in config.sub_configs:
+        if isinstance(getattr(config, part, None), PreTrainedConfig):
+            _attend_as(getattr(config, part), getattr(other, part))

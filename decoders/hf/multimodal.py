@@ -1,0 +1,141 @@
+"""Images, videos and sounds in a call of ``generate``: which arguments they are, where they stand in prompts, what tells them apart.
+
+No design is known by name: a model's forward pass says what it takes, and its config which tokens stand for parts of images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..common.transformers_compat import position_ids_for
+from ..engine.model.layout import placeholder_ids
+from ..engine.model.own_forward import MultimodalInputs
+from ..errors import UnsupportedError
+
+#: Arguments of a forward pass that are no part of a prompt.
+_OTHERS = frozenset({"labels", "logits_to_keep", "return_dict", "kwargs"})
+
+
+def arguments_of(model: PreTrainedModel) -> frozenset[str]:
+    """Names of what the model's forward pass takes beside a text's tokens; none of a design that reads nothing but text."""
+    if placeholder_ids(model) is None:
+        return frozenset()
+    return frozenset(inspect.signature(type(model).forward).parameters) - _OTHERS
+
+
+def inputs_of(
+    model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None, repeats: int
+) -> MultimodalInputs | None:
+    """What the prompts of a call have besides text; None if they have nothing.
+
+    Args:
+        model: private, since designs note in themselves where positions are.
+        given: the arguments of the call that ``generate`` has no use for itself.
+        input_ids: ``[B, P]`` on the model's device, padded on the left.
+        mask: ``[B, P]``, None if nothing is padding.
+        repeats: how many rows decode each prompt.
+
+    Raises:
+        UnsupportedError: a prompt ends with an image.
+    """
+    batch, width = input_ids.shape
+    kinds = [value.to(input_ids.device) for value in given.values() if _per_token(value, input_ids)]
+    contents = {name: value for name, value in given.items() if not _per_token(value, input_ids)}
+    lengths = [width] * batch if mask is None else mask.sum(1).tolist()
+    special = torch.isin(input_ids, torch.tensor(placeholder_ids(model) or (), device=input_ids.device))
+    for kind in kinds:
+        special = special | (kind != kind[:, -1:])
+    rows = [row[width - length :].nonzero() for row, length in zip(special, lengths, strict=True)]
+    ends = [int(places[-1]) + 1 if len(places) else 0 for places in rows]
+    if not contents and not any(ends):
+        return None
+    if not any(ends):  # nothing says where they stand
+        ends = [length - 1 for length in lengths]
+    if any(end == length for end, length in zip(ends, lengths, strict=True)):
+        raise UnsupportedError(
+            "a prompt ends with an image, a video or a sound, and the loop goes on from a token of text: put the question, or what the "
+            "chat template adds for the answer, behind it"
+        )
+    digest, hashes = _digest(contents), []
+    for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        types = [kind[row, width - length :][:end] for kind in kinds]
+        # Which images are a prompt's depends on what those before it hold.
+        hashes.append(_digest((digest, row, ends[: row + 1], types)) if end else "")
+    arguments = _prepared(model, given, input_ids, mask)
+    shifts = _shifts(arguments, lengths)
+    prompt = [place for place in range(batch) for _ in range(repeats)]
+    return MultimodalInputs(
+        arguments, repeats, tuple(lengths[i] for i in prompt), tuple(hashes[i] for i in prompt), tuple(ends[i] for i in prompt),
+        tuple(shifts[i] for i in prompt),
+    )  # fmt: skip
+
+
+def _per_token(value: Any, input_ids: Tensor) -> bool:
+    """Whether an argument has a number for every token of the prompts, such as its type."""
+    return isinstance(value, Tensor) and value.shape == input_ids.shape and not value.is_floating_point()
+
+
+def _prepared(
+    model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None
+) -> dict[str, Any]:
+    """The arguments of the model's forward pass, as transformers' ``generate`` makes them for its first one."""
+    padding = torch.ones_like(input_ids) if mask is None else mask.long()
+    device = input_ids.device
+    arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    arguments |= {"attention_mask": padding, "use_cache": True}
+    if (positions := position_ids_for(model, input_ids, arguments)) is not None:
+        arguments["position_ids"] = positions
+    if mask is None:
+        arguments["attention_mask"] = None
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        arguments["logits_to_keep"] = 1
+    prepare: Any = model.prepare_inputs_for_generation
+    prepared: dict[str, Any] = prepare(input_ids, is_first_iteration=True, **arguments)
+    return prepared
+
+
+def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
+    """By how much positions behind the prompts are ahead of places."""
+    positions = arguments.get("position_ids")
+    if positions is None:
+        return [0] * len(lengths)
+    last = positions[
+        ..., -1
+    ]  # of several kinds of positions, those of text are equal in all but a first one that counts tokens
+    last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
+    return [position + 1 - length for position, length in zip(last, lengths, strict=True)]
+
+
+def _digest(value: Any) -> str:
+    """Tells contents apart; that of something which cannot be read is nothing else's."""
+    digest = hashlib.sha256()
+    _feed(digest, value)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous()
+        digest.update(f"{value.dtype} {list(value.shape)} ".encode())
+        digest.update(content.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray):
+        _feed(digest, torch.from_numpy(value))
+    elif isinstance(value, Mapping):
+        for name in sorted(value):
+            digest.update(f"{name}: ".encode())
+            _feed(digest, value[name])
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{len(value)} ".encode())
+        for entry in value:
+            _feed(digest, entry)
+    else:
+        plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
+        digest.update((repr(value) if plain else f"{type(value)} {id(value)} {object()}").encode())

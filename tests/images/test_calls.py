@@ -1,0 +1,235 @@
+"""What callers expect of a call with images: prefixes read once, no image mistaken for another, and all that a call of text has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import decoders
+from decoders.engine.model.own_forward import OwnForward
+from decoders.errors import UnsupportedError
+from decoders.strategies import PromptLookup
+from decoders.testing import assert_same_tokens, decode, tiny_model
+from decoders.testing.images import IMAGE, SEEING, image_prompts, tiny_seeing_model
+
+from .conftest import EAGER, enabled, plain
+
+NEW = 6
+#: Positions as those of tokens, fewer positions than tokens, recurrent states.
+KINDS = ["llava", "qwen2_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def own_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that the models' own forward passes have read, by pass."""
+    rows: list[int] = []
+    read = OwnForward.read
+
+    def noting(self: OwnForward, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(inputs.lengths))
+        return read(self, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(OwnForward, "read", noting)
+    return rows
+
+
+def without_texts(name: str) -> Any:
+    """The model with nothing kept of earlier calls, and room for several texts."""
+    model = enabled(name)
+    model.generate.engine().sessions.release()
+    return model
+
+
+def written(name: str, inputs: dict[str, Any], **options: Any) -> Any:
+    return decode(enabled(name), inputs, "prompt_lookup", **{"max_new_tokens": NEW, "decoders_config": EAGER} | options)
+
+
+def beside(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but the text."""
+    return {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+
+
+def expected(name: str, inputs: dict[str, Any]) -> Tensor:
+    return decode(enabled(name), inputs, max_new_tokens=NEW).sequences
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("llava", "qwen2_vl", "gemma3") else pytest.param(n, marks=pytest.mark.slow) for n in SEEING]
+)
+def test_a_second_question_about_an_image_reads_the_question_alone(name: str, own_passes: list[int]) -> None:
+    without_texts(name)
+    first, second = image_prompts(name), image_prompts(name, question=1)
+    image_ends = int((first["input_ids"] == IMAGE)[0].nonzero()[-1]) + 1
+    out = written(name, first)
+    assert out.report.reused == [0] and own_passes == [1]
+    out = written(name, second)
+    assert_same_tokens(enabled(name), second, expected(name, second), out.sequences, name)
+    if name == "qwen3_5":  # what stands behind the image is a state, which cannot be cut back
+        assert own_passes == [1, 1]
+        return
+    assert own_passes == [1] and out.report.reused[0] >= image_ends
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_conversation_about_an_image_goes_on_where_it_was(name: str, own_passes: list[int]) -> None:
+    without_texts(name)
+    inputs = image_prompts(name)
+    ids = torch.cat([written(name, inputs).sequences, torch.tensor([[17, 23, 42]])], dim=1)
+    others = beside(inputs)
+    if "mm_token_type_ids" in inputs:
+        others["mm_token_type_ids"] = (ids == IMAGE).long() * (
+            torch.arange(ids.shape[1]) < inputs["input_ids"].shape[1]
+        )
+    inputs = others | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    out = written(name, inputs)
+    assert own_passes == [1] and out.report.reused[0] >= ids.shape[1] - 5
+    assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_image_behind_the_same_tokens_is_read(name: str, own_passes: list[int]) -> None:
+    without_texts(name)
+    one = image_prompts(name)
+    other = one | {"pixel_values": one["pixel_values"].flip(-1)}
+    texts = [written(name, inputs).sequences for inputs in (one, other, one)]
+    assert own_passes == [1, 1] and not torch.equal(texts[0], texts[1])  # both texts are kept
+    for inputs, text in zip((one, other, one), texts, strict=True):
+        assert_same_tokens(enabled(name), inputs, expected(name, inputs), text, name)
+
+
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
+def test_rows_with_the_same_tokens_and_different_images_stay_apart(name: str) -> None:
+    without_texts(name)
+    one, two = image_prompts(name), image_prompts(name, seed=5)
+    alike = {k: torch.cat([one[k], one[k]]) for k in one}
+    pair = alike | {"pixel_values": torch.cat([one["pixel_values"], two["pixel_values"]])}
+    swapped = alike | {"pixel_values": torch.cat([two["pixel_values"], one["pixel_values"]])}
+    for inputs in (pair, swapped, pair):
+        out = written(name, inputs)
+        assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+        assert not torch.equal(out.sequences[0], out.sequences[1])
+
+
+def test_a_text_of_the_same_tokens_is_no_image(own_passes: list[int]) -> None:
+    """Placeholders without an image are tokens like any other."""
+    name = "llava"
+    without_texts(name)
+    inputs = image_prompts(name)
+    blind = {k: inputs[k] for k in ("input_ids", "attention_mask")}
+    for given in (inputs, blind, inputs):
+        out = written(name, given)
+        assert_same_tokens(enabled(name), given, expected(name, given), out.sequences, name)
+    assert own_passes == [1]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_prompts_of_a_processor_without_images_are_text(name: str, own_passes: list[int]) -> None:
+    inputs = image_prompts(name, (0, 0))
+    out = written(name, inputs)
+    assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+    assert own_passes == []
+
+
+@pytest.mark.parametrize("name", ["llava", pytest.param("smolvlm", marks=pytest.mark.slow)])
+def test_several_texts_about_one_image_read_it_once(name: str) -> None:
+    model, inputs = enabled(name), image_prompts(name, (2, 1))
+    sampling = dict(do_sample=True, seed=3, num_return_sequences=2, max_new_tokens=NEW, decoders_config=EAGER)
+    without_texts(name)
+    one, other = (decode(model, inputs, s, **sampling).sequences for s in ("autoregressive", PromptLookup(branches=2)))
+    assert torch.equal(one, other) and len(one) == 4 and not torch.equal(one[0], one[1])
+    coldest = decode(model, inputs, "autoregressive", **sampling | {"top_k": 1}).sequences
+    assert torch.equal(coldest[::2], plain(name, (2, 1))[:, : coldest.shape[1]]) and torch.equal(
+        coldest[1::2], coldest[::2]
+    )
+
+
+def test_placeholders_are_never_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from decoders.engine.decode.core import Core
+
+    drafted: list[Tensor] = []
+    forward = Core.forward
+
+    def noting(self: Core, block: Any, rows: Any) -> Any:
+        drafted.append(block.draft_tokens)
+        return forward(self, block, rows)
+
+    monkeypatch.setattr(Core, "forward", noting)
+    model, inputs = enabled("llava"), image_prompts("llava", (2,))
+    # The text ends as the text in front of the image does, so that what follows there is looked up.
+    ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, :6]], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": inputs["pixel_values"]}
+    without_texts("llava")
+    out = decode(model, inputs, "prompt_lookup", max_new_tokens=NEW, decoders_config=EAGER)
+    assert drafted and not any((tokens == IMAGE).any() for tokens in drafted)
+    assert_same_tokens(model, inputs, expected("llava", inputs), out.sequences, "llava")
+
+
+def test_grammars_streams_and_reports_work_as_with_text() -> None:
+    inputs, streamed = image_prompts("qwen2_vl"), []
+
+    class Streamer:
+        def put(self, value: Tensor) -> None:
+            streamed.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            streamed.append([])
+
+    out = written("qwen2_vl", inputs, streamer=Streamer())
+    text = out.sequences[0].tolist()
+    assert [token for part in streamed for token in part] == text and streamed[-1] == []
+    assert out.report.prompt_tokens == [inputs["input_ids"].shape[1]] and out.report.new_tokens == [NEW]
+    forced = written(
+        "qwen2_vl", inputs, logits_processor=[lambda ids, scores: scores.index_fill(1, torch.tensor(text[-NEW:]), -1e9)]
+    )
+    assert not set(forced.sequences[0, -NEW:].tolist()) & set(text[-NEW:])
+
+
+def test_an_image_at_the_end_of_a_prompt_is_refused() -> None:
+    inputs = image_prompts("llava")
+    end = int((inputs["input_ids"] == IMAGE)[0].nonzero()[-1]) + 1
+    inputs |= {k: inputs[k][:, :end] for k in ("input_ids", "attention_mask")}
+    with pytest.raises(UnsupportedError, match="a prompt ends with an image"):
+        written("llava", inputs)
+
+
+def test_text_models_take_no_images() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    with pytest.raises(UnsupportedError, match=r"pixel_values=a tensor \[1, 3, 28, 28\] does not go with strategy="):
+        model.generate(
+            torch.ones(1, 3, dtype=torch.int64), strategy="autoregressive", pixel_values=torch.ones(1, 3, 28, 28)
+        )
+
+
+def test_a_model_that_reads_text_behind_an_image_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoders.enable(tiny_seeing_model("qwen2_vl"))
+    monkeypatch.setattr("decoders.hf.multimodal._shifts", lambda arguments, lengths: [0] * len(lengths))
+    with pytest.raises(UnsupportedError, match="the text behind an image differs by"):
+        model.generate(**image_prompts("qwen2_vl"), strategy="autoregressive", max_new_tokens=2)
+
+
+def test_plain_calls_in_between_leave_a_model_as_it_was(own_passes: list[int]) -> None:
+    """They note in the model how far their images have shifted positions."""
+    model, inputs = without_texts("qwen2_vl"), image_prompts("qwen2_vl")
+    written("qwen2_vl", inputs)
+    model.generate(**image_prompts("qwen2_vl", (2,)), max_new_tokens=2)
+    out = written("qwen2_vl", inputs)
+    assert own_passes == [1] and torch.equal(out.sequences, expected("qwen2_vl", inputs))
+
+
+def test_a_scheduler_decodes_requests_with_images_and_without() -> None:
+    name, requests = "qwen2_vl", []
+    model = without_texts(name)
+    options = dict(max_new_tokens=NEW, pad_token_id=0, decoders_config=EAGER)
+    with decoders.Scheduler(model, strategy="prompt_lookup", rows=3, slots=256) as scheduler:
+        for images, question in (((1,), 0), ((0,), 1), ((2,), 2), ((1,), 3)):
+            inputs = image_prompts(name, images, question=question)
+            requests.append((inputs, scheduler.submit(inputs["input_ids"], **beside(inputs), **options)))
+        for inputs, request in requests:
+            text = expected(name, inputs)[0, inputs["input_ids"].shape[1] :].tolist()
+            assert request.result(60)[0, inputs["input_ids"].shape[1] :].tolist() == text
+        inputs, request = requests[0]
+        again = scheduler.submit(inputs["input_ids"], **beside(inputs), **options)
+        assert torch.equal(again.result(60), request.result(60)) and again.report.reused[0] > 12
