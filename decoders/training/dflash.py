@@ -120,7 +120,9 @@ class BlockDraft(nn.Module):
 
 
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
-    """One whose context begins as the target's highest feature, and whose head adds nothing yet."""
+    """One whose context begins as the target's highest feature, and whose head adds nothing yet. Layers begin as the target's last one,
+    as far as they have weights of its names and shapes, and so does the last norm.
+    """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
@@ -128,12 +130,34 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
         for parameter in draft.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-    hidden = config.layer.hidden_size
+    network, hidden = draft.network, config.layer.hidden_size
     with torch.no_grad():
-        draft.network.fc.weight[:, -hidden:] += torch.eye(hidden)
+        network.fc.weight[:, -hidden:] += torch.eye(hidden)
+        last = decoder_layers(model)[-1].state_dict()
+        for layer in network.layers:
+            _begin_as(layer, last)
+        _begin_as(network, {
+            "hidden_norm.weight": last.get("input_layernorm.weight"),
+            "norm.weight": getattr(getattr(model.base_model, "norm", None), "weight", None),
+        })  # fmt: skip
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
     return draft.to(model.device)
+
+
+def _begin_as(module: nn.Module, weights: Mapping[str, Tensor | None]) -> None:
+    """Takes over those of `weights` that `module` has a place for. Where queries and keys were not normed, their norm keeps the mean
+    size that they had after a normed state.
+    """
+    own = module.state_dict()
+    for name, weight in weights.items():
+        if weight is not None and name in own and own[name].shape == weight.shape:
+            own[name].copy_(weight)
+    scale = own.get("input_layernorm.weight")
+    for part in ("q", "k"):
+        norm, projection = f"self_attn.{part}_norm.weight", f"self_attn.{part}_proj.weight"
+        if norm in own and norm not in weights and scale is not None:
+            own[norm].fill_((own[projection] * scale).square().sum(1).mean().sqrt())
 
 
 class BlockLearner(FeatureLearner):
@@ -222,13 +246,14 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """What becomes of chains that are drafted at every third position of `texts`: in the model's own greedy text, of those of
+        """What becomes of chains that are drafted one behind the other all over `texts`: in the model's own greedy text, of those of
         decoding; in other text a draft is judged after the text's tokens, not the target's.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
             ids = part.ids.to(self.ids.device)
-            anchors = torch.arange(0, ids.shape[1] - len(self.places) + 1, 3, device=ids.device).expand(len(ids), -1)
+            room, every = ids.shape[1] - len(self.places) + 1, len(self.places)
+            anchors = torch.arange(0, room, every, device=ids.device).expand(len(ids), -1)
             at = self._places_of(anchors)
             logits = _rows_at(lesson.logits, at)
             sums.begin(_rows_at(lesson.counted, at).all(1))

@@ -124,21 +124,23 @@ def test_acceptance_is_that_of_decoding(tmp_path, model) -> None:
     """Of the model's own text chains are accepted exactly as far as decoding accepts them."""
     prompt = torch.randint(1, 128, (1, 9), generator=torch.Generator().manual_seed(2))
     text = model.generate(prompt, max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0)
-    learner = a_learner(model, run(length=40), text=text[:, :40])
-    for step in range(30):  # untrained it is never right
+    learner = a_learner(model, run(length=40, rate=1e-2), text=text[:, :40])
+    for step in range(20):  # untrained it is never right
         learner.learn(step)
         for optimizer in learner.optimizers:
             optimizer.step()
             optimizer.zero_grad()
     outcome = learner.acceptance(Texts(text[:, :40], torch.tensor([9])))
     folder, target = save(learner, tmp_path, model), decoders.enable(tiny_model("llama"))
-    reached, anchors = torch.zeros(4), range(9, 37, 3)  # the first that counts is after what the model was given
+    reached, right, anchors = torch.zeros(4), torch.zeros(4), range(8, 37, 4)  # those after what the model was given
     for anchor in anchors:
         spy, read = Spy(DFlash(draft_model=folder)), text[:, : anchor + 1]
         decode(target, {"input_ids": read, "attention_mask": torch.ones_like(read)}, spy, max_new_tokens=1)
-        reached += (spy.seen[0].draft.tokens[0] == text[0, anchor + 1 : anchor + 5]).long().cumprod(0)
-    assert outcome.drafts == len(anchors) and 0 < reached[1] < reached[0]
+        hits = (spy.seen[0].draft.tokens[0] == text[0, anchor + 1 : anchor + 5]).long()
+        reached, right = reached + hits.cumprod(0), right + hits
+    assert outcome.drafts == len(anchors) and reached[0] > 0 and (reached != right).any()
     assert outcome.reached == pytest.approx((reached / len(anchors)).tolist())
+    assert outcome.rates == pytest.approx((right / len(anchors)).tolist())
 
 
 @pytest.mark.slow
