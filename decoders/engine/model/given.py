@@ -16,28 +16,37 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 
 @dataclass(frozen=True)
-class GivenCache:
-    """A caller's cache that holds keys, values and states of the beginnings of prompts. It is read and never written to.
+class GivenPrompts:
+    """Prompts whose beginnings are in a transformers cache. It is read and never written to.
 
     Attributes:
-        cache: a cache of transformers.
+        cache: keys, values and states; None if there are none.
         length: tokens that it holds, padding included.
         sources: per prompt, its row of the cache.
         padding: per prompt, the number of left padding tokens in that row.
+        last: ``[B, H]``, the input embedding of the last place of each prompt if no token stands there, else None.
     """
 
-    cache: Cache
+    cache: Cache | None
     length: int
     sources: tuple[int, ...]
     padding: tuple[int, ...]
+    last: Tensor | None = None
 
     @property
     def reach(self) -> list[int]:
         """Per prompt, the number of its tokens in the cache."""
         return [max(self.length - padding, 0) for padding in self.padding]
 
+    @property
+    def fixed(self) -> list[int]:
+        """Per prompt, how many of its tokens no pass may run again."""
+        return [count + (self.last is not None) for count in self.reach]
+
     def put(self, target: Target, buffers: CacheBuffers) -> None:
         """Copies the prompts' beginnings to the slots of the first rows."""
+        if self.cache is None:
+            return
         for row, (source, padding) in enumerate(zip(self.sources, self.padding, strict=True)):
             put_cache(target, buffers, row, self.cache, source=source, padding=padding)
 
