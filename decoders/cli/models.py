@@ -105,6 +105,19 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
     return _placed(model), tokenizer
 
 
+def load_processor(name: str) -> Any:
+    """What makes the inputs of a model that sees of text and images; None where there is none."""
+    if name.partition(":")[0] == DEMO or is_gguf(name):
+        return None
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name, **_check_name("Model", name))
+    except (OSError, ValueError, ImportError):  # no processor, or one for which packages are missing
+        return None
+    return processor if getattr(processor, "image_processor", None) is not None else None
+
+
 def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """A tokenizer by itself: of a folder, a name on the hub, or a GGUF file.
 

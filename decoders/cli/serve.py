@@ -225,6 +225,7 @@ def _service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
         assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
         chat_template=chat_template, thinking=thinking, tool_format=tool_format, config=None if compile else {"compile": False},
+        processor=models.load_processor(model),
     )  # fmt: skip
     told("writing a first token, and one with every strategy that needs heads or layers")
     service.warm_up()

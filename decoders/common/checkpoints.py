@@ -22,14 +22,14 @@ class GgufError(DecodersError, ImportError):
 
 
 def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
-    """The causal language model at `path`, in evaluation mode. The weights of a GGUF file are dequantized.
+    """The causal language model at `path`, or one that sees, in evaluation mode. The weights of a GGUF file are dequantized.
     options: further arguments of ``from_pretrained``.
 
     Raises:
         OSError, ValueError: as transformers: there is no such model, or it is not a causal language model.
         GgufError: a package that reads GGUF files is missing.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from .transformers_compat import without_progress_bars
 
@@ -42,7 +42,12 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
 
             arguments["quantization_config"] = GgufConfig(dequantize=True)
     with without_progress_bars():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
+        try:
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
+        except ValueError:  # it may be one that sees
+            with contextlib.suppress(ValueError):
+                return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
+            raise
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:

@@ -16,28 +16,37 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 
 @dataclass(frozen=True)
-class GivenCache:
-    """The beginnings of prompts, whose keys, values and states a cache of the caller's holds. It is read and never written to.
+class GivenPrompts:
+    """Prompts of which a transformers cache holds the beginnings. It is read and never written to.
 
     Attributes:
-        cache: of transformers.
+        cache: keys, values and states; None if there are none.
         length: tokens that it holds, padding included.
         sources: per prompt, its row of the cache.
         padding: per prompt, how many of its first tokens there are left padding.
+        last: ``[B, H]``, what the input embedding would give for the last token of each prompt, which is none.
     """
 
-    cache: Cache
+    cache: Cache | None
     length: int
     sources: tuple[int, ...]
     padding: tuple[int, ...]
+    last: Tensor | None = None
 
     @property
     def reach(self) -> list[int]:
         """Per prompt, how many of its tokens the cache holds."""
         return [max(self.length - padding, 0) for padding in self.padding]
 
+    @property
+    def fixed(self) -> list[int]:
+        """Per prompt, how many of its tokens no pass may run again."""
+        return [count + (self.last is not None) for count in self.reach]
+
     def put(self, target: Target, buffers: CacheBuffers) -> None:
         """Puts the prompts' beginnings into the slots of the first rows."""
+        if self.cache is None:
+            return
         for row, (source, padding) in enumerate(zip(self.sources, self.padding, strict=True)):
             put_cache(target, buffers, row, self.cache, source=source, padding=padding)
 
