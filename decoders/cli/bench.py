@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,23 @@ from .benches import (
 )
 from .extensions import ExtensibleGroup
 
-app = typer.Typer(invoke_without_command=True, cls=ExtensibleGroup)
+
+class BenchGroup(ExtensibleGroup):
+    """``decoders bench MODEL …`` is ``decoders bench --model MODEL …``: a word that is close to no command is a model."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[MODEL]", "[OPTIONS]", "[COMMAND]"]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and self._is_model(ctx, args[0]):
+            args = ["--model", *args]
+        return super().parse_args(ctx, args)
+
+    def _is_model(self, ctx: Any, word: str) -> bool:
+        return not word.startswith("-") and not get_close_matches(word, self.list_commands(ctx), cutoff=0.7)
+
+
+app = typer.Typer(invoke_without_command=True, cls=BenchGroup, rich_markup_mode=None)
 
 
 def measure(
@@ -50,7 +67,7 @@ def measure(
             "--strategies",
             "-s",
             help="Strategies, comma-separated or repeated; a+b merges, STRATEGY[KEY=VALUE,…] is a variant with other "
-            "settings, STRATEGY\\[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
+            "settings, STRATEGY[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
         ),
     ] = None,
     baselines: Annotated[
@@ -187,7 +204,7 @@ def measure(
     console.print(footnote(run.facts), style="dim")
     if run.interrupted:
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
-    if warning := noise(run.records):
+    for warning in filter(None, (noise(run.records), run.facts["busy"])):
         console.print(warning, style="yellow")
     if json_file is not None:
         write_json(run.as_dict(), json_file)
@@ -200,6 +217,7 @@ def measure(
 def bench(context: typer.Context, **options: Any) -> None:
     """Measure strategies and transformers' own methods side by side.
 
+    Everything that is registered, on a dozen prompts, takes many minutes: --strategy and --baseline name what to measure.
     All dtypes of the model are in memory at once, so that they take turns too.
     """
     if context.invoked_subcommand is None:

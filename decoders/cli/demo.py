@@ -148,7 +148,7 @@ def demo(
                 f", texts of {new_tokens} tokens in place of {max_new_tokens}" if new_tokens < max_new_tokens else ""
             )
             console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{fewer}", style="dim")
-        if warning := noise(records):
+        for warning in filter(None, (noise(records), facts["busy"])):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
         for record in different if dtype != "float32" else []:

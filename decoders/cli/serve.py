@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ import typer
 
 from ..errors import DecodersError, SettingsError
 from .console import plain_console, waiting
-from .models import set_aside
+from .models import Dtype, ModelName, known_strategy, set_aside
 
 if TYPE_CHECKING:
     from ..bench.prompts import Content
@@ -29,7 +30,7 @@ class ServerExtraError(DecodersError, ImportError):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help='Folder, hub name or GGUF file of a causal language model, or "demo".')],
+    model: ModelName,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -40,7 +41,7 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default the last part of MODEL.")] = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", "-s", help="Of requests that name none; a+b merges.")
+        str, typer.Option("--strategy", "-s", callback=known_strategy, help="Of requests that name none; a+b merges.")
     ] = "prompt_lookup",
     settings: Annotated[
         list[str] | None,
@@ -67,7 +68,7 @@ def serve(
             "with text or messages.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    dtype: Dtype = "auto",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; by default as many as torch takes.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
@@ -136,9 +137,21 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    with waiting(console, f"loading {model}"):
+    with waiting(console, f"loading {model}") as status:
         service = _service(
-            model, name, strategy, config, assistant, template, markers, tool_format, corpus, dtype, compile, limits
+            model,
+            name,
+            strategy,
+            config,
+            assistant,
+            template,
+            markers,
+            tool_format,
+            corpus,
+            dtype,
+            compile,
+            limits,
+            status.update,
         )
     from ..server.app import make_app
     from ..server.running import Server
@@ -200,8 +213,9 @@ def check_installed() -> None:
 def _service(
     model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
     thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
+    told: Callable[[str], None],
 ) -> Any:  # fmt: skip
-    """The service around a model that has been loaded and has written a token."""
+    """The service around a model that has been loaded and has written a token; `told` what takes a while."""
     from ..server.service import Service
     from . import models
 
@@ -211,7 +225,9 @@ def _service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
         assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
         chat_template=chat_template, thinking=thinking, tool_format=tool_format, config=None if compile else {"compile": False},
+        processor=models.load_processor(model),
     )  # fmt: skip
+    told("writing a first token, and one with every strategy that needs heads or layers")
     service.warm_up()
     if corpus:
         from ..bench.prompts import encode

@@ -44,13 +44,14 @@ def submitted(
     if body.reasoning_effort is not None:
         effort = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
         variables = effort | variables
-    text = conversations.prompt(body.messages, body.tools or () if calling else (), variables)
+    seen = list[Any]()
+    text = conversations.prompt(body.messages, body.tools or () if calling else (), variables, seen)
     service.check_length(text)
-    wanted, prompt = wanted_of(body, conversations.style), conversations.ids(text)
+    wanted, (prompt, images) = wanted_of(body, conversations.style), conversations.inputs(text, seen)
     reasoning = Reasoning.of(body, conversations, prompt, service.spelling, service.new_tokens(body, prompt))
     bounded = reasoning is not None and (wanted is not None or reasoning.budget is not None)
     thinking = reasoning.argument if reasoning is not None and bounded else None
-    return service.start(kind, body, [prompt], arrival, wanted, thinking=thinking), calling, reasoning
+    return service.start(kind, body, [prompt], arrival, wanted, thinking=thinking, images=images), calling, reasoning
 
 
 class Conversing(Answer):

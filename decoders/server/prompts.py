@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..constraints import ThinkingMarkers, known_markers
 from .bodies import Message, Tool
+from .images import image_of
 from .refusals import Refusal, log
 from .templates import CallStyle, MessageStyle, call_style, format_named, message_style
 
@@ -24,6 +25,7 @@ class Conversations:
         template: in the place of the tokenizer's own.
         thinking: what thoughts begin and end with; by default what is known of the model.
         tool_format: name of the format of calls; by default that of the template.
+        processor: of a model that sees; without one messages have no images.
 
     Attributes:
         style: how it writes calls.
@@ -33,9 +35,11 @@ class Conversations:
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, thinking: tuple[str, str] | None = None,
-        tool_format: str | None = None,
+        tool_format: str | None = None, processor: Any = None,
     ) -> None:  # fmt: skip
-        self.tokenizer, self.template = tokenizer, template
+        if template is None and not tokenizer.chat_template:
+            template = getattr(processor, "chat_template", None)
+        self.tokenizer, self.template, self.processor = tokenizer, template, processor
         self.thinking = ThinkingMarkers(*thinking) if thinking is not None else known_markers(tokenizer, template)
         self.style, self.messages = CallStyle(), MessageStyle()
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -63,11 +67,14 @@ class Conversations:
     def has_template(self) -> bool:
         return bool(self.template or self.tokenizer.chat_template)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]) -> str:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any], images: list[Any] | None = None
+    ) -> str:  # fmt: skip
         """The text that asks for the next message.
 
         Args:
             variables: for the template, beside what it always gets.
+            images: takes those of the messages; None refuses them.
 
         Raises:
             Refusal: there is no template, or it does not take this conversation.
@@ -78,13 +85,20 @@ class Conversations:
         listed = [tool.model_dump(exclude_none=True) for tool in tools]
         for tool in listed:
             tool["function"].setdefault("description", "")  # templates join it to other text
-        plain = [self._plain(message, place) for place, message in enumerate(messages)]
+        if self.processor is None or "user" in self.messages.unread:
+            images = None
+        plain = [self._plain(message, place, images) for place, message in enumerate(messages)]
         if listed and not self.style.reads_tools:
             plain = _introduced(plain, listed, self.style)
             listed = []
         if "system" in self.messages.unread:
             plain = _without_system(plain)
-        plain = [message | {"content": self.messages.content(message["role"], message["content"])} for message in plain]
+        plain = [
+            message | {"content": self.messages.content(message["role"], message["content"])}
+            if isinstance(message["content"], str)
+            else message
+            for message in plain
+        ]
         forbidden = {"messages", "tools", "tokenize", "add_generation_prompt", "chat_template"} & variables.keys()
         if forbidden:
             message = f"chat_template_kwargs must not hold {', '.join(sorted(forbidden))}"
@@ -100,6 +114,24 @@ class Conversations:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
+    def inputs(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
+        """Tokens of a rendered text, and what the model is given of its images besides.
+
+        Raises:
+            Refusal: the processor does not take them.
+        """
+        if not images:
+            return self.ids(text), {}
+        processor: Any = self.processor
+        try:
+            inputs = dict(processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt"))
+        except Exception as error:  # a processor raises what it likes
+            message = f"the model's processor does not take these images: {error}"
+            raise Refusal(400, message, param="messages", code="invalid_image") from error
+        ids = inputs.pop("input_ids")[0].tolist()
+        inputs.pop("attention_mask", None)
+        return ids, inputs
+
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool,
         variables: Mapping[str, Any] = MappingProxyType({}),
@@ -110,9 +142,9 @@ class Conversations:
         text: Any = self.tokenizer.apply_chat_template(messages, **options)
         return str(text)
 
-    def _plain(self, message: Message, place: int) -> dict[str, Any]:
+    def _plain(self, message: Message, place: int, images: list[Any] | None) -> dict[str, Any]:
         role = "system" if message.role == "developer" else message.role
-        content = _text_of(message.content, place)
+        content = _text_of(message.content, place, images if role == "user" else None)
         plain: dict[str, Any] = {"role": role, "content": content}
         calls = [_call_of(call, place, number) for number, call in enumerate(message.tool_calls or [])]
         if calls and not self.style.reads_calls:
@@ -154,24 +186,39 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] == "system":
             waiting.append(message["content"])
         elif message["role"] == "user":
-            conversation.append(message | {"content": "\n\n".join([*waiting, message["content"]])})
+            content, before = message["content"], "\n\n".join(waiting)
+            if not isinstance(content, str):
+                content = [{"type": "text", "text": f"{before}\n\n"}, *content] if waiting else content
+            else:
+                content = "\n\n".join([*waiting, content])
+            conversation.append(message | {"content": content})
             waiting = []
         else:
             conversation.append(message)
     return [*conversation, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else conversation
 
 
-def _text_of(content: str | list[dict[str, Any]] | None, place: int) -> str:
+def _text_of(
+    content: str | list[dict[str, Any]] | None, place: int, images: list[Any] | None
+) -> str | list[dict[str, Any]]:
+    """The text of a message; if there are images in it, which are put to `images`, the parts of a template."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    parts = list[dict[str, Any]]()
     for number, part in enumerate(content):
+        param = f"messages.{place}.content.{number}"
+        if part.get("type") == "image_url" and images is not None:
+            images.append(image_of(part, param, images))
+            parts.append({"type": "image"})
+            continue
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
-            param = f"messages.{place}.content.{number}"
-            message = f"{param}: only parts of type text are read, not {part.get('type')!r}"
+            read = "text" if images is None else "text and image_url"
+            message = f"{param}: only parts of type {read} are read here, not {part.get('type')!r}"
             raise Refusal(400, message, param=param, code="unsupported_content")
-        texts.append(part[part["type"]])
-    return "".join(texts)
+        parts.append({"type": "text", "text": part[part["type"]]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, Any, Any]:

@@ -10,7 +10,6 @@ Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` token
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from ..common.layers import decoder_layers
 from ..common.transformers_compat import set_attention
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
 from ..heads.dflash import DFlashConfig, DFlashNetwork
-from ..heads.dflash_files import DFlashFiles, head_of, save_draft_model
+from ..heads.dflash_files import head_of, save_draft_model
 from .cards import dflash_card
 from .feature_heads import (
     Acceptance,
@@ -73,26 +72,18 @@ def train_dflash(
     """
     layers = run.layers_of(len(decoder_layers(model)))  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
-    ids: Tensor | None = None
 
     def make(train: Texts, judged: Texts) -> BlockLearner:
-        nonlocal ids
-        known = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model))
-        ids = None if size == shape.vocab_size else known
-        mask = int(
-            torch.bincount(train.ids.flatten(), minlength=shape.vocab_size).argmin()
-        )  # a token that texts do without
-        draft = new_draft_model(model, run, block_config(run, shape, layers, size, mask))
-        teacher = Teacher(model, layers, run.bf16)
-        return BlockLearner(run, draft, teacher, known.to(model.device), train, judged)
+        ids = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model)).to(model.device)
+        counts = torch.bincount(train.ids.flatten(), minlength=shape.vocab_size)
+        # The mask is a token that texts do without.
+        draft = new_draft_model(model, run, block_config(run, shape, layers, size, int(counts.argmin())))
+        return BlockLearner(run, draft, Teacher(model, layers, run.bf16), ids, train, judged)
 
     def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
         assert isinstance(learner, BlockLearner)
-        draft, output = learner.model, None
-        if ids is not None:
-            output = nn.Linear(1, 1, bias=False)
-            output.weight = nn.Parameter(learner.output)
-        save_draft_model(DFlashFiles(draft.config, draft.network, draft.head, lm_head=output), ids, out, model, dtype)
+        draft, reduced = learner.model, None if size == shape.vocab_size else (learner.ids.cpu(), learner.output)
+        save_draft_model(draft.config, draft.network, draft.head, out, model, reduced, dtype)
         return dflash_card(draft.config, model, run, figures, command)
 
     return train_head(
@@ -103,12 +94,12 @@ def train_dflash(
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
     """The shape of a draft model whose layers have a `shape`. mask: token that stands for one to be drafted."""
-    fields = (
-        {"markov_rank": run.rank, "markov_head_type": "vanilla", "enable_confidence_head": False} if run.rank else {}
-    )
-    # As DSpark, it drafts the first token at the place of the last one.
-    config = DFlashConfig(shape, run.block, mask, layers, from_last=True, draft_vocab_size=size)
-    return replace(config, head=HeadFields(fields, "dflash", shape, config.places, size))
+    markov = {"markov_rank": run.rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    # With a head the first token is drafted at the place of the last one, as DSpark does; without, at the first mask, as DFlash does.
+    from_last = run.rank > 0
+    nodes = run.block + (not from_last)
+    fields = HeadFields(markov if run.rank else {}, "dflash", shape, run.block, size)
+    return DFlashConfig(shape, nodes, mask, layers, from_last=from_last, head=fields, draft_vocab_size=size)
 
 
 class BlockDraft(nn.Module):
@@ -120,7 +111,9 @@ class BlockDraft(nn.Module):
 
 
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
-    """One whose context begins as the target's highest feature, and whose head adds nothing yet."""
+    """One whose context begins as the target's highest feature, and whose head adds nothing yet. Layers and norms begin as the target's
+    last ones, as far as these have weights of their names and shapes.
+    """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
@@ -128,12 +121,45 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
         for parameter in draft.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-    hidden = config.layer.hidden_size
+    network, hidden, last = draft.network, config.layer.hidden_size, _weights(decoder_layers(model)[-1])
     with torch.no_grad():
-        draft.network.fc.weight[:, -hidden:] += torch.eye(hidden)
+        network.fc.weight[:, -hidden:] += torch.eye(hidden)
+        for layer in network.layers:
+            own = layer.state_dict()
+            _copy(last, own)
+            for part in "qk":  # a norm keeps the mean size that queries and keys of a normed state had
+                if (name := f"self_attn.{part}_norm.weight") not in last:
+                    read = own[f"self_attn.{part}_proj.weight"] * own["input_layernorm.weight"]
+                    own[name].fill_(read.square().sum(1).mean().sqrt())
+        first, final = last.get("input_layernorm.weight"), _scale(getattr(model.base_model, "norm", None))
+        norms = {"hidden_norm.weight": first, "norm.weight": final}
+        _copy({name: norm for name, norm in norms.items() if norm is not None}, network.state_dict())
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
     return draft.to(model.device)
+
+
+def _weights(layer: nn.Module) -> dict[str, Tensor]:
+    """Matrices, and norms that do nothing but scale by their weight, by name."""
+    parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
+    return {
+        f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
+    }
+
+
+@torch.no_grad()
+def _scale(norm: Any) -> Tensor | None:
+    """The weight of a norm that makes it of a vector of ones; None: it is no such norm."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
+        return None
+    return weight if torch.allclose(norm(torch.ones_like(weight)), weight, rtol=1e-2, atol=1e-3) else None
+
+
+def _copy(weights: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        if name in to and to[name].shape == weight.shape:
+            to[name].copy_(weight)
 
 
 class BlockLearner(FeatureLearner):
@@ -222,13 +248,14 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """What becomes of chains that are drafted at every third position of `texts`: in the model's own greedy text, of those of
+        """What becomes of chains that are drafted one behind the other all over `texts`: in the model's own greedy text, of those of
         decoding; in other text a draft is judged after the text's tokens, not the target's.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
             ids = part.ids.to(self.ids.device)
-            anchors = torch.arange(0, ids.shape[1] - len(self.places) + 1, 3, device=ids.device).expand(len(ids), -1)
+            room, every = ids.shape[1] - len(self.places) + 1, len(self.places)
+            anchors = torch.arange(0, room, every, device=ids.device).expand(len(ids), -1)
             at = self._places_of(anchors)
             logits = _rows_at(lesson.logits, at)
             sums.begin(_rows_at(lesson.counted, at).all(1))

@@ -59,7 +59,7 @@ def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_bench_json_to_standard_output_is_nothing_but_json() -> None:
-    done = run(*BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--json", "-")
+    done = run("bench", "demo", *BENCH[1:], "-s", "prompt_lookup", "--prompts", "copy", "--json", "-")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["records"][1]["method"] == "prompt_lookup"
 

@@ -22,7 +22,7 @@ EXTRAS = {
     "report": {"matplotlib"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
-    "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2"},
+    "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2", "PIL"},
     "cli": {"fastapi", "uvicorn", "prometheus_client"},
     "engine": {"triton"},  # torch for CUDA brings it
 }
