@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -139,6 +140,11 @@ class ResponseBody(Asked):
         Raises:
             Refusal: there is an item or a part of one that is not supported.
         """
+        try:  # the response says what was asked for
+            json.dumps(self.model_dump(exclude={"input"}), allow_nan=False)
+        except (ValueError, RecursionError) as error:
+            message = "a number in the body is out of range, or something is nested too deeply"
+            raise Refusal(400, message, code="invalid_value") from error
         items = [*earlier, *self.items]
         messages = messages_of(items, len(earlier))
         if self.instructions is not None:

@@ -187,6 +187,15 @@ def test_what_is_not_supported_is_refused_by_name(client: Any, body: dict[str, A
     assert answer.status_code == 400 and error["param"] == param and message in error["message"]
 
 
+@pytest.mark.parametrize(
+    "field", ['"metadata": {"a": 1e400}', '"tools": [{"type": "function", "name": "f", "parameters": {"a": -1e400}}]']
+)
+def test_what_json_has_not_is_not_said_again(client: Any, field: str) -> None:
+    body = f'{{"input": "a", "max_output_tokens": 1, {field}}}'
+    answer = client.post(ROUTE, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and "out of range" in answer.json()["error"]["message"]
+
+
 class Step(BaseModel):
     size: int = Field(ge=1, le=9)
 
