@@ -149,8 +149,8 @@ MUTATIONS = (
     ),
     Mutation(
         "given-keys-and-values-are-computed-again", "decoders/engine/decode/prompts.py",
-        "(longest if given else pending)",
-        "pending",
+        "list(reused) if given else [",
+        "[",
         ("exactness/test_given_cache.py",),
     ),
     Mutation(

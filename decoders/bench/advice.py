@@ -15,12 +15,13 @@ from ..costs.curve import default_folder
 from ..errors import SettingsError
 from ..generate import enabled
 from ..plugins import registry
+from ..prompts.reading import Content, read_prompts
 from ..settings import RuntimeSettings, load_settings
 from . import machine
 from .call import decode, vocabulary_size
 from .measurement import Competitor, take_turns
 from .methods import PLAIN, Method, strategy_methods, transformers_methods
-from .prompts import Content, Workload, read_prompts, workloads
+from .prompts import Workload, workloads
 from .records import Record, summarise
 from .shapes import SHAPES, random_workloads
 from .verdict import AUTO, Verdict, pooled, times, verdicts

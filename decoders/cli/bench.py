@@ -10,6 +10,7 @@ import typer
 
 from ..errors import SettingsError
 from .benches import (
+    Acceptance,
     JsonFile,
     Threads,
     by_strategy,
@@ -70,6 +71,7 @@ def measure(
             "settings, STRATEGY[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
         ),
     ] = None,
+    acceptance: Acceptance = None,
     baselines: Annotated[
         list[str] | None,
         typer.Option(
@@ -168,8 +170,8 @@ def measure(
         from ..bench import Sampling
         from ..bench.methods import PLAIN
         from ..bench.plot import plot
-        from ..bench.suites import read_suite
         from ..bench.tables import noise
+        from ..prompts.suites import read_suite
         from ..settings import parse_assignments
         from . import bench_run, models
 
@@ -186,8 +188,8 @@ def measure(
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
-        strategies=names,
-        baselines=(named or []) if of_shapes else named, strategy_settings=strategy_settings, loop_settings=loop_settings,
+        strategies=names, baselines=(named or []) if of_shapes else named, acceptances=acceptance or [],
+        strategy_settings=strategy_settings, loop_settings=loop_settings,
         compile=compile, capacity=capacity, prompts=prompts, suite=suite,
         questions=[] if suite is None else read_suite(suite, data, limit, seed),
         samplings=(None, Sampling(seed=seed)) if suite is not None and temperature is None and sampling is None else (sampling,),

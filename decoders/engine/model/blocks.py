@@ -85,6 +85,7 @@ class NodeBlock:
         text: tokens in front of node 0 that are run with the block: the end of the prompts in the first step, or a few tokens that
             were accepted on a branch.
         piece: the piece of another row's prompt that is read in the same pass.
+        root: ``[B, H]``, the embedding of node 0 where that is no token.
     """
 
     draft_tokens: Tensor
@@ -93,6 +94,7 @@ class NodeBlock:
     masks: Masks | None = None
     text: LeadingText = LeadingText()
     piece: PromptPiece | None = None
+    root: Tensor | None = None
 
 
 class Blocks:

@@ -324,7 +324,7 @@ class Target:
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText = LeadingText(),
+        text: LeadingText = LeadingText(), root: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
@@ -335,8 +335,15 @@ class Target:
                 nodes in front of position 0 are unused, and they are written to slots at the end of the cache.
             view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
             text: nodes that the block begins with, for which there are no results.
+            root: ``[B, H]``, the embedding of the node behind them where that is no token.
         """
+        if root is not None:  # it is run, whatever stands for it among the tokens
+            nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
         inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
+        if root is not None:
+            vectors = self.embed(inputs.pop("input_ids")).clone()
+            vectors[:, text.length] = root
+            inputs["inputs_embeds"] = vectors
         kept = torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None
         return self.results(inputs, kept).behind(text.length)
 

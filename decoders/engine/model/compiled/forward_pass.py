@@ -40,13 +40,17 @@ class ForwardPass(Tiers):
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText = LeadingText(), piece: PromptPiece | None = None,
+        text: LeadingText = LeadingText(), piece: PromptPiece | None = None, root: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
         """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at.
 
         Args:
             piece: is read as well, in the same pass if :meth:`mixes` says so.
+            root: as of :meth:`Target.forward`; one pass of a call at most, which runs uncompiled.
         """
+        if root is not None:
+            with self._counted(nodes):
+                return self.target.forward(nodes, base, tree, buffers, view, text, root)
         if piece is not None:
             compiled, single = self.runs_compiled(several=True), nodes.shape[1] == 1
             faster_alone = self.target.dequantizes(piece.tokens.numel())
