@@ -45,8 +45,8 @@ def advise(
     with waiting(progress_console, f"loading {model}") as status:
         import decoders
 
-        from ..bench.prompts import read_prompts
         from ..bench.shapes import SHAPES
+        from ..prompts.reading import read_prompts
         from .bench_run import Subjects
         from .benches import duration
 

@@ -10,6 +10,7 @@ import typer
 
 from ..errors import SettingsError
 from .benches import (
+    Acceptance,
     JsonFile,
     Threads,
     by_strategy,
@@ -31,12 +32,9 @@ class BenchGroup(ExtensibleGroup):
         return ["[MODEL]", "[OPTIONS]", "[COMMAND]"]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and self._is_model(ctx, args[0]):
+        if args and not args[0].startswith("-") and not get_close_matches(args[0], self.list_commands(ctx), cutoff=0.7):
             args = ["--model", *args]
         return super().parse_args(ctx, args)
-
-    def _is_model(self, ctx: Any, word: str) -> bool:
-        return not word.startswith("-") and not get_close_matches(word, self.list_commands(ctx), cutoff=0.7)
 
 
 app = typer.Typer(invoke_without_command=True, cls=BenchGroup, rich_markup_mode=None)
@@ -70,6 +68,7 @@ def measure(
             "settings, STRATEGY[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
         ),
     ] = None,
+    acceptance: Acceptance = None,
     baselines: Annotated[
         list[str] | None,
         typer.Option(
@@ -168,8 +167,8 @@ def measure(
         from ..bench import Sampling
         from ..bench.methods import PLAIN
         from ..bench.plot import plot
-        from ..bench.suites import read_suite
         from ..bench.tables import noise
+        from ..prompts.suites import read_suite
         from ..settings import parse_assignments
         from . import bench_run, models
 
@@ -186,8 +185,8 @@ def measure(
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
-        strategies=names,
-        baselines=(named or []) if of_shapes else named, strategy_settings=strategy_settings, loop_settings=loop_settings,
+        strategies=names, baselines=(named or []) if of_shapes else named, acceptances=acceptance or [],
+        strategy_settings=strategy_settings, loop_settings=loop_settings,
         compile=compile, capacity=capacity, prompts=prompts, suite=suite,
         questions=[] if suite is None else read_suite(suite, data, limit, seed),
         samplings=(None, Sampling(seed=seed)) if suite is not None and temperature is None and sampling is None else (sampling,),

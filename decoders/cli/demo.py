@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..bench import Competitor, Record, Workload
-    from ..bench.prompts import Content
+    from ..prompts.reading import Content
 
 #: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
 DEMO_KINDS = ("copy", "code", "docstring")
@@ -84,7 +84,7 @@ def demo(
         from .. import bench as b
         from ..bench import machine
         from ..bench.methods import ASSISTED
-        from ..bench.prompts import bare
+        from ..prompts.reading import bare
         from .bench_run import Subjects
         from .benches import progress_bar
         from .live import show
@@ -198,7 +198,7 @@ def choose_prompts(
         raise UnknownNameError("kind of prompt", kind, known)
     kinds = known[:2] if kind is None else (kind,)
     if known is not DEMO_KINDS:
-        from ..bench.prompts import instructions
+        from ..prompts.reading import instructions
 
         return [instructions(name)[0] for name in kinds]
     first = [models.prompts(name)[0] for name in kinds]

@@ -17,7 +17,7 @@ from .console import plain_console, waiting
 from .models import Dtype, ModelName, known_strategy, set_aside
 
 if TYPE_CHECKING:
-    from ..bench.prompts import Content
+    from ..prompts.reading import Content
     from ..server.limits import Limits
 
 
@@ -230,8 +230,8 @@ def _service(
     told("writing a first token, and one with every strategy that needs heads or layers")
     service.warm_up()
     if corpus:
-        from ..bench.prompts import encode
         from ..generate import remember
+        from ..prompts.reading import encode
 
         remember(loaded, texts=[encode(tokenizer, content) for content in corpus])
     return service
@@ -243,7 +243,7 @@ def _corpus(path: Path) -> list[Content]:
     Raises:
         SettingsError: it is no file of texts.
     """
-    from ..bench.prompts import read_file
+    from ..prompts.reading import read_file
 
     try:
         contents = [content for _, content in read_file(path) if content]

@@ -249,8 +249,8 @@ def test_every_text_reaches_the_template(tokenizer: Any, template: str, expected
 
 
 def test_the_commands_show_a_template_of_parts_the_text(tokenizer: Any) -> None:
-    from decoders.bench.prompts import encode
     from decoders.cli.generate import encoded
+    from decoders.prompts.reading import encode
 
     own = copy.copy(tokenizer)
     own.chat_template = PARTS + ASKS
