@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 THREADS = 4
 #: Threads that do so for requests that take long: those with a grammar to be compiled, and large ones. The others do not wait for them.
 PATIENT_THREADS = 2
+#: Seconds that reading prompts may hold up a step: a client that sends one long prompt after the other must not stop those who write.
+LONGEST_PAUSE = 0.02
 #: Bytes of a body from which on it is a large one: its prompt takes 10 ms or more to be tokenized.
 LARGE = 32 << 10
 
@@ -74,7 +76,9 @@ class Service:
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
         self.slots = min(limits.slots, context_length(model))
-        options: dict[str, Any] = dict(rows=limits.rows, slots=limits.slots, queue=limits.queue)
+        options: dict[str, Any] = dict(
+            rows=limits.rows, slots=limits.slots, queue=limits.queue, longest_pause=LONGEST_PAUSE
+        )
         if config:
             options["decoders_config"] = dict(config)
         strategy_config, own = self._settle(strategy, strategy_config or {}), model.generation_config
