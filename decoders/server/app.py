@@ -116,6 +116,7 @@ async def _answered(
             raise Refusal(400, "something in the body is nested too deeply", code="invalid_value") from error
 
     def begin(content: bytes) -> B | Answer:
+        service.check_values(content)
         body = parsed(kind, content, service.list_checks)
         service.check(body)
         return body if len(content) <= LARGE and service.takes_long(body) else submit(body)

@@ -12,8 +12,7 @@ from typing import Any
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 INNOCENT = {"prompt": "def add(a, b):", "max_tokens": 24, "deadline": 20.0}
-LONG = {"prompt": "def add(a, b): return a + b\n" * 100, "max_tokens": 1}
-OTHERS = ("autoregressive", "suffix", "lookahead", "token_recycling")
+
 
 #: A route and a body; without one it is asked with GET.
 Asked = tuple[str, dict[str, Any] | bytes | None]
@@ -90,11 +89,6 @@ ATTACKS: dict[str, Callable[[int], Asked]] = {
     "tools": called,
     "settings of a strategy": settings("suffix", alpha=lambda number: 1 + number % 9973 / 1e4),
     "as many strategies as there may be": settings("prompt_lookup", max_ngram=lambda number: 4 + number % 4),
-    "strategies that read long prompts": lambda number: (
-        COMPLETE,
-        LONG | {"prompt": f"{number} {LONG['prompt']}", "strategy": OTHERS[number % 4]},
-    ),
-    "long prompts": lambda number: (COMPLETE, LONG | {"prompt": f"{number} {LONG['prompt']}"}),
     "metrics": lambda number: ("/metrics", None),
     "signs of life": lambda number: ("/health", None),
     "what is not there": lambda number: (f"/v1/{number}", None),
