@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -82,6 +83,11 @@ class GrammarError(DecodersError, ValueError):
     def __init__(self, message: str, keyword: str | None = None, path: str | None = None) -> None:
         super().__init__(message)
         self.keyword, self.path = keyword, path
+
+
+def canonical(name: str) -> str:
+    """`name` in the form in which names are compared: lower case, ``-`` and ``.`` as ``_``."""
+    return re.sub("[-_.]+", "_", name.strip()).lower()
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:

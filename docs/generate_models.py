@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 import decoders
 from decoders.testing import RECURRENT
+from decoders.testing.images import BLIND, SEEING, image_prompts, tiny_seeing_model
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 LENGTHS, NEW = (20, 150, 280), 10
@@ -110,6 +111,8 @@ TITLES = {
     "equal": "## Same tokens as transformers", "refused": "## Refused", "differs": "## Other tokens", "raises": "## Raw errors",
     "untried": "## Not tried",
 }  # fmt: skip
+#: Of the part about prompts with images.
+SEEING_TITLE = "## Prompts with images"
 
 
 @dataclass(frozen=True)
@@ -198,17 +201,31 @@ def outcome(design: str) -> Outcome:
             expected = [model.generate(text, **given) for text in texts]
         except Exception:  # it needs more than text, and with a strategy it must say so
             expected = [text[:, :0] for text in texts]
-        decoders.enable(model)
-        for text, wanted in zip(texts, expected, strict=True):
-            for strategy in ("autoregressive", "prompt_lookup"):
-                try:
-                    written = model.generate(text, strategy=strategy, decoders_config={"compile": False}, **given)
-                except decoders.DecodersError as error:
-                    return Outcome("refused", sentence(error))
-                except Exception as error:
-                    return Outcome("raises", said(error))
-                if not torch.equal(written, wanted):
-                    return Outcome("differs", f"{strategy}, {text.shape[1]} tokens")
+        return compared(model, [{"input_ids": text} for text in texts], expected)
+
+
+def seeing_outcome(design: str) -> Outcome:
+    """Decodes prompts with images: one, and a batch with two, none and one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, prompts = tiny_seeing_model(design), [image_prompts(design, images) for images in ((1,), (2, 0, 1))]
+        return compared(model, prompts, [model.generate(**prompt, max_new_tokens=NEW) for prompt in prompts])
+
+
+def compared(model: PreTrainedModel, prompts: list[dict[str, torch.Tensor]], expected: list[torch.Tensor]) -> Outcome:
+    """Whether the model writes what is expected with strategies. prompts: arguments of ``generate``."""
+    decoders.enable(model)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        for strategy in ("autoregressive", "prompt_lookup"):
+            given = {"max_new_tokens": NEW, "do_sample": False, "decoders_config": {"compile": False}}
+            try:
+                written = model.generate(**prompt, strategy=strategy, **given)
+            except decoders.DecodersError as error:
+                return Outcome("refused", sentence(error))
+            except Exception as error:
+                return Outcome("raises", said(error))
+            if not torch.equal(written, wanted):
+                return Outcome("differs", f"{strategy}, {prompt['input_ids'].shape[1]} tokens")
     return Outcome("equal")
 
 
@@ -223,8 +240,8 @@ def sentence(error: Exception) -> str:
     return text.removesuffix(" Call generate without strategy=.")
 
 
-def page(outcomes: dict[str, Outcome]) -> str:
-    return "\n".join(_lines(outcomes)) + "\n"
+def page(outcomes: dict[str, Outcome], seeing: dict[str, Outcome]) -> str:
+    return "\n".join([*_lines(outcomes), *_seeing_lines(seeing)]) + "\n"
 
 
 def _lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
@@ -259,10 +276,21 @@ def _lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
             yield f"| `{name}` | {cell(outcomes[name].why)} |"
 
 
+def _seeing_lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
+    yield from ("", SEEING_TITLE, "")
+    yield (
+        "Tiny random models that see, likewise, with prompts of one image, and in batches with two, none and one. Designs that are not "
+        "named here are checked at their first prompt with an image."
+    )
+    yield from ("", "| Design | |", "|---|---|")
+    for name, result in outcomes.items():
+        yield f"| `{name}` | {TITLES[result.verdict].removeprefix('## ').lower()}{': ' * bool(result.why)}{cell(result.why)} |"
+
+
 def verdict_in(text: str, design: str) -> str | None:
     """What the page says of a design."""
     verdict = None
-    for line in text.splitlines():
+    for line in text.partition(SEEING_TITLE)[0].splitlines():
         verdict = next((name for name, title in TITLES.items() if line.startswith(title)), verdict)
         if verdict and f"`{design}`" in (line.split("|")[1] if line.startswith("|") else line):
             return verdict
@@ -279,7 +307,8 @@ def main() -> None:
     for design in designs():
         outcomes[design] = outcome(design)
         sys.stderr.write(f"{design}: {outcomes[design].verdict}\n")
-    target.write_text(page(outcomes), encoding="utf-8")
+    seeing = {design: seeing_outcome(design) for design in (*SEEING, *BLIND)}
+    target.write_text(page(outcomes, seeing), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -149,8 +149,8 @@ MUTATIONS = (
     ),
     Mutation(
         "given-keys-and-values-are-computed-again", "decoders/engine/decode/prompts.py",
-        "(longest if given else pending)",
-        "pending",
+        "list(reused) if given else [",
+        "[",
         ("exactness/test_given_cache.py",),
     ),
     Mutation(
@@ -485,7 +485,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-stream-shows-half-a-stop-string", "decoders/server/texts.py",
-        "count = len(text) if ended else len(text) - self._open(text)",
+        "count = len(text) if ended else len(text) - unfinished(text, self.stops)",
         "count = len(text)",
         ("server/test_texts.py",),
     ),

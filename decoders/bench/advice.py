@@ -15,11 +15,13 @@ from ..costs.curve import default_folder
 from ..errors import SettingsError
 from ..generate import enabled
 from ..plugins import registry
+from ..prompts.reading import Content, read_prompts
 from ..settings import RuntimeSettings, load_settings
+from . import machine
 from .call import decode, vocabulary_size
 from .measurement import Competitor, take_turns
 from .methods import PLAIN, Method, strategy_methods, transformers_methods
-from .prompts import Content, Workload, read_prompts, workloads
+from .prompts import Workload, workloads
 from .records import Record, summarise
 from .shapes import SHAPES, random_workloads
 from .verdict import AUTO, Verdict, pooled, times, verdicts
@@ -65,6 +67,7 @@ class Advice:
         seconds: that finding out took.
         new_tokens, prompts: of the texts that were written for it.
         records: what was measured, uncompiled and compiled.
+        busy: a warning where other processes took the cores meanwhile, else "".
     """
 
     verdict: Verdict
@@ -74,6 +77,7 @@ class Advice:
     new_tokens: int
     prompts: int
     records: tuple[Record, ...] = field(repr=False)
+    busy: str = ""
 
     def __str__(self) -> str:
         return "\n".join([self.verdict.text, *([f"    {self.code}"] if self.code else []), *self.lines])
@@ -96,14 +100,15 @@ class Advice:
             worth = "worth a try" if outlook.ratio > 1.1 * now else "no more than this has"
             speed = f"{times(outlook.ratio)} times transformers' tokens/s"
             result.append(f"{outlook.what} would have {speed}, {worth} (reckoned for {outlook.supposed}).")
-        return result
+        return [*result, *([self.busy] if self.busy else [])]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return {
             "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling,
             "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds,
-            "new_tokens": self.new_tokens, "prompts": self.prompts, "records": [record.as_dict() for record in self.records],
+            "new_tokens": self.new_tokens, "prompts": self.prompts, "busy": self.busy,
+            "records": [record.as_dict() for record in self.records],
         }  # fmt: skip
 
 
@@ -134,7 +139,7 @@ def advise(
         SettingsError: there is no prompt, or no tokenizer to read them with.
         UnsupportedError: a model that cannot be decoded.
     """
-    begin = time.monotonic()
+    begin, busy = time.monotonic(), machine.busy()
     generate = enabled(model, tokenizer)
     random = str(getattr(model.config, "name_or_path", "")) in SHAPES
     every = _workloads(model, generate.tokenizer, prompts, random)
@@ -182,7 +187,16 @@ def advise(
             curve = engine.calibration.measured(folder, [1], [context], compiling, 0.05 * seconds)
         if plain := _speed(compiled if compiling else uncompiled, PLAIN):
             outlooks += _outlooks(curve, context, compiling, plain)
-    return Advice(verdict, gain, tuple(outlooks), time.monotonic() - begin, new_tokens, len(chosen), tuple(records))
+    return Advice(
+        verdict,
+        gain,
+        tuple(outlooks),
+        time.monotonic() - begin,
+        new_tokens,
+        len(chosen),
+        tuple(records),
+        busy or machine.busy(),
+    )
 
 
 def _workloads(

@@ -20,8 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..engine.model.compiled.functions import compilations
+from ..strategies.synthetic import Synthetic
 from .machine import synchronize
-from .methods import Method
+from .methods import PLAIN, Method
 from .prompts import Workload
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
     # transformers' own must not pass through ours, whose default strategy may be set in the environment.
     loaded: Any = model  # its type does not tell `generate`, which comes with the class that was loaded
     generate = loaded.generate if method.ours else type(loaded).generate.__get__(loaded)
+    drafter = arguments.get("strategy")
+    if isinstance(drafter, Synthetic):
+        _rehearse(drafter, generate, arguments)
     with lent_configs(method), _unwarned(method):
         graphs = compilations()
         synchronize(model.device)
@@ -89,6 +93,18 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
     report = output.report if method.ours else None
     compiling = report.timings.compile if report is not None else 0.0
     return TimedCall(output.sequences.cpu(), seconds, compiling, compilations() - graphs, report)
+
+
+def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Lets a drafter know what plain decoding writes in a call, unless it has just been told."""
+    ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
+    key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
+    if vars(drafter).get("rehearsed") == key:
+        return
+    written = generate(**{name: value for name, value in arguments.items() if name != "streamer"} | {"strategy": PLAIN})
+    for prompt, kept, row in zip(ids, mask, written.sequences[:, ids.shape[1] :].tolist(), strict=True):
+        drafter.learn(prompt[kept].tolist(), row)
+    vars(drafter)["rehearsed"] = key
 
 
 def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:

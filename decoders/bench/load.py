@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..serving.scheduler import Scheduler
+from ..strategies.synthetic import Synthetic
 
 #: Spread of the lengths: standard deviation of their logarithm.
 SPREAD = 0.9
@@ -84,8 +85,29 @@ def arrivals(
     return requests
 
 
+def rehearse(
+    model: PreTrainedModel, drafters: Sequence[Synthetic], load: Sequence[Arrival], options: Mapping[str, Any]
+) -> None:
+    """Lets made-up drafters know what plain decoding writes for a load."""
+    longest: dict[tuple[int, ...], int] = {}
+    for request in load if drafters else ():
+        longest[tuple(request.prompt)] = max(longest.get(tuple(request.prompt), 0), request.new_tokens)
+    for prompt, new_tokens in longest.items():
+        ids = torch.tensor([prompt], device=model.device)
+        (text,) = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            strategy="autoregressive",
+            **options,
+        ).tolist()
+        for drafter in drafters:
+            drafter.learn(prompt, text[len(prompt) :])
+
+
 def scheduled(
-    model: PreTrainedModel, strategy: str, load: Sequence[Arrival], rows: int, options: Mapping[str, Any]
+    model: PreTrainedModel, strategy: str | Synthetic, load: Sequence[Arrival], rows: int, options: Mapping[str, Any]
 ) -> LoadResult:
     """A :class:`decoders.Scheduler` with so many rows."""
     ends = [0.0] * len(load)
@@ -112,7 +134,11 @@ def scheduled(
 
 
 def in_batches(
-    model: PreTrainedModel, strategy: str | None, load: Sequence[Arrival], rows: int, options: Mapping[str, Any]
+    model: PreTrainedModel,
+    strategy: str | Synthetic | None,
+    load: Sequence[Arrival],
+    rows: int,
+    options: Mapping[str, Any],
 ) -> LoadResult:
     """``generate`` over batches of up to `rows` of those that have arrived, each until its longest row ends; None: transformers'."""
     ours = {} if strategy is None else {"strategy": strategy, **options}

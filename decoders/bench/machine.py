@@ -20,13 +20,14 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..common.devices import cpu_name
+from ..engine.model.threads import WAITING, waiting_share
 
 # Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Processor, threads, device, versions and whether memory can be measured, JSON-safe."""
+    """Processor, threads, device, versions, whether memory can be measured and what :func:`busy` says, JSON-safe."""
     from ..common.version import __version__
 
     return {
@@ -41,7 +42,18 @@ def facts(device: torch.device) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "decoders": __version__,
         "memory": resident() is not None,
+        "busy": busy(),
     }
+
+
+def busy() -> str:
+    """A warning where other processes take this machine's cores, else ""."""
+    if torch.get_num_threads() == 1 or (waits := waiting_share(0.1)) <= WAITING:
+        return ""
+    return (
+        f"Busy: other processes take the cores, parallel code waits {waits:.0%} of its time. That slows transformers more than "
+        "this loop, so ratios are too high: measure again on a quiet machine."
+    )
 
 
 def synchronize(device: torch.device) -> None:

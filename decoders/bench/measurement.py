@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from .. import generate
 from ..errors import DecodersError
 from ..report import Report, Stage
-from .call import Decode, PutCounter, compiled_share, decode, first_token, forwards, stamped, written
+from .call import Decode, PutCounter, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .machine import PeakMemory, resident
 from .methods import Method
 from .prompts import Workload
@@ -186,6 +186,7 @@ def measure(
     progress: Progress = lambda what, left: None,
     decode: Decode = decode,
     first_tokens: bool = True,
+    checks: bool = True,
 ) -> list[Competitor]:
     """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
 
@@ -198,7 +199,7 @@ def measure(
     try:
         take_turns(
             entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=progress, decode=decode,
-            first_tokens=first_tokens,
+            first_tokens=first_tokens, checks=checks,
         )  # fmt: skip
     except KeyboardInterrupt:
         if not _keep_complete(entries):
@@ -247,19 +248,24 @@ def take_turns(
     progress: Progress = lambda what, left: None,
     decode: Decode = decode,
     first_tokens: bool = True,
+    checks: bool = True,
     deadline: float | None = None,
 ) -> int:
     """One untimed call per workload (its text is compared, and caches are filled for its shape), then `repeats` timed rounds over all
     workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
     ``time.monotonic``, no other one than the first begins.
+
+    Args:
+        first_tokens: whether the time to the first token is measured, in a call of its own.
+        checks: whether there are untimed calls; else the texts of the first round are compared.
     """
-    pace = _Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0)
+    pace = _Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks)
     forget(entries)
-    for workload in workloads:
+    for workload in workloads if checks else ():
         for entry in entries:
             progress(f"{entry.method.name} · check", pace.left())
             with pace.check(entry, workload):
-                _attempt(entry, partial(_check, entry, workload, new_tokens, decode))
+                _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
     turn = 0
     for repeat in range(repeats):
         if repeat and deadline is not None and time.monotonic() > deadline:
@@ -281,12 +287,13 @@ class _Pace:
 
     Args:
         sample: seconds of a timed call over those of an untimed one, until some were timed.
+        checks: whether there are untimed ones.
     """
 
     def __init__(
-        self, entries: Sequence[Competitor], workloads: Sequence[Workload], repeats: int, sample: float
+        self, entries: Sequence[Competitor], workloads: Sequence[Workload], repeats: int, sample: float, checks: bool
     ) -> None:
-        self.entries, self.sample_over_check = entries, sample
+        self.entries, self.sample_over_check, self.checked = entries, sample, checks
         self.checks, self.samples = dict[tuple[int, str], float](), dict[tuple[int, str], float]()
         self.rounds = {(id(entry), workload.name): repeats for entry in entries for workload in workloads}
 
@@ -307,15 +314,16 @@ class _Pace:
         """Expected seconds until the end."""
         going = {id(entry): entry for entry in self.entries if entry.status == "ok"}
         # A prompt may be longer than the one of the warm-up.
-        known = [(self.checks[key], self._warm(going[key[0]])) for key in self.checks if key[0] in going]
+        once = self.checks if self.checked else self.samples
+        known = [(once[key], self._warm(going[key[0]])) for key in once if key[0] in going]
         scale = sum(check for check, _ in known) / max(sum(warm for _, warm in known), 1e-9) if known else 1.0
-        timed = [(self.samples[key], self.checks[key]) for key in self.samples if key[0] in going]
+        timed = [(self.samples[key], once[key]) for key in self.samples if key[0] in going]
         if timed:
             self.sample_over_check = sum(s for s, _ in timed) / max(sum(check for _, check in timed), 1e-9)
         total = 0.0
         for key in [key for key in self.rounds if key[0] in going]:
-            check = self.checks.get(key, scale * self._warm(going[key[0]]))
-            total += (key not in self.checks) * check
+            check = once.get(key, scale * self._warm(going[key[0]]))
+            total += (self.checked and key not in self.checks) * check
             total += self.rounds[key] * self.samples.get(key, self.sample_over_check * check)
         return total
 
@@ -331,7 +339,7 @@ def forget(entries: Sequence[Competitor]) -> None:
             generate.forget(entry.method.model)
 
 
-def _attempt(entry: Competitor, action: Callable[[], None]) -> None:
+def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
     if entry.status != "ok":
         return
     try:
@@ -366,17 +374,24 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
     )  # fmt: skip
 
 
-def _check(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
-    counter = None if entry.method.ours else PutCounter()
-    with forwards(entry.method.assistant) as drafted:
-        call = decode(entry.method, workload, new_tokens, counter)
-    tokens = written(entry.method, workload, call.sequences)
+def _call(
+    method: Method, entry: Competitor, workload: Workload, new_tokens: int, decode: Decode
+) -> tuple[TimedCall, list[list[int]]]:
+    """A call and what it wrote; the first one of a workload is noted in ``entry.checks``."""
+    if workload.name in entry.checks:
+        call = decode(method, workload, new_tokens)
+        return call, written(method, workload, call.sequences)
+    counter = None if method.ours else PutCounter()
+    with forwards(method.assistant) as drafted:
+        call = decode(method, workload, new_tokens, counter)
+    tokens = written(method, workload, call.sequences)
     if (report := call.report) is not None:
         entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
     else:
         steps = call.steps or (counter.puts if counter is not None and counter.puts else max(map(len, tokens)))
         length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
         entry.checks[workload.name] = Check(tokens, steps, length, drafted[0] or None)
+    return call, tokens
 
 
 def _sample(
@@ -389,8 +404,8 @@ def _sample(
     first_tokens: bool,
 ) -> None:
     method = entry.method.in_round(repeat)
-    call = decode(method, workload, new_tokens)
-    count = sum(map(len, written(method, workload, call.sequences)))
+    call, tokens = _call(method, entry, workload, new_tokens, decode)
+    count = sum(map(len, tokens))
     first = first_token(method, workload, new_tokens, decode) if first_tokens else None
     parts: dict[str, Any] = {"prompt_tokens": workload.input_ids.shape[1]}
     if (report := call.report) is not None:

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import compiled_on_any_device
 from ..constraints import CompiledGrammar, Spec, regex
-from ..errors import SettingsError, UnknownNameError
+from ..errors import SettingsError, UnknownNameError, canonical
 from ..generate import enable
 from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
-from ..registry.kinds import canonical
 from ..settings import RuntimeSettings, load_settings
+from ..strategies.synthetic import Synthetic
 from .variants import Variant, assistant_tokens, parse
 
 #: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
@@ -261,6 +261,26 @@ def strategy_methods(
             f"settings given for {', '.join(sorted(set(settings_by_strategy) - used))}, which is not measured"
         )
     return list(methods.values())
+
+
+def synthetic_methods(model: PreTrainedModel, acceptances: Sequence[str], **options: Any) -> list[Method]:
+    """A drafter for each of `acceptances` that is right as often as that says: :class:`~decoders.strategies.synthetic.Synthetic`.
+
+    Args:
+        options: as :func:`strategy_methods` takes them.
+
+    Raises:
+        SettingsError: they are no shares.
+    """
+    drafters = {f"synthetic[{text}]": Synthetic.of(text) for text in acceptances}
+    plain = strategy_methods(model, [PLAIN], **options)[0] if drafters else None
+    return [
+        replace(
+            plain, name=name, arguments={**plain.arguments, "strategy": drafter}, settings=drafter.settings.model_dump()
+        )
+        for name, drafter in drafters.items()
+        if plain is not None
+    ]
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:

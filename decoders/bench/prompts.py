@@ -1,152 +1,18 @@
-"""Prompts: what people ask of chat models, made-up ones at the two ends of what drafting can meet, files, and batches of them.
-
-Text whose continuation is obvious and random bytes ask how a strategy behaves where every draft token is right and where none
-is; instructions lie in between.
-"""
+"""Prompts in batches."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..errors import SettingsError
-from ..server.prompts import prompt_text
+from ..prompts.reading import Content, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-#: A text to go on with, or what was said so far, for a chat template.
-Content = str | list[dict[str, str]]
-#: Prompts as they are read: name, kind, text or messages.
-Texts = list[tuple[str, str, Content]]
-
-#: Kinds that are made up: texts that go on in an obvious way, each cut off within a line; random printable characters; and the same
-#: edit asked for ten times, each time of the file as it is then, which is what an agent does that works on one file.
-MADE_UP = ("predictable", "random", "agent")
-#: Kinds of instructions. The answer to a story repeats neither the prompt nor itself: lookups have little to find.
-INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
-
-
-def instructions(kind: str) -> Texts:
-    """Those of a kind that come with this package; of :data:`MADE_UP`, too."""
-    with resources.as_file(resources.files(__package__).joinpath("prompts.jsonl")) as path:
-        return [(item["id"], kind, _prompt(item, kind)[1]) for item in read_rows(path) if item["kind"] == kind]
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """Tokens of a prompt: messages through the chat template, or as bare text where the tokenizer has none."""
-    if isinstance(content, str) or not tokenizer.chat_template:
-        return list(tokenizer(bare(content))["input_ids"])
-    # The template writes the special tokens itself.
-    text = prompt_text(tokenizer, content)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def bare(content: Content) -> str:
-    """What is said in a prompt, without a template."""
-    if isinstance(content, str):
-        return content
-    return "\n\n".join(message["content"] for message in content) + "\n\n"
-
-
-#: All kinds of instructions; one of them is ``instruct:edit``.
-INSTRUCT = "instruct"
-
-
-def read_prompts(chosen: str, limit: int | None) -> Texts:
-    """The prompts that ``--prompts`` asks for, `limit` of each kind.
-
-    Args:
-        chosen: kinds, comma-separated: the demo's (``all`` is all of these), ``instruct`` and ``instruct:edit``,
-            ``predictable``, ``random``, ``agent``; or a file.
-
-    Raises:
-        SettingsError: no such kind or file, or no prompt in it.
-    """
-    from .. import demo
-
-    groups = {"all": demo.KINDS, INSTRUCT: tuple(f"{INSTRUCT}:{kind}" for kind in INSTRUCTIONS)}
-    known = (*demo.KINDS, *groups[INSTRUCT], *MADE_UP, *groups)
-    pieces = [piece.strip() for piece in chosen.split(",") if piece.strip()]
-    if not pieces or set(pieces) - {*known}:
-        return _from_file(chosen, limit, known)
-    texts: Texts = []
-    for kind in dict.fromkeys(kind for piece in pieces for kind in groups.get(piece, (piece,))):
-        if kind in demo.KINDS:
-            texts += [(p.id, p.kind, p.text) for p in demo.prompts(kind)[:limit]]
-        else:
-            prefix = f"{INSTRUCT}:" if kind.startswith(INSTRUCT) else ""
-            own = instructions(kind.removeprefix(prefix))[:limit]
-            texts += [(prefix + name, kind, content) for name, _, content in own]
-    return texts
-
-
-def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
-    try:
-        prompts = read_file(Path(chosen))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        kinds = ", ".join(known)
-        raise SettingsError(f"--prompts {chosen!r} is neither one of {kinds} nor a readable file: {error}") from error
-    if not any(text for _, text in prompts):
-        raise SettingsError(f"--prompts {chosen}: there is no text in it")
-    texts: Texts = []
-    for kind in dict.fromkeys(kind for kind, _ in prompts):
-        contents = [text for other, text in prompts if other == kind][:limit]
-        texts += [(f"{kind}-{number:02}", kind, text) for number, text in enumerate(contents, 1)]
-    return texts
-
-
-def read_file(path: Path) -> list[tuple[str, Content]]:
-    """Kind and content of the texts of a file: a text, or objects with text or messages, see :func:`read_rows`.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError: it is no such file.
-    """
-    if path.suffix.lower() in (".jsonl", ".gz", ".parquet"):
-        return [_prompt(item, path.name.partition(".")[0]) for item in read_rows(path)]
-    return [(path.stem, path.read_text(encoding="utf-8"))]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file: JSON lines, packed with gzip or not, or parquet.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is no such file. SettingsError: parquet without pyarrow.
-    """
-    if path.suffix.lower() == ".parquet":
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise SettingsError(f"{path} is read with pyarrow: pip install 'hf-decoders[bench]'") from error
-        return list(pyarrow.parquet.read_table(path).to_pylist())
-    content = path.read_bytes()
-    try:
-        text = (gzip.decompress(content) if path.suffix.lower() == ".gz" else content).decode()
-    except (EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    return [json.loads(line) for line in text.split("\n") if line.strip()]  # texts hold other ends of lines
-
-
-def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:
-    """Kind (by default the file's name) and content of a line: a text, or messages with role and content.
-
-    Raises:
-        KeyError: it has neither.
-        TypeError: it has neither.
-    """
-    if "messages" not in item:
-        return item.get("kind", kind), item["text"]
-    messages = [{"role": message["role"], "content": message["content"]} for message in item["messages"]]
-    return item.get("kind", kind), messages
 
 
 @dataclass(frozen=True)

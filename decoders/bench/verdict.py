@@ -97,7 +97,9 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
     """One for every group in which a method of ours was measured. near: see :data:`NEAR`."""
     result = []
     for group, methods in pooled(records).items():
-        usable = [r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r)]
+        usable = [
+            r for r in methods if r.ours and r.exact and r.ratio is not None and not _wrong(r) and not _made_up(r)
+        ]
         if not usable:
             continue
         best = chosen(usable, near)
@@ -146,6 +148,11 @@ def arguments(record: Record) -> dict[str, Any]:
 def _wrong(record: Record) -> bool:
     """Whether it wrote other tokens where it has to write the same; near-ties in low precision are no fault."""
     return record.identical is False and record.dtype == "float32"
+
+
+def _made_up(record: Record) -> bool:
+    """Whether nobody can use it: its drafter knew the text."""
+    return record.method.startswith("synthetic[")
 
 
 def _median(record: Record) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from ..errors import DecodersError
 from .console import plain_console
-from .extensions import ExtensibleGroup
+from .extensions import ExtensibleGroup, UsageError
 
 #: Options that users of transformers look for, and what there is instead.
 INSTEAD = {
@@ -20,8 +21,6 @@ INSTEAD = {
     "--draft-model": "--assistant names the draft model",
     "--max-length": "--max-new-tokens says how many tokens are written",
 }
-#: Of a command line; typer does not name it.
-UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(ExtensibleGroup):
@@ -80,6 +79,7 @@ app = typer.Typer(
     name="decoders",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Faster decoding for Hugging Face causal language models.",
 )
@@ -105,6 +105,11 @@ def options(
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # what a terminal of another encoding cannot show is no reason to end
     app(prog_name="decoders")
     sys.exit(0)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .console import waiting
+from .models import Dtype
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ def advise(
     draft: Annotated[str | None, typer.Option(help="Draft model to try as well.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="That it may take, loading apart.")] = 90.0,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda …; default: CUDA if there is one.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
@@ -44,8 +45,8 @@ def advise(
     with waiting(progress_console, f"loading {model}") as status:
         import decoders
 
-        from ..bench.prompts import read_prompts
         from ..bench.shapes import SHAPES
+        from ..prompts.reading import read_prompts
         from .bench_run import Subjects
         from .benches import duration
 

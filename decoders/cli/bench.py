@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from ..errors import SettingsError
 from .benches import (
+    Acceptance,
     JsonFile,
     Threads,
     by_strategy,
@@ -22,7 +24,23 @@ from .benches import (
 )
 from .extensions import ExtensibleGroup
 
-app = typer.Typer(invoke_without_command=True, cls=ExtensibleGroup)
+
+class BenchGroup(ExtensibleGroup):
+    """``decoders bench MODEL …`` is ``decoders bench --model MODEL …``: a word that is close to no command is a model."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[MODEL]", "[OPTIONS]", "[COMMAND]"]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and self._is_model(ctx, args[0]):
+            args = ["--model", *args]
+        return super().parse_args(ctx, args)
+
+    def _is_model(self, ctx: Any, word: str) -> bool:
+        return not word.startswith("-") and not get_close_matches(word, self.list_commands(ctx), cutoff=0.7)
+
+
+app = typer.Typer(invoke_without_command=True, cls=BenchGroup, rich_markup_mode=None)
 
 
 def measure(
@@ -50,9 +68,10 @@ def measure(
             "--strategies",
             "-s",
             help="Strategies, comma-separated or repeated; a+b merges, STRATEGY[KEY=VALUE,…] is a variant with other "
-            "settings, STRATEGY\\[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
+            "settings, STRATEGY[compile=false] the uncompiled tier. Default: all; of shapes autoregressive, prompt_lookup.",
         ),
     ] = None,
+    acceptance: Acceptance = None,
     baselines: Annotated[
         list[str] | None,
         typer.Option(
@@ -151,8 +170,8 @@ def measure(
         from ..bench import Sampling
         from ..bench.methods import PLAIN
         from ..bench.plot import plot
-        from ..bench.suites import read_suite
         from ..bench.tables import noise
+        from ..prompts.suites import read_suite
         from ..settings import parse_assignments
         from . import bench_run, models
 
@@ -169,8 +188,8 @@ def measure(
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
-        strategies=names,
-        baselines=(named or []) if of_shapes else named, strategy_settings=strategy_settings, loop_settings=loop_settings,
+        strategies=names, baselines=(named or []) if of_shapes else named, acceptances=acceptance or [],
+        strategy_settings=strategy_settings, loop_settings=loop_settings,
         compile=compile, capacity=capacity, prompts=prompts, suite=suite,
         questions=[] if suite is None else read_suite(suite, data, limit, seed),
         samplings=(None, Sampling(seed=seed)) if suite is not None and temperature is None and sampling is None else (sampling,),
@@ -187,7 +206,7 @@ def measure(
     console.print(footnote(run.facts), style="dim")
     if run.interrupted:
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
-    if warning := noise(run.records):
+    for warning in filter(None, (noise(run.records), run.facts["busy"])):
         console.print(warning, style="yellow")
     if json_file is not None:
         write_json(run.as_dict(), json_file)
@@ -200,6 +219,7 @@ def measure(
 def bench(context: typer.Context, **options: Any) -> None:
     """Measure strategies and transformers' own methods side by side.
 
+    Everything that is registered, on a dozen prompts, takes many minutes: --strategy and --baseline name what to measure.
     All dtypes of the model are in memory at once, so that they take turns too.
     """
     if context.invoked_subcommand is None:

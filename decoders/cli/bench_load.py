@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UnknownNameError
-from .benches import JsonFile, Threads, conclude, consoles, pieces, progress_bar, with_options_of
+from .benches import Acceptance, JsonFile, Threads, conclude, consoles, pieces, progress_bar, with_options_of
 from .console import waiting
 from .models import set_aside
 
 if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
+    from ..strategies.synthetic import Synthetic
 
     #: Opens a method for a load, given the model's dtype as well: what decodes that load, as often as it is asked.
     Opens = Callable[[Sequence[Arrival], str], AbstractContextManager[Callable[[Sequence[Arrival]], LoadResult]]]
@@ -32,6 +33,7 @@ def measure_load(
     strategies: Annotated[
         list[str] | None, typer.Option("--strategy", "-s", help="Strategies; repeatable. Default: autoregressive.")
     ] = None,
+    acceptance: Acceptance = None,
     methods: Annotated[
         list[str] | None, typer.Option("--method", help=f"{', '.join(METHODS)}; repeatable. Default: the first three.")
     ] = None,
@@ -74,12 +76,14 @@ def measure_load(
 
     import decoders
 
-    from ..bench.load import arrivals, continuous, in_batches, scheduled
-    from ..bench.prompts import INSTRUCTIONS, encode, instructions
+    from ..bench.load import arrivals, continuous, in_batches, rehearse, scheduled
     from ..bench.tables import fitting, load_table
+    from ..prompts.reading import INSTRUCTIONS, encode, instructions
     from ..report import Report
+    from ..strategies.synthetic import Synthetic
     from . import models
 
+    drafters = [Synthetic.of(text) for text in acceptance or ()]
     if threads is not None:
         torch.set_num_threads(threads)
     with waiting(progress_console, f"loading {model}"):
@@ -93,9 +97,11 @@ def measure_load(
     # Every prompt is read, whatever was read before.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]  # packs, compiles
-    runs = [(method, strategy) for method in chosen for strategy in (named if method in METHODS[:2] else [None])]
+    rehearse(loaded, drafters, waves, options)
+    ours: list[str | Synthetic | None] = [*named, *drafters]
+    runs = [(method, strategy) for method in chosen for strategy in (ours if method in METHODS[:2] else [None])]
 
-    def run_of(method: str, strategy: str | None, load: Sequence[Arrival]) -> LoadResult:
+    def run_of(method: str, strategy: str | Synthetic | None, load: Sequence[Arrival]) -> LoadResult:
         if method == "scheduler":
             assert strategy is not None
             return scheduled(loaded, strategy, load, rows, options)

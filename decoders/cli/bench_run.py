@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import bench
 from ..bench import Method, Record, Sampling, machine
 from ..bench.call import vocabulary_size, written
-from ..bench.methods import PLAIN
-from ..bench.prompts import Content, Texts, read_prompts
+from ..bench.methods import PLAIN, synthetic_methods
 from ..bench.shapes import SHAPES
-from ..bench.suites import SUITES, Question, conversations
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
 from ..bench.verdict import Verdict, pooled, verdicts
 from ..errors import SettingsError, UnknownNameError
+from ..prompts.reading import Content, Texts, read_prompts
+from ..prompts.suites import SUITES, Question, conversations
 from . import models
 from .benches import in_both_tiers, interrupted_by_sigterm, pieces, progress_bar
 from .console import waiting
@@ -37,6 +37,7 @@ class Plan:
         of_shapes: whether they are shapes.
         draft, assistant_tokenizer, device: of every subject; see the options.
         strategies, baselines: names; None for all.
+        acceptances: of made-up drafters.
         strategy_settings: by strategy.
         loop_settings: what was set of the loop.
         compile, capacity: of the loop as well.
@@ -56,6 +57,7 @@ class Plan:
     device: str | None
     strategies: list[str] | None
     baselines: list[str] | None
+    acceptances: list[str]
     strategy_settings: dict[str, dict[str, Any]]
     loop_settings: dict[str, Any]
     compile: bool
@@ -253,6 +255,14 @@ class Run:
                 target, plan.strategies, assistant, plan.strategy_settings, plan.config, tokenizer, label, sampling,
                 tokenizers.get("assistant_tokenizer"),
             )  # fmt: skip
+            methods += synthetic_methods(
+                target,
+                plan.acceptances,
+                decoders_config=plan.config,
+                tokenizer=tokenizer,
+                dtype=label,
+                sampling=sampling,
+            )
         methods += self.subjects.methods(plan, name, methods, self.console)
         return methods, tokenizer
 
@@ -298,12 +308,14 @@ class Run:
         with interrupted_by_sigterm():
             for sampling, group in itertools.product(plan.samplings, groups):
                 drawing = [replace(method, sampling=sampling) for method in methods]
-                total = bench.calls(len(methods), len(group), plan.repeats)
+                total = bench.calls(len(methods), len(group), plan.repeats) - len(methods) * len(group) * (
+                    plan.suite is not None
+                )
                 try:
                     with progress_bar(self.console, total) as advance:
                         entries = bench.measure(
                             drawing, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
-                            first_tokens=plan.suite is None,
+                            first_tokens=plan.suite is None, checks=plan.suite is None,
                         )  # fmt: skip
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
 ]
+Acceptance = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Measure a made-up drafter, too, that is right so often: 0.8 (its first token, 0.8² its first two …, of five), or shares "
+        "by position, 0.9,0.8,0.6; repeatable."
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
 
 

@@ -12,15 +12,19 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import typer
+from typer.main import get_command
+
 from ..common.files import cache_folder, write_whole
 from ..common.version import __version__
+from ..errors import PluginError
 
 if TYPE_CHECKING:
     from ..plugins import Entry
@@ -61,13 +65,59 @@ def taken(kind: str) -> Items:
     from ..registry.kinds import DISTRIBUTION
 
     if kind == "plugins":
-        items = [asdict(info) for info in registry().plugins()]
+        unusable = unusable_commands()
+        items = [
+            asdict(info) | ({"status": "failed", "error": unusable[info.key]} if info.key in unusable else {})
+            for info in registry().plugins()
+        ]
     else:
         entries: Iterable[Entry[Any]] = getattr(registry(), kind)().values()
         if kind in ("grammars", "commands"):
             entries = [entry for entry in entries if entry.provider != DISTRIBUTION]
         items = [_facts(entry, kind) for entry in entries]
     return cast(Items, json.loads(json.dumps(items, default=str)))  # as it comes out of a file
+
+
+def added_commands() -> dict[str, Callable[..., None]]:
+    """What plugins add, by name. Where none adds any, torch is not imported to find that out."""
+    return _commands_of_plugins() if catalogue("commands") else {}
+
+
+def _commands_of_plugins() -> dict[str, Callable[..., None]]:
+    from ..plugins import registry
+    from ..registry.kinds import DISTRIBUTION
+
+    entries = registry().commands()
+    return {name: entry.cls for name, entry in entries.items() if entry.provider != DISTRIBUTION}
+
+
+def as_command(function: Callable[..., None], name: str) -> Any:
+    """`function` as a command.
+
+    Raises:
+        PluginError: Typer cannot read its parameters.
+    """
+    made = typer.Typer(add_completion=False, rich_markup_mode=None)
+    made.command(name.rpartition(" ")[2])(function)
+    try:
+        return get_command(made)
+    except Exception as error:
+        raise PluginError(f"command {name!r} cannot be used: {type(error).__name__}: {error}") from error
+
+
+def unusable_commands() -> dict[str, str]:
+    """What is wrong with commands of plugins, by the plugin's key."""
+    from ..plugins import registry
+
+    wrong: dict[str, str] = {}
+    for info in registry().plugins():
+        for name in info.commands:
+            try:
+                if (function := _commands_of_plugins().get(name)) is not None:
+                    as_command(function, name)
+            except PluginError as error:
+                wrong[info.key] = f"{wrong[info.key]}; {error}" if info.key in wrong else str(error)
+    return wrong
 
 
 #: The attributes of a class that are listed, by kind.

@@ -17,23 +17,29 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Print the settings that calls here take where they set nothing themselves: each with its value, and where that comes from."""
-    from ..errors import UnknownNameError
+    from ..errors import UnknownNameError, canonical
     from ..settings import RuntimeSettings, settings_file, variable_of
 
-    names = [item["name"] for item in catalogue("strategies")]
+    strategies = catalogue("strategies")
+    names = [item["name"] for item in strategies]
     path, content = settings_file()
+    changed = [
+        name for name in names
+        if name in content or any(variable.startswith(variable_of(name, "")) for variable in os.environ)
+    ]  # fmt: skip
     sections: dict[str, list[dict[str, Any]]] = {}
     if strategy is None:
         sections["loop"] = _in_force(RuntimeSettings, None, names)
-        changed = [
-            name for name in names
-            if name in content or any(variable.startswith(variable_of(name, "")) for variable in os.environ)
-        ]  # fmt: skip
+        shown = changed
     else:
-        changed = [name for name in names if name == strategy.replace("-", "_")]
-        if not changed:
+        shown = [name for name in names if name == canonical(strategy)]
+        if not shown:
             raise UnknownNameError("strategy", strategy, names)
-    for name in changed:
+    for name in shown:
+        if name not in changed:  # known without the strategy itself, which imports torch
+            own = next(item["settings"] for item in strategies if item["name"] == name)
+            sections[name] = [{"setting": s["name"], "value": s["default"], "from": "default"} for s in own]
+            continue
         from ..plugins import registry
 
         settings = _in_force(registry().strategy(name).settings_class, name, names)
@@ -62,7 +68,7 @@ def config(
         )
         for item in settings:
             style = "dim" if item["from"] == "default" else ""
-            table.add_row(item["setting"], Text(json.dumps(item["value"])), item["from"], style=style)
+            table.add_row(item["setting"], Text(repr(item["value"])), item["from"], style=style)
         console.print(table)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..bench import Competitor, Record, Workload
-    from ..bench.prompts import Content
+    from ..prompts.reading import Content
 
 #: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
 DEMO_KINDS = ("copy", "code", "docstring")
@@ -84,7 +84,7 @@ def demo(
         from .. import bench as b
         from ..bench import machine
         from ..bench.methods import ASSISTED
-        from ..bench.prompts import bare
+        from ..prompts.reading import bare
         from .bench_run import Subjects
         from .benches import progress_bar
         from .live import show
@@ -148,7 +148,7 @@ def demo(
                 f", texts of {new_tokens} tokens in place of {max_new_tokens}" if new_tokens < max_new_tokens else ""
             )
             console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{fewer}", style="dim")
-        if warning := noise(records):
+        for warning in filter(None, (noise(records), facts["busy"])):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
         for record in different if dtype != "float32" else []:
@@ -198,7 +198,7 @@ def choose_prompts(
         raise UnknownNameError("kind of prompt", kind, known)
     kinds = known[:2] if kind is None else (kind,)
     if known is not DEMO_KINDS:
-        from ..bench.prompts import instructions
+        from ..prompts.reading import instructions
 
         return [instructions(name)[0] for name in kinds]
     first = [models.prompts(name)[0] for name in kinds]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .catalogue import taken
 from .console import plain_console
+from .models import Dtype
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..engine.model.target import Invariance
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -33,14 +37,10 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help='Also examine this model: folder, hub name, GGUF file or "demo".')
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto (the checkpoint's).")
-    ] = "auto",
+    dtype: Dtype = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Examine the installation, and a model if one is named; exit with 1 if something is broken."""
-    from rich.text import Text
-
     findings: list[Finding] = []
     checks = {check.__name__: check for check in CHECKS}
     if model is not None:
@@ -53,13 +53,20 @@ def doctor(
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        for finding in findings:
-            line = Text.assemble(
-                (f"{finding.status:8}", STYLES[finding.status]), (f" {finding.name:12} ", "bold"), finding.detail
-            )
-            plain_console().print(line, soft_wrap=True)
+        plain_console().print(as_table(findings))
     if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(1)
+
+
+def as_table(findings: Iterable[Finding]) -> Table:
+    """A line for each, longer ones wrapped in their column."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for finding in findings:
+        table.add_row(Text(finding.status, STYLES[finding.status]), Text(finding.name, "bold"), Text(finding.detail))
+    return table
 
 
 def versions() -> Iterator[Finding]:
@@ -132,17 +139,16 @@ def compiler() -> Iterator[Finding]:
 def plugins() -> Iterator[Finding]:
     """Plugins that are not used."""
     from ..plugins import registry
-    from .extensions import unusable_commands
 
-    infos = registry().plugins()
+    infos = taken("plugins")
     for info in infos:
-        if info.status in ("failed", "conflict"):
-            yield Finding("plugin", "problem", f"{info.name} ({info.provider} {info.version}): {info.error}")
-    for key, problem in unusable_commands().items():
-        yield Finding("plugin", "problem", f"{key}: {problem}")
+        if info["status"] in ("failed", "conflict"):
+            yield Finding(
+                "plugin", "problem", f"{info['name']} ({info['provider']} {info['version']}): {info['error']}"
+            )
     for problem in registry().unmatched():
         yield Finding("plugins", "warning", problem)
-    loaded = ", ".join(info.name for info in infos if info.status == "loaded")
+    loaded = ", ".join(info["name"] for info in infos if info["status"] == "loaded")
     yield Finding("plugins", "ok", f"{loaded or 'none'} loaded")
 
 
@@ -195,7 +201,11 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
 
     target = target_of(load(name, dtype)[0], "auto", Precision())
     dtype_name = str(target.dtype).removeprefix("torch.")
-    yield Finding("model", "ok", f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}")
+    yield Finding(
+        "model",
+        "ok",
+        f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}, checked on {target.checked}",
+    )
     if target.rejected is None:
         yield Finding("attention", "ok", target.attends)
     else:
@@ -210,9 +220,7 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
 def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
     """What is promised of the tokens, as docs/explanation/exactness.md has it."""
     if not invariance.differs or not low_precision:
-        rounding = (
-            f" (last bits depend on {', '.join(invariance.differs)}, which decides between tokens as good as equal)"
-        )
+        rounding = f" (of two tokens that are equal to the last bits, {', '.join(invariance.differs)} decides)"
         said = f"yes, in {dtype}: every strategy writes those of plain decoding"
         return Finding("same tokens", "ok", said + (rounding if invariance.differs else ""))
     where = f"{dtype} trees" if invariance.holds else dtype

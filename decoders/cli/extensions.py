@@ -7,10 +7,12 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
-from typer.main import get_command
 
 from ..errors import PluginError
-from .catalogue import catalogue
+from .catalogue import added_commands, as_command
+
+#: Of a command line; typer does not name it.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class ExtensibleGroup(TyperGroup):
@@ -40,48 +42,14 @@ class ExtensibleGroup(TyperGroup):
                 error.message = f"{message} Did you mean {' or '.join(map(repr, begun))}?"  # type: ignore[attr-defined]
             raise
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """As click does it, with whole sentences."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, c.get_short_help_str(limit=200)) for name, c in commands if c and not c.hidden])
+
     def _prefix(self) -> str:
         return f"{self.name} " if self.name in ("bench", "train") else ""
-
-
-def added_commands() -> dict[str, Callable[..., None]]:
-    """What plugins add, by name. Where none adds any, torch is not imported to find that out."""
-    if not catalogue("commands"):
-        return {}
-    from ..plugins import registry
-    from ..registry.kinds import DISTRIBUTION
-
-    entries = registry().commands()
-    return {name: entry.cls for name, entry in entries.items() if entry.provider != DISTRIBUTION}
-
-
-def as_command(function: Callable[..., None], name: str) -> Any:
-    """`function` as a command.
-
-    Raises:
-        PluginError: Typer cannot read its parameters.
-    """
-    made = typer.Typer(add_completion=False)
-    made.command(name.rpartition(" ")[2])(function)
-    try:
-        return get_command(made)
-    except Exception as error:
-        raise PluginError(f"command {name!r} cannot be used: {type(error).__name__}: {error}") from error
-
-
-def unusable_commands() -> dict[str, str]:
-    """What is wrong with commands of plugins, by the plugin's key."""
-    from ..plugins import registry
-
-    wrong: dict[str, str] = {}
-    for info in registry().plugins():
-        for name in info.commands:
-            try:
-                if (function := added_commands().get(name)) is not None:
-                    as_command(function, name)
-            except PluginError as error:
-                wrong[info.key] = f"{wrong[info.key]}; {error}" if info.key in wrong else str(error)
-    return wrong
 
 
 def _refusing(error: PluginError) -> Callable[..., None]:

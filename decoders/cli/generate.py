@@ -10,6 +10,7 @@ import typer
 from ..common import library
 from ..errors import SettingsError
 from .console import plain_console, waiting
+from .models import Dtype, ModelName, StrategyName
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help='Folder, hub name or GGUF file of a causal language model, or "demo".')],
+    model: ModelName,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, standard input is read.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file.")
     ] = None,
-    strategy: Annotated[str, typer.Option("--strategy", "-s", help="Registry name; a+b merges.")] = "prompt_lookup",
+    strategy: StrategyName = "prompt_lookup",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
@@ -51,7 +52,7 @@ def generate(
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Drop tokens below this share of the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt through the tokenizer's chat template.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    dtype: Dtype = "float32",
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -99,12 +100,13 @@ def generate(
     given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     arguments: dict[str, Any] = models.sampling(**given)
     arguments["strategy_config"] = parse_assignments(settings or [])
-    if grammar is not None:
-        from ..plugins import grammar_or_file
-
-        arguments["grammar"] = grammar_or_file(grammar)
-    needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
     console = plain_console(stderr=True, quiet=as_json)
+    with waiting(console, "importing torch and transformers"):
+        if grammar is not None:
+            from ..plugins import grammar_or_file
+
+            arguments["grammar"] = grammar_or_file(grammar)
+        needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         with waiting(console, f"loading {model}"):
@@ -170,7 +172,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
     """Tokens of the prompt, put in the chat template or as it is."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
-    from ..server.prompts import prompt_text
+    from ..server.templates import prompt_text
 
     chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
     # The template writes the special tokens itself.
@@ -191,5 +193,6 @@ def show_report(report: Report, console: Console) -> None:
         pieces = ((text, f"bold {colours[who]}" if who else "") for text, who in report.written.pieces())
         console.print(Text.assemble("\ndrafted by ", legend, ":\n", *pieces))
     most = max(report.accepted_lengths, default=0)
+    full, little = "#." if console.options.ascii_only else "█▏"
     for tokens, count in enumerate(report.accepted_lengths, 1):
-        console.print(Text(f"{tokens:>3} {'█' * round(40 * count / most) or '▏' * (count > 0)} {count}"))
+        console.print(Text(f"{tokens:>3} {full * round(40 * count / most) or little * (count > 0)} {count}"))

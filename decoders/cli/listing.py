@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common import library
+from ..errors import canonical
 from .catalogue import catalogue
 from .console import plain_console
 
@@ -90,7 +90,7 @@ def grammars(
     """List the ready grammars that ``generate(grammar=…)`` takes by name, or print one."""
     others = {item["name"]: item for item in catalogue("grammars")}
     if name is not None:
-        plugin_grammar = re.sub("[-_.]+", "_", name.strip()).lower()
+        plugin_grammar = canonical(name)
         if plugin_grammar in others:
             from ..plugins import resolve_grammar
 
@@ -122,13 +122,6 @@ def plugins(
 ) -> None:
     """List the plugins found, with the reason where one is not used."""
     infos = catalogue("plugins")
-    if any(info["commands"] for info in infos if info["name"] != BUILTIN):
-        from .extensions import unusable_commands
-
-        unusable = unusable_commands()
-        for info in infos:
-            if (key := f"{info['provider']}:{info['name']}") in unusable:
-                info |= {"status": "failed", "error": unusable[key]}
     if as_json:
         typer.echo(json.dumps(infos, indent=2))
     else:

@@ -185,7 +185,7 @@ def _prompt(
     """A prompt with its arguments, or the error that it is, and its id. Each draws with a seed of its own, the same in every run."""
     import json
 
-    from ..server.prompts import prompt_text
+    from ..server.templates import prompt_text
     from ..serving.lines import parsed
 
     name = None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..common.checkpoints import is_gguf, load_model, load_tokenizer
-from ..errors import DecodersError, SettingsError, UnknownNameError
+from ..errors import DecodersError, SettingsError, UnknownNameError, canonical
+from .catalogue import catalogue
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +23,53 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEMO = "demo"
+#: A folder with a model, or with an adapter for one, has one of them.
+_CONFIGS = ("config.json", "adapter_config.json")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+def known_dtype(name: str) -> str:
+    """`name`, which is one of :data:`DTYPES`.
+
+    Raises:
+        UnknownNameError: it is not.
+    """
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", name, DTYPES)
+    return name
+
+
+def known_strategy(names: str) -> str:
+    """`names` of a strategy, or of several that are merged; mistakes show before torch is imported.
+
+    Raises:
+        UnknownNameError, PluginError: as :func:`decoders.plugins.resolve_strategy`.
+    """
+    known = [item["name"] for item in catalogue("strategies")]
+    for name in names.split("+"):
+        if canonical(name) in known:
+            continue
+        if all(plugin["status"] == "loaded" for plugin in catalogue("plugins")):
+            raise UnknownNameError("strategy", name.strip(), known)
+        from ..plugins import registry
+
+        registry().strategy(name.strip())  # says which plugin is absent
+    return names
+
+
+def known_strategies(names: list[str] | None) -> list[str] | None:
+    """As :func:`known_strategy`, of an option that may be repeated."""
+    return names and [known_strategy(name) for name in names]
+
+
+#: Arguments and options that several commands have.
+ModelName = Annotated[str, typer.Argument(help='Folder, hub name or GGUF file of a causal language model, or "demo".')]
+Dtype = Annotated[
+    str, typer.Option(callback=known_dtype, help="float32, bfloat16, float16 or auto (the checkpoint's).")
+]
+StrategyName = Annotated[
+    str, typer.Option("--strategy", "-s", callback=known_strategy, help="Registry name; a+b merges.")
+]
 
 
 class ModelLoadError(DecodersError, OSError):
@@ -35,8 +85,7 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
         UnknownNameError: no such dtype or demo model.
         ModelLoadError: no such model, or not a causal language model.
     """
-    if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
+    known_dtype(dtype)
     import torch
 
     torch_dtype: torch.dtype | str = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -47,13 +96,26 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
             name.partition(":")[2] or "target", None if isinstance(torch_dtype, str) else torch_dtype
         )
         return _placed(model), tokenizer
-    _check_name("Model", name)
+    options = _check_name("Model", name)
     try:
-        tokenizer = load_tokenizer(name)
-        model = load_model(name, torch_dtype)
+        tokenizer = load_tokenizer(name, **options)
+        model = load_model(name, torch_dtype, **options)
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"Model {name!r} cannot be loaded: {error}") from error
+        raise _load_error("Model", name, error, options) from error
     return _placed(model), tokenizer
+
+
+def load_processor(name: str) -> Any:
+    """What makes the inputs of a model that sees of text and images; None where there is none."""
+    if name.partition(":")[0] == DEMO or is_gguf(name):
+        return None
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name, **_check_name("Model", name))
+    except (OSError, ValueError, ImportError):  # no processor, or one for which packages are missing
+        return None
+    return processor if getattr(processor, "image_processor", None) is not None else None
 
 
 def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -62,22 +124,62 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelLoadError: no such tokenizer.
     """
-    _check_name("Tokenizer", name)
+    options = _check_name("Tokenizer", name)
     try:
-        return load_tokenizer(name)
+        return load_tokenizer(name, **options)
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"Tokenizer {name!r} cannot be loaded: {error}") from error
+        raise _load_error("Tokenizer", name, error, options) from error
 
 
-def _check_name(kind: str, name: str) -> None:
-    """Raises ModelLoadError where there is nothing at `name`, and no hub could have it."""
+def _check_name(kind: str, name: str) -> dict[str, bool]:
+    """The arguments of ``from_pretrained`` for what is called `name`: where the hub does not answer, its cache alone is looked at.
+
+    Raises:
+        ModelLoadError: there is nothing at `name` and no hub could have it, or it is a folder without a model.
+    """
     place = Path(name)
     repository = str(place.parent) if is_gguf(name) else name
-    if not place.exists() and not _HUB_NAME.fullmatch(repository):
+    if place.is_dir() and kind == "Model" and not any((place / file).exists() for file in _CONFIGS):
+        files = sorted(file.name for file in place.glob("*.gguf"))
+        hint = f": name one of its GGUF files, as in {place / files[0]}" if files else ""
+        raise ModelLoadError(f"Model {name!r} cannot be loaded: the folder has no {_CONFIGS[0]}{hint}")
+    if place.exists():
+        return {}
+    if not _HUB_NAME.fullmatch(repository):
         raise ModelLoadError(
             f"{kind} {name!r} cannot be loaded: there is no such {'file' if is_gguf(name) else 'folder'} here, and names on the hub "
             "are like owner/name"
         )
+    return {} if _hub_answers() else {"local_files_only": True}
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached: of one that cannot, transformers asks for a minute."""
+    import ssl
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
+    try:
+        with urlopen(Request(_hub(), method="HEAD"), timeout=5):
+            return True
+    except HTTPError:
+        return True
+    except URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # of a certificate that only the hub's own client may know
+    except OSError:
+        return False
+
+
+def _hub() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bool]) -> ModelLoadError:
+    if options:
+        return ModelLoadError(
+            f"{kind} {name!r} cannot be loaded: it is no folder here, {_hub()} cannot be reached, and the hub's cache does not have it"
+        )
+    return ModelLoadError(f"{kind} {name!r} cannot be loaded: {error}")
 
 
 def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,35 +11,37 @@ import typer
 
 from ..errors import SettingsError
 from .console import plain_console, waiting
+from .models import Dtype, ModelName, known_strategies
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..generate import Calibration
+    from ..generate import Calibration, Warmup
 
 
 def warmup(
-    model: Annotated[str, typer.Argument(help='Path or hub name of a causal language model, or "demo".')],
+    model: ModelName,
     strategies: Annotated[
-        list[str] | None, typer.Option("--strategy", "-s", help="Strategy to warm up; may be repeated.")
+        list[str] | None,
+        typer.Option("--strategy", "-s", callback=known_strategies, help="Strategy to warm up; may be repeated."),
     ] = None,
     assistant: Annotated[
         str | None, typer.Option(help='Draft model for strategies that need one ("demo": ours).')
     ] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch to warm up for; may be repeated.")] = None,
     sampling: Annotated[bool, typer.Option("--sampling", help="Warm up drawing tokens, too.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    dtype: Dtype = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Pack a model's weights and compile it into torch.compile's cache on disk, and say how long that took."""
     from . import models
 
     names = strategies or ["autoregressive", "prompt_lookup"]
-    needs = {name: models.needs_assistant(name) for name in names}
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, f"loading {model}"):
         import decoders
 
+        needs = {name: models.needs_assistant(name) for name in names}
         loaded, tokenizer = models.load(model, dtype)
         draft = models.load_assistant(assistant, model, dtype, any(needs.values()))
     if draft is None and any(needs.values()):
@@ -50,15 +53,22 @@ def warmup(
     if as_json:
         typer.echo(json.dumps(asdict(done), indent=2))
         return
-    typer.echo(f"packed in {done.pack_seconds:.1f} s")
+    out = plain_console()
+    for line in warmup_lines(done):
+        out.print(line)
+
+
+def warmup_lines(done: Warmup) -> Iterator[str]:
+    """What was made ready, and how long that took."""
+    yield f"packed in {done.pack_seconds:.1f} s"
     for part in done.parts:
         graphs = f"{part.compilations} graph{'' if part.compilations == 1 else 's'} compiled"
         of = f"{part.strategy}, {part.rows} row{'' if part.rows == 1 else 's'}{', sampled' if part.sampling else ''}"
-        typer.echo(f"{of}: {part.seconds:.1f} s, {graphs}")
+        yield f"{of}: {part.seconds:.1f} s, {graphs}"
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help='Path or hub name of a causal language model, or "demo".')],
+    model: ModelName,
     assistant: Annotated[str | None, typer.Option(help='Draft model to measure as well ("demo": ours).')] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch; may be repeated. 1 by default.")] = None,
     context: Annotated[
@@ -66,7 +76,7 @@ def calibrate(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Most seconds to spend on each model.")] = 10.0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile first, and measure compiled steps.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    dtype: Dtype = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Measure the cost of a verification step by its nodes (rows x tokens per row), keep it for strategy auto, and print it."""

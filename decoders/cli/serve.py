@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +14,10 @@ import typer
 
 from ..errors import DecodersError, SettingsError
 from .console import plain_console, waiting
-from .models import set_aside
+from .models import Dtype, ModelName, known_strategy, set_aside
 
 if TYPE_CHECKING:
-    from ..bench.prompts import Content
+    from ..prompts.reading import Content
     from ..server.limits import Limits
 
 
@@ -29,7 +30,7 @@ class ServerExtraError(DecodersError, ImportError):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help='Folder, hub name or GGUF file of a causal language model, or "demo".')],
+    model: ModelName,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -40,7 +41,7 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default the last part of MODEL.")] = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", "-s", help="Of requests that name none; a+b merges.")
+        str, typer.Option("--strategy", "-s", callback=known_strategy, help="Of requests that name none; a+b merges.")
     ] = "prompt_lookup",
     settings: Annotated[
         list[str] | None,
@@ -56,6 +57,9 @@ def serve(
         str | None,
         typer.Option(metavar="BEGIN END", help='What thoughts begin and end with, as in "<think> </think>"; known of many models.'),
     ] = None,
+    tool_format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="How the model writes calls of functions; by default as its chat template does.")
+    ] = None,
     suffix_corpus: Annotated[
         Path | None,
         typer.Option(
@@ -64,7 +68,7 @@ def serve(
             "with text or messages.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    dtype: Dtype = "auto",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; by default as many as torch takes.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
@@ -110,7 +114,7 @@ def serve(
 
     from ..server.client_settings import ClientSettings
     from ..server.limits import LOOPBACK, Limits, hosts_of
-    from ..server.prompts import read_template
+    from ..server.templates import format_named, read_template
 
     limits = Limits(
         body=max_body, prompt_tokens=max_prompt_tokens, new_tokens=max_tokens, choices=max_choices, deadline=deadline, rows=rows,
@@ -121,6 +125,8 @@ def serve(
     config = parse_assignments(settings or [])
     template = read_template(chat_template) if chat_template is not None else None
     markers = _markers(thinking) if thinking is not None else None
+    if tool_format is not None:
+        format_named(tool_format)
     corpus = [] if suffix_corpus is None else _corpus(suffix_corpus)
     console = plain_console(stderr=True)
     if host not in LOOPBACK and not keys:
@@ -131,8 +137,22 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    with waiting(console, f"loading {model}"):
-        service = _service(model, name, strategy, config, assistant, template, markers, corpus, dtype, compile, limits)
+    with waiting(console, f"loading {model}") as status:
+        service = _service(
+            model,
+            name,
+            strategy,
+            config,
+            assistant,
+            template,
+            markers,
+            tool_format,
+            corpus,
+            dtype,
+            compile,
+            limits,
+            status.update,
+        )
     from ..server.app import make_app
     from ..server.running import Server
 
@@ -192,9 +212,10 @@ def check_installed() -> None:
 
 def _service(
     model: str, name: str | None, strategy: str, config: dict[str, Any], assistant: str | None, chat_template: str | None,
-    thinking: tuple[str, str] | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
+    thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
+    told: Callable[[str], None],
 ) -> Any:  # fmt: skip
-    """The service around a model that has been loaded and has written a token."""
+    """The service around a model that has been loaded and has written a token; `told` what takes a while."""
     from ..server.service import Service
     from . import models
 
@@ -203,12 +224,14 @@ def _service(
     service = Service(
         loaded, tokenizer, name=name or model.rstrip("/").rpartition("/")[2], strategy=strategy, strategy_config=config,
         assistant=models.load_assistant(assistant, model, dtype, needs_draft), limits=limits,
-        chat_template=chat_template, thinking=thinking, config=None if compile else {"compile": False},
+        chat_template=chat_template, thinking=thinking, tool_format=tool_format, config=None if compile else {"compile": False},
+        processor=models.load_processor(model),
     )  # fmt: skip
+    told("writing a first token, and one with every strategy that needs heads or layers")
     service.warm_up()
     if corpus:
-        from ..bench.prompts import encode
         from ..generate import remember
+        from ..prompts.reading import encode
 
         remember(loaded, texts=[encode(tokenizer, content) for content in corpus])
     return service
@@ -220,7 +243,7 @@ def _corpus(path: Path) -> list[Content]:
     Raises:
         SettingsError: it is no file of texts.
     """
-    from ..bench.prompts import read_file
+    from ..prompts.reading import read_file
 
     try:
         contents = [content for _, content in read_file(path) if content]

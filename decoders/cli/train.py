@@ -12,8 +12,9 @@ from ..demo.shapes import LOOP_STEPS, TOKENS
 from ..errors import SettingsError
 from .console import plain_console, waiting
 from .extensions import ExtensibleGroup
+from .models import Dtype
 
-app = typer.Typer(no_args_is_help=True, help="Train models.", cls=ExtensibleGroup)
+app = typer.Typer(no_args_is_help=True, help="Train models.", cls=ExtensibleGroup, rich_markup_mode=None)
 
 
 @app.callback()
@@ -81,7 +82,7 @@ def ngram(
     rows: Annotated[int, typer.Option(min=1, help="Texts sampled together.")] = 16,
     length: Annotated[int, typer.Option(min=3, help="Most tokens per text.")] = 256,
     followers: Annotated[int, typer.Option(min=1, max=256, help="Followers kept of each context.")] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "float32",
+    dtype: Dtype = "float32",
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")] = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -104,20 +105,7 @@ def medusa(
         given=load_heads(given) if given is not None else None, resume=resume,
         checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
     )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(figures, indent=2))
-        return
-    for which in ("held", "test"):
-        for kind, facts in figures.get(which, {}).items():
-            shares = ", ".join(f"{share:.1%}" for share in facts["top1"])
-            typer.echo(f"{which}, {kind}: heads right {shares}")
-    if "trees" in figures:
-        trees = figures["trees"]
-        typer.echo(
-            f"tree of {trees['nodes']} nodes: {trees['searched']:.3f} tokens a step; the default's first "
-            f"{trees['nodes']}: {trees['default']:.3f}"
-        )
-    typer.echo(f"Written to {out}.")
+    conclude(figures, out, as_json)
 
 
 def eagle3(
@@ -182,7 +170,7 @@ def eagle3(
         start=start, form=cast(Any, form), command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
         console=None if as_json else plain_console(),
     )  # fmt: skip
-    _echo_chains(figures, out, as_json)
+    conclude(figures, out, as_json)
 
 
 def dflash(
@@ -191,6 +179,9 @@ def dflash(
     out: Output = Path("dflash-model"),
     held: Held = None,
     test: TestText = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="Folder of a draft model to go on with. Default: a new one.")
+    ] = None,
     block: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted in one pass.")] = DFLASH.block,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Decoder layers of the draft model.")] = DFLASH.depth,
     layers: ReadLayers = None,
@@ -234,24 +225,10 @@ def dflash(
     texts = texts_of(model, data, held, test, EDIT_TASKS)
     loaded, tokenizer = load(model, dtype)
     figures = train_dflash(
-        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, command=command_line(),
-        resume=resume, checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
+        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, start=start,
+        command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
     )  # fmt: skip
-    _echo_chains(figures, out, as_json)
-
-
-def _echo_chains(figures: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Prints how far drafted chains were accepted."""
-    if as_json:
-        typer.echo(json.dumps(figures, indent=2))
-        return
-    for which in ("held", "test"):
-        for kind, facts in figures.get(which, {}).items():
-            shares = ", ".join(f"{share:.1%}" for share in facts["reached"])
-            typer.echo(
-                f"{which}, {kind}: accepted up to token 1, 2, …: {shares}; {facts['tokens_per_step']:.2f} tokens a step"
-            )
-    typer.echo(f"Written to {out}.")
+    conclude(figures, out, as_json)
 
 
 def draft(
@@ -288,7 +265,7 @@ def draft(
     checks: Annotated[int, typer.Option(min=1, help="Checks of held-out agreement per epoch.")] = DRAFT.checks,
     patience: Patience = DRAFT.patience,
     seed: Seed = DRAFT.seed,
-    dtype: Annotated[str, typer.Option(help="Of the target: float32, bfloat16, float16 or auto.")] = "float32",
+    dtype: ModelType = "float32",
     bf16: Bf16 = DRAFT.bf16,
     resume: Resume = True,
     checkpoint_minutes: CheckpointMinutes = 1.0,
@@ -310,13 +287,37 @@ def draft(
         command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes,
         console=None if as_json else plain_console(),
     )  # fmt: skip
+    conclude(figures, out, as_json)
+
+
+def conclude(figures: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Prints what training came to."""
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
         return
-    typer.echo(f"{figures['parameters']:,} parameters, the target has {figures['target_parameters']:,}")
-    for name in ("greedy", "sampled"):
-        shares = ", ".join(f"{share:.1%}" for share in figures[name]["reached"])
-        typer.echo(
-            f"{name}: {figures[name]['tokens_per_step']:.2f} tokens per step; accepted up to token 1, 2, …: {shares}"
-        )
-    typer.echo(f"Written to {out}.")
+    console = plain_console()
+    for line in lines_of(figures):
+        console.print(line)
+    console.print(f"Written to {out}.", soft_wrap=True)
+
+
+def lines_of(figures: dict[str, Any]) -> Iterator[str]:
+    """How often drafts are right: those of heads and layers by text, those of a model by how tokens are drawn."""
+    if "parameters" in figures:
+        beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
+        yield f"{figures['parameters']:,} parameters{beside}"
+    texts = {f"{which}, {kind}": facts for which in ("held", "test") for kind, facts in figures.get(which, {}).items()}
+    for name, facts in (texts | {name: figures[name] for name in ("greedy", "sampled") if name in figures}).items():
+        if "top1" in facts:
+            yield f"{name}: heads right {_shares(facts['top1'])}"
+        else:
+            reached = f"accepted up to token 1, 2, …: {_shares(facts['reached'])}"
+            yield f"{name}: {facts['tokens_per_step']:.2f} tokens per step; {reached}"
+    if (trees := figures.get("trees")) is not None:
+        nodes, searched = trees["nodes"], trees["searched"]
+        default = f"the default's first {nodes}: {trees['default']:.3f}"
+        yield f"tree of {nodes} nodes: {searched:.3f} tokens a step; {default}"
+
+
+def _shares(values: Iterable[float]) -> str:
+    return ", ".join(f"{share:.1%}" for share in values)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import SettingsError
+from .models import known_dtype
 
 if TYPE_CHECKING:
     from ..demo.data import Source
@@ -49,7 +50,7 @@ RowsPerStep = Annotated[int, typer.Option(min=1, help="Rows per step.")]
 Rate = Annotated[float, typer.Option(min=0, help="Peak learning rate.")]
 Patience = Annotated[int, typer.Option(min=1, help="Checks without a gain before training stops.")]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of the data order.")]
-ModelType = Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")]
+ModelType = Annotated[str, typer.Option(callback=known_dtype, help="Of the model: float32, bfloat16, float16 or auto.")]
 Bf16 = Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")]
 Resume = Annotated[bool, typer.Option(help="Continue what lies under the folder.")]
 CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]

@@ -21,14 +21,15 @@ class GgufError(DecodersError, ImportError):
     """A GGUF file cannot be read because a package is missing."""
 
 
-def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTrainedModel:
-    """The causal language model at `path`, in evaluation mode. The weights of a GGUF file are dequantized.
+def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+    """The causal language model at `path`, or one that sees, in evaluation mode. The weights of a GGUF file are dequantized.
+    options: further arguments of ``from_pretrained``.
 
     Raises:
         OSError, ValueError: as transformers: there is no such model, or it is not a causal language model.
         GgufError: a package that reads GGUF files is missing.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from .transformers_compat import without_progress_bars
 
@@ -41,11 +42,16 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str) -> PreTra
 
             arguments["quantization_config"] = GgufConfig(dequantize=True)
     with without_progress_bars():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments).eval()
+        try:
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
+        except ValueError:  # it may be one that sees
+            with contextlib.suppress(ValueError):
+                return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
+            raise
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of the checkpoint at `path`.
+def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of the checkpoint at `path`. options: further arguments of ``from_pretrained``.
 
     Raises:
         OSError, ValueError: as transformers. GgufError: a package that reads GGUF files is missing.
@@ -58,7 +64,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     if arguments:
         _need_gguf(path)
     with without_progress_bars():
-        return AutoTokenizer.from_pretrained(folder, **arguments)
+        return AutoTokenizer.from_pretrained(folder, **arguments, **options)
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:

@@ -6,7 +6,8 @@
 from ..common import library
 from .auto import Auto
 from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
-from .calls import Called, CallSpec, written_calls
+from .call_formats import FORMATS, Call, CallFormat, Written, unfinished
+from .calls import Called, CallSpec
 from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
 from .compiling import Compilation, compiled
 from .constructors import choice, grammar, json_schema, regex
@@ -14,18 +15,18 @@ from .llguidance import LLGuidance
 from .lookups import LazyMasks, TokenTable
 from .specs import LEFT_OUT, JsonSchema, Lark, Regex, Spec
 from .table import Table, TableGrammar
-from .tags import After, Tagged, TaggedGrammar, Thinking, ThinkingMarkers, after, begun, known_markers, tagged
+from .tags import After, Calls, Tagged, TaggedGrammar, Thinking, ThinkingMarkers, after, begun, known_markers, tagged
 from .vocabulary import Policy, Vocabulary
 
 #: In the order they are listed.
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [
-    "BUILT_IN", "LEFT_OUT", "After", "Auto", "Backend", "CallSpec", "Called", "Compilation",
+    "BUILT_IN", "FORMATS", "LEFT_OUT", "After", "Auto", "Backend", "Call", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
     "CompiledGrammar", "JsonSchema", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec",
     "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "TokenTable",
-    "Vocabulary",
+    "Vocabulary", "Written",
     "after", "as_spec", "as_specs", "begun", "choice", "compiled", "grammar", "json_schema", "known_markers", "library",
-    "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged", "unknown_grammar", "unpack",
-    "written_calls",
+    "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged", "unfinished", "unknown_grammar",
+    "unpack",
 ]  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..errors import GrammarError
 from .base import Language
+from .call_formats import CallFormat
 from .patterns.limits import deadline, left
 from .patterns.tree import quoted, slashed
 from .schemas.document import document
@@ -62,6 +64,18 @@ class Called:
                 pass  # an error of the schema itself is raised again below
         return _Arguments(self.parameters, closed=True, strict=self.strict is True).language()
 
+    @property
+    def key(self) -> list[Any]:
+        """What tells it apart."""
+        return [self.name, self.parameters, self.strict]
+
+    def judge(self, whole: Callable[[str], None], arguments: str) -> None:
+        """Raises GrammarError, which names the function, if `whole` does for `arguments`."""
+        try:
+            whole(arguments)
+        except GrammarError as error:
+            raise GrammarError(f"the arguments of {self.name}: {error}", error.keyword, error.path) from error
+
     def _named(self, warning: str) -> str:
         return f"{self.name}: {warning}" if warning.startswith("$") else warning
 
@@ -78,32 +92,45 @@ class _Arguments(JsonSchema):
 
 
 @dataclass(frozen=True)
-class CallSpec(Spec):
-    """Answers that are calls or, if `text`, text: of a format, or any that does not begin as a call.
+class Arguments(Spec):
+    """The arguments of a function."""
 
-    Attributes:
-        functions: those that may be called.
-        key_of_arguments: the key of the arguments in a call, which is an object with a name and arguments.
-        prefix: before a call.
-        suffix: after a call.
-        text: whether an answer may be text.
-        several: whether there may be more than one call.
-        format: of the text; None: any that does not begin as a call.
-    """
-
-    functions: tuple[Called, ...]
-    key_of_arguments: str
-    prefix: str
-    suffix: str
-    text: bool
-    several: bool
-    format: Spec | None = None
+    function: Called
 
     @property
     def key(self) -> str:
-        functions = [[each.name, each.parameters, each.strict] for each in self.functions]
-        options = [self.key_of_arguments, self.prefix, self.suffix, self.text, self.several]
-        return self._keyed(json.dumps([functions, options, self.format.key if self.format is not None else None]))
+        return self._keyed(json.dumps(self.function.key))
+
+    def language(self) -> Language:
+        with deadline():
+            language = self.function.language()
+        whole = language.whole
+        return language if whole is None else replace(language, whole=partial(self.function.judge, whole))
+
+
+@dataclass(frozen=True)
+class CallSpec(Spec):
+    """One call, or answers that are calls or text: of a format, or any that is no call.
+
+    Attributes:
+        functions: those that may be called.
+        format: how calls are written.
+        alone: one call without what stands in front of its JSON or its name (:attr:`CallFormat.mark`), and behind its arguments.
+        several: whether there may be more than one call.
+        text: what text must follow; None: any that does not begin as a call.
+    """
+
+    functions: tuple[Called, ...]
+    format: CallFormat
+    alone: bool = True
+    several: bool = False
+    text: Spec | None = None
+
+    @property
+    def key(self) -> str:
+        functions = [each.key for each in self.functions]
+        options = [repr(self.format), self.alone, self.several]
+        return self._keyed(json.dumps([functions, options, self.text.key if self.text is not None else None]))
 
     def language(self) -> Language:
         with deadline():
@@ -111,56 +138,75 @@ class CallSpec(Spec):
             text = self._text()
         warnings = dict.fromkeys(warning for each in [*inner, *([text] if text else [])] for warning in each.warnings)
         pattern = self._regex(inner, text)
-        # llguidance's lexer never backtracks: it would take the first brace of a text for that of such a prefix.
-        apart = text is None or self.format is None or not self.prefix.startswith(("{", "[", '"'))
+        # llguidance's lexer never goes back: it takes the first brace of a text for that of such a mark.
+        trigger = self.format.trigger
+        apart = text is None or self.text is None or not trigger.startswith(("{", "[", '"'))
         lark = self._lark(inner, text) if apart else None
         if pattern is None and lark is None:
             raise GrammarError(
-                f"tools: texts of response_format may begin as calls do ({self.prefix}), and the two are no regular expression: say "
+                f"tools: texts of response_format may begin as calls do ({trigger}), and the two are no regular expression: say "
                 'tool_choice="none" or "required", or leave response_format out'
             )
         return Language("calls of functions", pattern, lark, tuple(warnings), self._whole(inner, text))
 
     def _opening(self, function: Called) -> list[str]:
-        """Expressions for the parts of a call before its arguments."""
-        return [r"\{", '"name": ?', f'"{quoted(function.name)}"', ", ?", f'"{quoted(self.key_of_arguments)}": ?']
+        """Expressions of what stands in front of the arguments, in words that a lexer tells apart."""
+        opening = self.format.opening[len(self.format.mark) :] if self.alone else self.format.opening
+        words = re.split(r'(?<=\{)(?=")|(?<=[:,] )', f"{opening}{function.name}{self.format.middle}")
+        return [re.sub("(?<=[:,]) $", " ?", quoted(word)) for word in words if word]
+
+    @property
+    def _around(self) -> tuple[str, str, str, str]:
+        """Expressions of what stands behind a call, between two, and around all."""
+        format = self.format
+        if self.alone:
+            return "", "", "", ""
+        between = format.between or ""
+        return (
+            quoted(format.closing),
+            quoted(between) + "?" * (between == "\n"),
+            quoted(format.begin),
+            quoted(format.end),
+        )
 
     def _regex(self, inner: list[Language], text: Language | None) -> str | None:
         """Calls or text as one expression; None if there is none."""
         if any(each.regex is None for each in inner) or (text is not None and text.regex is None):
             return None
+        closing, between, begin, end = self._around
         pairs = zip(self.functions, inner, strict=True)
-        some = "|".join(rf"{''.join(self._opening(function))}(?:{each.regex})\}}" for function, each in pairs)
-        call = f"{quoted(self.prefix)}(?:{some}){quoted(self.suffix)}"
-        calls = rf"{call}(?:\n?{call})*" if self.several else call
+        some = "|".join(f"{''.join(self._opening(each))}(?:{language.regex})" for each, language in pairs)
+        call = f"(?:{some}){closing}"
+        calls = f"{begin}{call}{f'(?:{between}{call})*' if self.several else ''}{end}"
         return calls if text is None else f"(?:{calls}|{text.regex})"
 
     def _text(self) -> Language | None:
-        if not self.text:
+        if self.alone:
             return None
-        if self.format is not None:
-            return self.format.language()
-        # Bare JSON begins with a brace, and llguidance's lexer takes the longest match: text beginning with one counts as a call.
-        return Language("text", not_beginning(self.prefix or "{"))
+        if self.text is not None:
+            return self.text.language()
+        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
+        return Language("text", not_beginning(self.format.trigger or "{"))
 
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
-        """Judges arguments whose language is too wide, and text that does not begin as a call."""
-        judges = {f.name: each.whole for f, each in zip(self.functions, inner, strict=True) if each.whole is not None}
+        """Judges arguments that a language is too wide for, and text that does not begin as calls."""
+        pairs = zip(self.functions, inner, strict=True)
+        judges = {
+            function.name: partial(function.judge, each.whole) for function, each in pairs if each.whole is not None
+        }
         judge_text = None if text is None else text.whole
         if not judges and judge_text is None:
             return None
-        names = frozenset(function.name for function in self.functions)
-        return _Answers(names, judges, judge_text, self.text, self.key_of_arguments, self.several, self.prefix)
+        return _Answers(frozenset(each.name for each in self.functions), judges, judge_text, self.format, self.alone)
 
     def _lark(self, inner: list[Language], text: Language | None) -> str:
-        around = [slashed(quoted(part)) if part else "" for part in (self.prefix, self.suffix)]
+        closing, between, begin, end = (slashed(part) if part else "" for part in self._around)
         openings = (" ".join(slashed(word) for word in self._opening(each)) for each in self.functions)
-        some = " | ".join(rf"{opening} arguments{number} /\}}/" for number, opening in enumerate(openings))
-        calls = r"calls: one (/\n?/ one)*" if self.several else "calls: one"
+        some = " | ".join(f"{opening} arguments{number}" for number, opening in enumerate(openings))
         rules = [
             "start: calls" + (" | text" if text is not None else ""),
-            calls,
-            f"one: {around[0]} ({some}) {around[1]}",
+            f"calls: {begin} one {f'({between} one)*' if self.several else ''} {end}",
+            f"one: ({some}) {closing}",
         ]
         rules += [_renamed(each.lark or "", f"arguments{number}", f"_{number}") for number, each in enumerate(inner)]
         if (
@@ -177,26 +223,19 @@ class _Answers:
     """Judges answers, see :meth:`CallSpec._whole`."""
 
     names: frozenset[str]
-    judges: dict[str, Callable[[str], None]]
+    judges: Mapping[str, Callable[[str], None]]
     judge_text: Callable[[str], None] | None
-    text: bool
-    key_of_arguments: str
-    several: bool
-    prefix: str
+    format: CallFormat
+    alone: bool
 
     def __call__(self, answer: str) -> None:
-        begins = quoted(self.prefix) + (r'\{"name": ?"' if not self.prefix else "")
-        if self.text and not re.match(begins, answer):
-            if self.judge_text is not None:
-                self.judge_text(answer)
-            return
-        calls = written_calls(answer, 0, self.names, self.key_of_arguments, self.several, self.prefix)
-        for name, arguments in calls:
-            if name in self.judges:
-                try:
-                    self.judges[name](json.dumps(arguments))
-                except GrammarError as error:
-                    raise GrammarError(f"the arguments of {name}: {error}", error.keyword, error.path) from error
+        lead = f"{self.format.begin}{self.format.mark}" if self.alone else ""
+        written = self.format.read(lead + answer, self.names)
+        if not written.calls and self.judge_text is not None:
+            self.judge_text(answer)
+        for call in written.calls:
+            if call.name in self.judges:
+                self.judges[call.name](call.arguments)
 
 
 #: Regexes and strings in the Lark grammar of a schema, which are skipped, and the names of its rules.
@@ -207,37 +246,6 @@ def _renamed(grammar: str, start: str, suffix: str) -> str:
     """`grammar` with `start` in the place of ``start``, and `suffix` behind its other names."""
     renamed = _NAMES.sub(lambda name: f"{name[0]}{suffix}" if name[1] else name[0], grammar)
     return re.sub(r"^start:", f"{start}:", renamed, count=1, flags=re.MULTILINE)
-
-
-def written_calls(
-    text: str, begin: int, names: Collection[str], key_of_arguments: str, several: bool, opening: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """The names and arguments of the complete calls in `text` from `begin` on, of functions among `names`.
-
-    Args:
-        several: whether there may be more than one.
-        opening: the text in front of each call, which may contain braces.
-    """
-    place = begin
-    while (place := _brace(text, place, opening)) >= 0:
-        try:
-            value, place = json.JSONDecoder().raw_decode(text, place)
-        except (ValueError, RecursionError):  # unconstrained text need not be JSON
-            return
-        name = value.get("name") if isinstance(value, dict) else None
-        if not isinstance(name, str) or name not in names:
-            return
-        yield name, value.get(key_of_arguments, {})
-        if not several:
-            return
-
-
-def _brace(text: str, place: int, opening: str) -> int:
-    """The index of the next call's first brace, behind `opening` if that comes first; -1 if there is none."""
-    brace = text.find("{", place)
-    if opening and 0 <= (before := text.find(opening, place)) <= brace:
-        return text.find("{", before + len(opening))
-    return brace
 
 
 def not_beginning(prefix: str) -> str:

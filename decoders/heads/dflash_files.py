@@ -248,16 +248,16 @@ def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) ->
 
 
 def save_draft_model(
-    files: DFlashFiles, ids: Tensor | None, folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16
-) -> None:
-    """Writes a draft model for `model` as `speculators` does; each file is written whole, the config last, as it makes a folder
-    one of a draft model.
+    config: DFlashConfig, network: DFlashNetwork, head: BlockHead | None, folder: Path, model: PreTrainedModel,
+    reduced: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """Writes a draft model for `model` as `speculators` does, without a head or with a Markov head; each file is written whole, the
+    config last, as it makes a folder one of a draft model.
 
     The embedding is the target's, and so is the output head where all tokens are drafted: neither is among the weights.
 
     Args:
-        files: network and head, and of a reduced vocabulary its output head.
-        ids: ``[D]`` int64, ascending, the tokens that it drafts; None: all.
+        reduced: of a reduced vocabulary its tokens ``[D]`` int64, ascending, and their rows of the output head, ``[D, H]``.
         dtype: of the weights.
 
     Raises:
@@ -265,16 +265,14 @@ def save_draft_model(
     """
     from safetensors.torch import save
 
-    config, parts = files.config, [files.network, *([] if files.head is None else [files.head])]
-    state = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
-    if files.lm_head is not None:
-        state["lm_head.weight"] = files.lm_head.weight
+    state = network.state_dict() | ({} if head is None else head.state_dict())
+    if reduced is not None:
+        state["lm_head.weight"] = reduced[1]
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
-    state |= vocabulary_tables(ids, config.layer.vocab_size)
-    kind = "dflash" if files.head is None else "dspark"
-    of_head = {name: value for name, value in (config.head.raw if config.head else {}).items() if name in MARKOV_FIELDS}
+    state |= vocabulary_tables(None if reduced is None else reduced[0], config.layer.vocab_size)
+    kind, said = ("dflash", {}) if head is None or config.head is None else ("dspark", config.head.raw)
     fields = {
-        "architectures": [f"{'DFlash' if files.head is None else 'DSpark'}Speculator"],
+        "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
         **speculators_fields(kind, model, config.places),
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],  # numbered by what goes into a layer
         "block_size": config.block_size,
@@ -282,7 +280,7 @@ def save_draft_model(
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.from_last,
         "transformer_layer_config": layer_fields(config.layer, "qwen3"),
-        **of_head,
+        **{name: said[name] for name in MARKOV_FIELDS if name in said},
         "dtype": str(dtype).removeprefix("torch."),
     }
     write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))

@@ -40,7 +40,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guidance_scale": (lambda v: v not in (None, 1, 1.0), "classifier-free guidance runs the model twice; drop strategy="),
     "output_attentions": (lambda v: bool(v), "fused attention has no weights to return; drop strategy="),
     "output_hidden_states": (lambda v: bool(v), "run model(sequences, output_hidden_states=True) on the result"),
-    "inputs_embeds": (lambda v: v is not None, "tokens are verified by id; pass input_ids"),
     "cache_implementation": (
         lambda v: v not in (None, "static", "dynamic", "hybrid"), "the loop always uses its own static cache"),
     "cache_config": (lambda v: v is not None, "the loop always uses its own static cache"),
@@ -95,8 +94,8 @@ HONOURED = frozenset({
     "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "watermarking_config",
     "num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id",
-    "eos_token_id", "past_key_values", "cache", "early_stopping", "length_penalty", "diversity_penalty", "decoder_start_token_id",
-    "transformers_version",
+    "eos_token_id", "past_key_values", "cache", "inputs_embeds", "early_stopping", "length_penalty", "diversity_penalty",
+    "decoder_start_token_id", "transformers_version",
 })  # fmt: skip
 
 #: All arguments of ``generate``: what else a model takes are its own.

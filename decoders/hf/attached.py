@@ -99,7 +99,7 @@ class CopiedState(dict[str, Any]):
 
 
 def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
-    """Raises UnsupportedError for adapters that put vectors in front of the prompt or begin within it, which the loop would ignore.
+    """Raises UnsupportedError for adapters that begin within the prompt or prepare inputs, which the loop would ignore.
 
     Args:
         model: the one that generates.
@@ -107,13 +107,6 @@ def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
     """
     configs = wrapper.peft_config if wrapper is not None else {}
     active = [configs.get(name) for name in getattr(wrapper, "active_adapters", ())]
-    learning = next((c for c in active if getattr(c, "is_prompt_learning", False)), None)
-    if learning is not None:
-        kind = getattr(learning.peft_type, "value", learning.peft_type)
-        raise UnsupportedError(
-            f"{kind} puts learnt vectors in front of the prompt, which is no token of it. Adapters of layers (LoRA and its "
-            "kin) work; call generate without strategy= for this one."
-        )
     if any(getattr(config, "alora_invocation_tokens", None) for config in active):
         raise UnsupportedError(
             "aLoRA adapts the tokens from its invocation on, whose places PEFT's own generate looks up and hands to every layer: "

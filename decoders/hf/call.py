@@ -28,7 +28,7 @@ from ..registry.resolve import resolve_strategy
 from ..report import Report
 from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
-from .given import CACHES, CallCache
+from .given import CACHES, Beginning
 from .grammars import Grammars
 from .multimodal import arguments_of, inputs_of
 from .options import Options
@@ -134,7 +134,7 @@ class PreparedCall:
 
 def prepare(
     model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None, engine_of: Callable[[], Engine],
-    assistants: Assistants, kept: dict[Kind, Preparation], cache: CallCache | None = None,
+    assistants: Assistants, kept: dict[Kind, Preparation], beginning: Beginning | None = None,
 ) -> PreparedCall:  # fmt: skip
     """Turns a checked call into a request.
 
@@ -144,7 +144,7 @@ def prepare(
         engine_of: returns the model's engine, created if needed; called after all checks that do not need it.
         assistants: draft models used with `model`.
         kept: transformers' preparations of earlier calls.
-        cache: the caller's own.
+        beginning: of the prompts, where that is no text.
     """
     beside, options = options.apart(arguments_of(model) - PLAIN)
     given, runtime = options.arguments, options.runtime
@@ -163,8 +163,10 @@ def prepare(
             kept[kind] = preparation
     padded, mask = input_ids.to(model.device), mask.to(model.device) if mask is not None else None
     inferred_from = None if given.get("attention_mask") is not None else preparation.pad_token
-    text = padded if cache is None else cache.whole(padded, given.get("attention_mask"))
-    prompts = unpad(text, mask, inferred_from)
+    if beginning is None:
+        prompts = unpad(padded, mask, inferred_from)
+    else:
+        prompts = beginning.prompts(padded, given.get("attention_mask"), mask, inferred_from)
     new_tokens = preparation.length - padded.shape[1]
     check_lengths(model, prompts, new_tokens)
     if preparation.processors is not None and not options.verifier.coupled:
@@ -178,10 +180,10 @@ def prepare(
     engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
-    beginnings = cache.beginnings(engine.target, mask, len(prompts), copies) if cache is not None else None
-    if beside and cache is not None:
+    read = beginning.read(engine, model, mask, len(prompts), copies) if beginning is not None else None
+    if beside and beginning is not None:
         raise UnsupportedError(
-            f"past_key_values does not go with {', '.join(sorted(beside))}: leave it out, what was read of images before is kept"
+            f"{beginning.name} does not go with {', '.join(sorted(beside))}: leave it out, what was read of images before is kept"
         )
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
@@ -203,7 +205,7 @@ def prepare(
         stop_tokens=preparation.stop_tokens, pad_token=preparation.pad_token, plan=replace(plan, masked=grammars.any),
         values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
         grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
-        on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=beginnings,
+        on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=read,
         multimodal=multimodal,
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)

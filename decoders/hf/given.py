@@ -1,100 +1,258 @@
-"""A caller's key-value cache, which holds the beginnings of the prompts."""
+"""Prompts that begin with something else than token ids: a caller's key-value cache, vectors, or the soft prompt of an adapter."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..engine.model.given import GivenCache, cached_tokens, check_cache
-from ..engine.model.target import Target
+from ..common.transformers_compat import cache_keyword
+from ..engine.decode.engine import Engine
+from ..engine.model.given import GivenPrompts, cached_tokens, check_cache
+from ..engine.model.layout import refusing
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 from ..strategy import Strategy
+from .arguments import unpad
 
 #: The names that transformers has for the argument.
 CACHES = ("past_key_values", "cache")
+EMBEDDINGS = "inputs_embeds"
+
+
+class Beginning(ABC):
+    """The beginnings of a call's prompts.
+
+    Attributes:
+        name: of the argument that they come from.
+    """
+
+    name: str
+
+    def prompts(
+        self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
+    ) -> list[Tensor]:
+        """Rows without left padding: ids, -1 for what the call names no token of.
+
+        Args:
+            input_ids: ``[B, P]``, mask: as transformers have prepared them.
+            given_mask: as the caller gave it.
+            inferred_from: see :func:`~decoders.hf.arguments.unpad`.
+        """
+        return unpad(self.whole(input_ids, given_mask), mask, inferred_from)
+
+    def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Ids of all that the mask is over."""
+        return input_ids
+
+    @abstractmethod
+    def read(
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int
+    ) -> GivenPrompts:  # fmt: skip
+        """The keys and values of `rows` prompts.
+
+        Args:
+            engine: of `model`.
+            mask: ``[rows, …]``.
+            copies: how many of these rows are one of the call's (``num_return_sequences``).
+        """
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises UnsupportedError if `strategy` has to be shown all of a prompt."""
+        if strategy.reads_prompt:
+            raise UnsupportedError(
+                f"strategy {strategy.name!r} learns from every token of the prompt and what the model computes there, and {self.name} "
+                "holds something else: take another strategy, or pass the whole text as input_ids without it"
+            )
+
+
+def beginning_of(
+    arguments: Mapping[str, Any], strategy: Strategy, model: PreTrainedModel, wrapper: Any
+) -> Beginning | None:
+    """What the prompts of a call begin with; None for ids alone.
+
+    Args:
+        strategy: of the call.
+        wrapper: the ``PeftModel`` around `model`, None without one.
+
+    Raises:
+        InputError: a value of the wrong kind. SettingsError: several. UnsupportedError: it cannot be read.
+    """
+    given = {name: arguments[name] for name in (*CACHES, EMBEDDINGS) if arguments.get(name) is not None}
+    soft = SoftPrompt.of(wrapper)
+    if len(given) + (soft is not None) > 1:
+        said = " and ".join([*given, *([soft.name] if soft is not None else [])])
+        raise SettingsError(f"{said}: a prompt begins with one of them (cache is the newer name of past_key_values)")
+    found: Beginning | None = soft
+    for name, value in given.items():
+        found = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
+    if found is not None:
+        found.check(strategy)
+    return found
 
 
 @dataclass(frozen=True)
-class CallCache:
-    """The cache of a call.
+class CallCache(Beginning):
+    """A cache of the caller's.
 
     Attributes:
-        cache: of the caller.
+        name: of the argument.
         length: tokens that it holds, padding included.
     """
 
+    name: str
     cache: Cache
     length: int
 
     @staticmethod
-    def of(arguments: Mapping[str, Any], strategy: Strategy) -> CallCache | None:
-        """None where a call brings none, or an empty one.
-
-        Raises:
-            InputError: something else. SettingsError: two of them. UnsupportedError: it cannot be read, or `strategy` has to read all
-                of a prompt.
-        """
-        given = {name: arguments[name] for name in CACHES if arguments.get(name) is not None}
-        if not given:
-            return None
-        if len(given) > 1:
-            raise SettingsError(
-                "past_key_values= and cache= are one argument, of which cache is the newer name: give one"
-            )
-        ((name, cache),) = given.items()
+    def of(name: str, cache: Any) -> CallCache | None:
+        """None for an empty one."""
         if not isinstance(cache, Cache):
             raise InputError(
                 f"{name} must be a cache of transformers (DynamicCache, StaticCache), not a {type(cache).__name__}; "
                 "DynamicCache(…) takes pairs of keys and values, one for each layer"
             )
         length = cached_tokens(cache)
-        if not length:
-            return None
-        if strategy.reads_prompt:
-            raise UnsupportedError(
-                f"strategy {strategy.name!r} learns from what the model computes for every token of the prompt, and {name} holds keys "
-                "and values alone: take another strategy, or pass the whole text as input_ids without it"
-            )
-        return CallCache(cache, length)
+        return CallCache(name, cache, length) if length else None
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Ids of cached and new tokens; -1 for cached tokens that the call does not name.
-
-        Args:
-            input_ids: ``[B, P]``, which begin with the cached tokens, unless
-            mask: of the call is longer than they are: then it is over cached and new ones.
-
-        Raises:
-            ContextLengthError: there is nothing behind the cached tokens.
-        """
+        """Ids of cached and new tokens: `input_ids` begin with the former, unless `mask` is longer than they are."""
         if mask is not None and mask.shape[1] > input_ids.shape[1]:
             return torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
         if input_ids.shape[1] <= self.length:
             raise ContextLengthError(
-                f"input_ids have {input_ids.shape[1]} tokens and past_key_values holds {self.length}: give the whole text, cached "
+                f"input_ids have {input_ids.shape[1]} tokens and {self.name} holds {self.length}: give the whole text, cached "
                 "part and at least one token more; or the new tokens alone, with an attention_mask over cached and new ones"
             )
         return input_ids
 
-    def beginnings(self, target: Target, mask: Tensor | None, rows: int, copies: int) -> GivenCache:
-        """What it holds of `rows` prompts.
-
-        Args:
-            mask: ``[rows, …]``, over cached and new tokens.
-            copies: how many of these rows are one of the call's (``num_return_sequences``).
-
-        Raises:
-            InputError: it is no cache of such prompts. UnsupportedError: it cannot be read.
-        """
-        cached = check_cache(target, self.cache)
+    def read(self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int) -> GivenPrompts:
+        cached = check_cache(engine.target, self.cache)
         if cached not in (1, rows // copies, rows):
             raise InputError(
-                f"past_key_values holds {cached} rows and there are {rows // copies} prompts: give as many, or one that all go on with"
+                f"{self.name} holds {cached} rows and there are {rows // copies} prompts: give as many, or one that all go on with"
             )
         padding = [0] * rows if mask is None else (mask == 0).sum(1).tolist()
-        return GivenCache(self.cache, self.length, tuple(row * cached // rows for row in range(rows)), tuple(padding))
+        return GivenPrompts(self.cache, self.length, tuple(row * cached // rows for row in range(rows)), tuple(padding))
+
+
+@dataclass(frozen=True)
+class Embeddings(Beginning):
+    """Vectors in the place of all tokens of the prompts, as the input embedding would give them.
+
+    Attributes:
+        vectors: ``[B, P, H]``.
+    """
+
+    vectors: Tensor
+    name: str = EMBEDDINGS
+
+    @staticmethod
+    def of(value: Any, arguments: Mapping[str, Any], model: PreTrainedModel) -> Embeddings:
+        if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point() or not value.shape[1]:
+            said = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise InputError(
+                f"inputs_embeds must be vectors [rows, positions, width], at least one of each, not {said}"
+            )
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape != value.shape[:2]:
+            raise InputError(
+                f"attention_mask is {list(mask.shape)} and inputs_embeds are {list(value.shape)}: it takes {list(value.shape[:2])}"
+            )
+        return Embeddings(value.to(model.device, model.dtype))
+
+    def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """`input_ids` stand at the end of as many places as there are vectors."""
+        places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
+        return torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]
+
+    def prompts(
+        self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
+    ) -> list[Tensor]:
+        text = self.whole(input_ids, given_mask)
+        return unpad(text, mask if mask is not None and mask.shape == text.shape else None)
+
+    def read(self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int) -> GivenPrompts:
+        vectors, width = self.vectors, self.vectors.shape[1]
+        own = None if mask is None or mask.shape[1] != width else mask[::copies]
+        padding = [0] * rows if own is None else (own == 0).sum(1).repeat_interleave(copies).tolist()
+        sources = tuple(row // copies for row in range(rows))
+        cache = read_vectors(engine, model, vectors[:, :-1], None if own is None else own[:, :-1])
+        return GivenPrompts(cache, width - 1, sources, tuple(padding), vectors[list(sources), -1])
+
+
+@dataclass(frozen=True)
+class SoftPrompt(Beginning):
+    """The learnt beginning of all prompts: what prompt tuning, p-tuning and prefix tuning of PEFT put there.
+
+    Attributes:
+        wrapper: the ``PeftModel``.
+        name: of the method.
+        length: places that it takes.
+    """
+
+    wrapper: Any
+    name: str
+    length: int
+
+    @staticmethod
+    def of(wrapper: Any) -> SoftPrompt | None:
+        """None for adapters of layers, and within ``disable_adapter``."""
+        if wrapper is None or getattr(wrapper, "_adapters_disabled", False):
+            return None
+        configs = (wrapper.peft_config.get(name) for name in getattr(wrapper, "active_adapters", ()))
+        config = next((each for each in configs if getattr(each, "is_prompt_learning", False)), None)
+        if config is None:
+            return None
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
+            raise UnsupportedError(
+                f"{kind} of PEFT decides by more than the prompt what stands before it. Prompt tuning, p-tuning, prefix tuning and "
+                "adapters of layers (LoRA and its kin) work; call generate without strategy= for this one."
+            )
+        return SoftPrompt(wrapper, kind, int(config.num_virtual_tokens))
+
+    def prompts(
+        self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
+    ) -> list[Tensor]:
+        texts = unpad(input_ids, mask, inferred_from)
+        return [torch.cat([text.new_full((self.length,), -1), text]) for text in texts]
+
+    def read(self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int) -> GivenPrompts:
+        learnt = self.wrapper.get_prompt(batch_size=1)
+        cache = (
+            learnt if isinstance(learnt, Cache) else read_vectors(engine, model, learnt.to(model.device, model.dtype))
+        )
+        assert cache is not None
+        check_cache(engine.target, cache)
+        return GivenPrompts(cache, self.length, (0,) * rows, (0,) * rows)
+
+
+def read_vectors(
+    engine: Engine, model: PreTrainedModel, vectors: Tensor, mask: Tensor | None = None
+) -> Cache | None:  # fmt: skip
+    """What the own forward pass of `model` stores of `vectors` ``[B, P, H]``; None for no places.
+
+    Args:
+        engine: of `model`, whose weights are used.
+        mask: ``[B, P]``, zeros for left padding.
+
+    Raises:
+        UnsupportedError: the design reads no vectors.
+    """
+    if not vectors.shape[1]:
+        return None
+    with engine.decoding(), refusing(model, "does not read vectors in the place of tokens"):
+        own = engine.own_forward(model, engine.target).model
+        cache = DynamicCache(config=own.config)
+        arguments: dict[str, Any] = {cache_keyword(own): cache, "use_cache": True}
+        if mask is not None:
+            arguments |= {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+        own(inputs_embeds=vectors, **arguments)
+        check_cache(engine.target, cache)
+    return cache

@@ -21,7 +21,7 @@ from ..engine.model.layout import refuse_capture, refuse_unfit
 from ..engine.model.layout import vocabulary_of as logits_of
 from ..engine.model.threads import CallLock
 from ..engine.model.weights.quantization import Precision, scheme_of
-from ..errors import SettingsError
+from ..errors import SettingsError, UnsupportedError
 from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
 from ..strategies.suffix_index import TextMemory
@@ -29,7 +29,7 @@ from .arguments import OWN, check_inputs, refuse_arguments
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
 from .call import PreparedCall, prepare
-from .given import CallCache
+from .given import CallCache, beginning_of
 from .grammars import vocabulary_of
 from .multimodal import arguments_of
 from .options import NO_DEFAULTS, Defaults, Options
@@ -121,7 +121,12 @@ class Generate:
         options = Options.read(kwargs, self.model.generation_config, self.defaults)
         assert options is not None, "only calls with a strategy are decoded in the loop"
         with ordinary_device(self.model):
-            return self._prepared(options)
+            call = self._prepared(options)
+        if call.request.given is not None:
+            raise UnsupportedError(
+                "a soft prompt of PEFT does not share steps with other requests yet: call generate(strategy=…)"
+            )
+        return call
 
     @torch.no_grad()
     def _prepared(self, options: Options) -> PreparedCall:
@@ -135,16 +140,16 @@ class Generate:
         given = options.arguments
         refuse_arguments(options.configs, given, arguments_of(self.model))
         input_ids = given.get("input_ids")
-        cache = CallCache.of(given, options.strategy)
+        beginning = beginning_of(given, options.strategy, self.model, self.wrapper)
         check_inputs(
             self.model, given.get("inputs") if input_ids is None else input_ids, given.get("attention_mask"),
-            cache.length if cache is not None else 0,
+            beginning.length if isinstance(beginning, CallCache) else 0,
         )  # fmt: skip
         options.check()
         tokenizer = given.get("tokenizer") or self.tokenizer
         return prepare(
             self.model, options, tokenizer, lambda: ready or self.engine(options.runtime), self._assistants,
-            self._preparations, cache,
+            self._preparations, beginning,
         )  # fmt: skip
 
     def compiles_with(

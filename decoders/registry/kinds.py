@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from ..constraints import Backend
-from ..errors import PluginError, UnknownNameError, suggest
+from ..errors import PluginError, UnknownNameError, canonical, suggest
 from ..report import Observer
 from ..settings import OWN_VARIABLES, Settings, variable_of
 from ..strategy import Strategy
@@ -289,8 +289,3 @@ def _advice(plugin: PluginInfo) -> str:
     if plugin.provider == THIS_PROCESS:
         return f"Unregister one, for instance with registry().unregister({plugin.name!r})."
     return f"Block one, for instance with DECODERS_PLUGINS_BLOCK={plugin.name}."
-
-
-def canonical(name: str) -> str:
-    """`name` in the form in which names are compared: lower case, ``-`` and ``.`` as ``_``."""
-    return re.sub("[-_.]+", "_", name.strip()).lower()

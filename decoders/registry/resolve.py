@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from ..common import library
 from ..constraints import Backend, CompiledGrammar, Spec, as_spec, spec_of_file, spec_of_library, unknown_grammar
-from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError
+from ..errors import GrammarError, SettingsError, UnknownNameError, UnsupportedError, canonical
 from ..settings import Settings, load_settings
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
-from .kinds import canonical, is_maker
+from .kinds import is_maker
 from .registry import registry
 
 

@@ -31,6 +31,8 @@ class Report:
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
             at near-ties either: a brief check when the model was made ready. None where it is not checked.
+        checked: the day, as ISO has it, on which a model like this one was compared with transformers' own passes here: today's, or an
+            earlier one whose verdict was kept.
         weights: "int8" or "int4" where the engine was told to compute with quantized copies of the model's weights; "keep": the
             model's own.
         kv_cache: "int8" where it was told to keep keys and values in lower precision; "keep": in the model's own.
@@ -60,6 +62,7 @@ class Report:
     verifier: str = "coupled"
     verifier_settings: dict[str, Any] = field(default_factory=dict)
     same_bits: bool | None = None
+    checked: str = ""
     weights: str = "keep"
     kv_cache: str = "keep"
     rows: int = 1
@@ -176,7 +179,7 @@ class Report:
             compiled += f"; {self.compilations} graphs in {self.timings.compile + self.timings.background:.1f} s"
         return [
             ("strategy", self.strategy),
-            ("same tokens", self.same_tokens),
+            ("same tokens", self.same_tokens + (f" (checked on {self.checked})" if self.checked else "")),
             *([("verifier", self.verifier)] if self.verifier != "coupled" else []),
             ("tokens", f"{sum(self.new_tokens)} new after {sum(self.prompt_tokens)} of prompt"),
             ("speed", f"{self.tokens_per_second:.1f} tokens/s, the first after {self.time_to_first_token:.2f} s"),

@@ -135,9 +135,12 @@ class Answer(ABC):
 
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every choice has ended."""
-        return self._frame(self.kind, [self.complete(choice) for choice in self.job.choices]) | {
-            "usage": self.job.usage()
-        }
+        choices = [self.complete(choice) for choice in self.job.choices]
+        return self._frame(self.kind, choices) | {"usage": self.usage()} | self.job.metrics()
+
+    def usage(self) -> dict[str, Any]:
+        """What it took."""
+        return self.job.usage()
 
     @abstractmethod
     def complete(self, choice: Choice) -> dict[str, Any]:
@@ -151,13 +154,27 @@ class Answer(ABC):
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
         """What a stream says of a choice when there may be more text; the last one has its ``finish_reason``."""
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chunk of a stream."""
-        return self._frame(self.chunk_kind, choices) | ({"usage": None} if self.body.includes_usage else {})
+    def first_events(self) -> bytes:
+        """Events of a stream before there is text."""
+        return self._events([part for choice in self.job.choices for part in self.opening(choice)])
 
-    def last_chunk(self) -> dict[str, Any]:
-        """The chunk with the usage."""
-        return self._frame(self.chunk_kind, []) | {"usage": self.job.usage()}
+    def next_events(self, growing: Growing, ended: bool) -> bytes:
+        """Events of a stream when there may be more text of a choice."""
+        return self._events(self.pieces(growing, ended))
+
+    def last_events(self) -> bytes:
+        """Events of a stream once every choice has ended."""
+        if not self.body.includes_usage:
+            return _DONE
+        return event(self._frame(self.chunk_kind, []) | {"usage": self.usage()} | self.job.metrics()) + _DONE
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """The event of a stream that ends with an error."""
+        return event(refusal.body)
+
+    def _events(self, parts: list[dict[str, Any]]) -> bytes:
+        more = {"usage": None} if self.body.includes_usage else {}
+        return b"".join(event(self._frame(self.chunk_kind, [part]) | more) for part in parts)
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         job = self.job
@@ -220,9 +237,10 @@ async def settled(answer: Answer, receive: Receive) -> None:
         answer.job.cancel()
 
 
-def event(content: dict[str, Any]) -> bytes:
+def event(content: dict[str, Any], name: str | None = None) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
@@ -239,9 +257,8 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
         with ExitStack() as stack:
             for choice in choices:
                 stack.enter_context(choice.generation.telling(news.set))
-            for choice in choices:
-                for part in answer.opening(choice):
-                    yield event(answer.chunk([part]))
+            if first := answer.first_events():
+                yield first
             while True:
                 news.clear()
                 content = b""
@@ -253,8 +270,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                             raise error
                         if choice.judged:
                             await answer.service.judge(answer.job, choice)
-                    parts = answer.pieces(growing[choice.index], ended)
-                    content += b"".join(event(answer.chunk([part])) for part in parts)
+                    content += answer.next_events(growing[choice.index], ended)
                 if content:
                     sent = clock()
                     yield content
@@ -266,9 +282,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 except TimeoutError:  # nothing has been sent for so long, whatever came in
                     sent = clock()
                     yield b": waiting\n\n"
-        if answer.body.includes_usage:
-            yield event(answer.last_chunk())
-        yield _DONE
+        yield answer.last_events()
     finally:
         answer.job.cancel()
 
@@ -317,7 +331,7 @@ class EventStream(Response):
             refusal = self.on_end(error)
             if refusal is not None and refusal.status == 499:
                 return
-            await body(event(refusal.body if refusal is not None else {}))
+            await body(self.answer.error_event(refusal) if refusal is not None else event({}))
         else:
             self.on_end(None)
         await body(b"", more=False)

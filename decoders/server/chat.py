@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import Answer, Growing, TextToken, joined
+from .answers import Answer, Growing, TextToken
 from .bodies import ChatBody
 from .grammars import Calling, wanted_of
 from .limits import Arrival
@@ -13,10 +13,25 @@ from .reasoning import Reasoning, special_ids
 from .refusals import Refusal
 from .service import Service
 from .texts import Choice, Job, named
+from .turns import Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     """Submits what is asked for.
+
+    Raises:
+        Refusal, and what :meth:`decoders.Scheduler.submit` raises.
+    """
+    return Chat(service, body, *submitted(service, body, arrival, "chatcmpl"))
+
+
+def submitted(
+    service: Service, body: ChatBody, arrival: Arrival, kind: str
+) -> tuple[Job, Calling | None, Reasoning | None]:
+    """What is asked for as it is decoded, what it may call, and how it begins with a thought.
+
+    Args:
+        kind: what the answer's id begins with.
 
     Raises:
         Refusal, and what :meth:`decoders.Scheduler.submit` raises.
@@ -29,31 +44,24 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     if body.reasoning_effort is not None:
         effort = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
         variables = effort | variables
-    text = conversations.prompt(body.messages, body.tools or () if calling else (), variables)
-    put_in_front = calling is not None and calling.required and calling.style.special
-    if put_in_front:
-        text += conversations.style.prefix
+    seen = list[Any]()
+    text = conversations.prompt(body.messages, body.tools or () if calling else (), variables, seen)
     service.check_length(text)
-    wanted, prompt = wanted_of(body, conversations.style), conversations.ids(text)
-    reasoning = None
-    if not put_in_front:
-        most = service.new_tokens(body, prompt)
-        reasoning = Reasoning.of(body, conversations, prompt, service.spelling, most)
+    wanted, (prompt, images) = wanted_of(body, conversations.style), conversations.inputs(text, seen)
+    reasoning = Reasoning.of(body, conversations, prompt, service.spelling, service.new_tokens(body, prompt))
     bounded = reasoning is not None and (wanted is not None or reasoning.budget is not None)
     thinking = reasoning.argument if reasoning is not None and bounded else None
-    job = service.start("chatcmpl", body, [prompt], arrival, wanted, thinking=thinking)
-    return Chat(service, body, job, calling, reasoning)
+    return service.start(kind, body, [prompt], arrival, wanted, thinking=thinking, images=images), calling, reasoning
 
 
-class Chat(Answer):
-    """An answer of this route.
+class Conversing(Answer):
+    """An answer that is an assistant's turn.
 
     Attributes:
         calling: what may be called, None if nothing.
         reasoning: how it begins with a thought, None if it does not.
     """
 
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
     def __init__(
@@ -61,118 +69,81 @@ class Chat(Answer):
     ) -> None:
         super().__init__(service, body, job)
         self.calling, self.reasoning = calling, reasoning
-        texts = [calling.style.prefix, calling.style.suffix] if calling is not None else []
+        texts = [*calling.style.format.texts] if calling is not None else []
         if reasoning is not None:
             texts += map(str, (reasoning.markers.begin, reasoning.markers.end, reasoning.markers.closing or ""))
         self.special = special_ids(service.spelling, *texts) if texts else frozenset()
-        self._written: dict[
-            int, tuple[str, int, int]
-        ] = {}  # text so far; characters sent of the thought and the answer
-        self._held: dict[int, str] = {}  # text that may be calls, by choice
-        self._sent: dict[int, str] = {}
+        self._turns: dict[int, Turn] = {}
 
-    def complete(self, choice: Choice) -> dict[str, Any]:
-        growing = self.growing(choice)
-        spans, tokens = growing.read(ended=True)
-        thought, answer = self._split(joined(spans), ended=True)
-        content, calls = self._parsed(answer or "")
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content or None if calls else content,
-            "refusal": None,
-        }
-        if thought:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = calls
-        return (
-            {
-                "index": choice.index,
-                "message": message,
-                "logprobs": self._logprobs(tokens),
-                "finish_reason": self._reason(growing, calls),
-            }
-            | self.warnings(choice)
-            | self.details(spans)
-        )
+    def turn(self, growing: Growing) -> Turn:
+        """The turn of a choice that grows."""
+        return self._turns.setdefault(growing.choice.index, Turn(growing, self.reasoning, self.calling))
 
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        return [self._delta(choice, {"role": "assistant", "content": ""})]
+    def usage(self) -> dict[str, Any]:
+        return self.job.usage(sum(turn.thought_tokens for turn in self._turns.values()))
 
-    def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
-        choice = growing.choice
-        spans, tokens = growing.read(ended)
-        chunks = []
-        if self.reasoning is not None:
-            written, thought_sent, answer_sent = self._written.get(choice.index, ("", 0, 0))
-            written += joined(spans)
-            thought, answer = self._split(written, ended)
-            new, content = thought[thought_sent:], (answer or "")[answer_sent:]
-            self._written[choice.index] = written, len(thought), len(answer or "")
-            if new:
-                chunks.append(self._delta(choice, {"reasoning_content": new}))
-            if self.calling is not None:
-                return chunks + self._called(growing, content, tokens, ended)
-            if content or tokens:
-                chunks.append(self._delta(choice, {"content": content}, tokens) | self.details(spans))
-            return [*chunks, self._last(choice, growing.finish_reason)] if ended else chunks
-        if self.calling is not None:
-            return self._called(growing, joined(spans), tokens, ended)
-        if spans or tokens:
-            chunks.append(self._delta(choice, {"content": joined(spans)}, tokens) | self.details(spans))
-        return [*chunks, self._last(choice, growing.finish_reason)] if ended else chunks
-
-    def _called(
-        self, growing: Growing, text: str, tokens: Sequence[TextToken], ended: bool
-    ) -> list[dict[str, Any]]:  # fmt: skip
-        """Text that is no call is sent as it comes, calls when they are complete."""
-        assert self.calling is not None
-        choice, index = growing.choice, growing.choice.index
-        held = self._held.get(index, "") + text
-        count = 0 if ended else self.calling.free(held, bool(self._sent.get(index)))
-        chunks: list[dict[str, Any]] = []
-        calls: list[dict[str, Any]] = []
-        if ended:
-            before, calls = self._parsed(self._sent.get(index, "") + held)
-            count = max(len(before) - len(self._sent.get(index, "")), 0) if calls else len(held)
-        if count or tokens:
-            chunks.append(self._delta(choice, {"content": held[:count]}, tokens))
-            self._sent[index] = self._sent.get(index, "") + held[:count]
-        self._held[index] = held[count:]
-        chunks += [self._delta(choice, {"tool_calls": [{"index": n, **call}]}) for n, call in enumerate(calls)]
-        if ended:
-            chunks.append(self._last(choice, self._reason(growing, calls)))
-        return chunks
-
-    def _split(self, text: str, ended: bool) -> tuple[str, str | None]:
-        return self.reasoning.split(text, ended) if self.reasoning is not None else ("", text)
-
-    def _parsed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        return self.calling.parse(text) if self.calling is not None else (text, [])
-
-    def _reason(self, growing: Growing, calls: Sequence[Any]) -> str:
-        """Why a message ended; a function that was named ends it as text does, as OpenAI has it."""
-        if not calls or self.calling is None:
-            return growing.finish_reason
-        return "stop" if self.calling.named else "tool_calls"
-
-    def _last(self, choice: Choice, reason: str) -> dict[str, Any]:
-        return self._delta(choice, {}, reason=reason) | self.warnings(choice)
-
-    def _delta(
-        self, choice: Choice, delta: dict[str, Any], tokens: Sequence[TextToken] = (), reason: str | None = None
-    ) -> dict[str, Any]:  # fmt: skip
-        shown = self._logprobs(tokens) if tokens else None
-        return {"index": choice.index, "delta": delta, "logprobs": shown, "finish_reason": reason}
-
-    def _logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any] | None:
-        if not self.body.logprobs:
-            return None
+    def logprobs(self, tokens: Sequence[TextToken]) -> list[dict[str, Any]]:
+        """The log probabilities of tokens, in OpenAI's form."""
         entries = []
         for token in tokens:
             top = [_entry(self.service.spelling.of(each), value) for each, value in token.logprobs.top]
             entries.append({**_entry(token.data, token.logprobs.logprob), "top_logprobs": top})
-        return {"content": entries, "refusal": None}
+        return entries
+
+
+class Chat(Conversing):
+    """An answer of this route."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def complete(self, choice: Choice) -> dict[str, Any]:
+        turn = self.turn(self.growing(choice))
+        _, spans, tokens = turn.read(ended=True)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": turn.text or None if turn.calls else turn.text,
+            "refusal": None,
+        }
+        if turn.thought:
+            message["reasoning_content"] = turn.thought
+        if turn.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.calls
+            ]
+        shown, reason = self._logprobs(tokens), turn.finish_reason
+        answer = {"index": choice.index, "message": message, "logprobs": shown, "finish_reason": reason}
+        return answer | self.warnings(choice) | self.details(spans)
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        return [self._chunk(choice, {"role": "assistant", "content": ""})]
+
+    def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
+        choice, turn = growing.choice, self.turn(growing)
+        pieces, spans, tokens = turn.read(ended)
+        chunks = [self._chunk(choice, self._delta(turn, piece)) for piece in pieces]
+        if (tokens or (spans and self.body.drafted)) and not chunks:  # of text that is held back
+            chunks.append(self._chunk(choice, {"content": ""}))
+        if chunks:
+            chunks[-1] |= {"logprobs": self._logprobs(tokens) if tokens else None} | self.details(spans)
+        if ended:
+            chunks.append(self._chunk(choice, {}, turn.finish_reason) | self.warnings(choice))
+        return chunks
+
+    def _delta(self, turn: Turn, piece: Piece) -> dict[str, Any]:
+        if piece.kind != "arguments":
+            return {"content" if piece.kind == "text" else "reasoning_content": piece.text}
+        call, head = turn.calls[piece.number], dict[str, Any]()
+        function = {"arguments": piece.text}
+        if piece.first:
+            head, function = {"id": call.id, "type": "function"}, {"name": call.name, "arguments": piece.text}
+        return {"tool_calls": [{"index": piece.number, **head, "function": function}]}
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any] | None:
+        return {"content": self.logprobs(tokens), "refusal": None} if self.body.logprobs else None
 
 
 def _entry(data: bytes, logprob: float) -> dict[str, Any]:

@@ -5,24 +5,21 @@ Nothing here reads a file that a client names.
 
 from __future__ import annotations
 
-import json
-import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from ..constraints import (
     Called,
+    Calls,
     CallSpec,
     CompiledGrammar,
     JsonSchema,
     Lark,
     Spec,
-    Tagged,
+    Written,
     as_spec,
     choice,
     library,
     regex,
-    written_calls,
 )
 from ..errors import GrammarError
 from .bodies import (
@@ -38,8 +35,8 @@ from .bodies import (
     Tool,
     ToolChoice,
 )
-from .prompts import CallStyle
 from .refusals import Refusal
+from .templates import CallStyle
 
 
 def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
@@ -138,57 +135,24 @@ class Calling:
     @property
     def spec(self) -> Spec:
         """The grammar of the answer."""
-        special, style, asked = self.style.special, self.style, (tool.function for tool in self.tools)
+        format = self.style.format
+        asked = (tool.function for tool in self.tools)
         functions = tuple(Called.of(each.name, each.parameters, each.strict) for each in asked)
-        if special and not self.required:  # text with calls in it
-            call = CallSpec(
-                functions=functions, key_of_arguments=style.arguments, prefix="", suffix="", text=False, several=False
-            )
-            return Tagged(((style.prefix, call, style.suffix or None),), several=self.several)
-        prefix = "" if special else style.prefix
-        format = spec_of(self.format) if isinstance(self.format, Part) else self.format
-        assert not isinstance(format, CompiledGrammar)
-        return CallSpec(
-            functions=functions, key_of_arguments=style.arguments, prefix=prefix, suffix=style.suffix, text=not self.required,
-            several=self.several and bool(prefix), format=format,
-        )  # fmt: skip
+        several = self.several and format.between is not None
+        if self.required or (format.trigger and self.format is None):
+            return Calls(functions, format, self.required, several)
+        text = spec_of(self.format) if isinstance(self.format, Part) else self.format
+        assert not isinstance(text, CompiledGrammar)
+        return CallSpec(functions, format, alone=False, several=several, text=text)
 
-    def free(self, text: str, begun: bool) -> int:
-        """How many characters of a growing text are no part of calls, whatever comes. begun: whether some were before it."""
-        if self.required:
-            return 0
-        prefix = self.style.prefix.strip()
-        head, openings = text.lstrip(), {prefix or "{", self.style.shown or prefix or "{"}
-        begins = not begun and any(head.startswith(each[: len(head)]) for each in openings)
-        if not prefix or self.format is not None:  # calls are the whole answer or none of it
-            return 0 if begins else len(text)
-        if self.style.special and begins:
-            return 0
-        if (place := text.find(prefix)) >= 0:
-            return place
-        sizes = range(min(len(prefix) - 1, len(text)), 0, -1)
-        return len(text) - next((size for size in sizes if prefix.startswith(text[-size:])), 0)
-
-    def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """The text in front of the calls, and the calls as OpenAI has them; none where none is complete."""
-        names = {tool.function.name for tool in self.tools}
-        prefix, shown = self.style.prefix.strip(), self.style.shown
-        begin = text.find(prefix) if prefix else -1
-        if begin < 0 and (not prefix or self.style.special) and text.lstrip().startswith(("{", shown or "{")):
-            prefix, begin = "", 0  # it was put in front, or special tokens are left out of texts
-        opening = prefix or shown
-        if begin < 0 or (self.format is not None and text[:begin].strip()):
-            return text, []
-        calls = []
-        written = written_calls(
-            text, begin, names, self.style.arguments, several=bool(opening) and self.several, opening=opening
-        )
-        for name, arguments in written:
-            try:
-                calls.append(_call(name, arguments))
-            except (ValueError, RecursionError):  # whatever a model may write where nothing constrains it
-                break
-        return (text[:begin].rstrip(), calls) if calls else (text, [])
+    def read(self, text: str, ended: bool) -> Written:
+        """What is written of text and calls in an answer that grows until it has `ended`."""
+        written = self.style.format.read(text, {tool.function.name for tool in self.tools}, ended)
+        if (
+            self.format is not None and written.text.strip() and written.calls
+        ):  # calls are the whole answer or none of it
+            return Written(text)
+        return written if self.several else Written(written.text, written.calls[:1])
 
 
 def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
@@ -228,13 +192,3 @@ def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
         return wanted
     message = f'response_format beside tools: {reason}. Say tool_choice="none" or "required", or leave one of them out'
     raise Refusal(400, message, param="response_format", code="invalid_value")
-
-
-def _call(name: str, arguments: Any) -> dict[str, Any]:
-    """A call in OpenAI's form. Raises ValueError for numbers that JSON does not have."""
-    try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which can be sent escaped only
-        written = json.dumps(arguments, allow_nan=False)
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": written}}

@@ -12,6 +12,8 @@ from .pool import SchedulerPool
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 #: Strategies that have figures of their own. Clients can merge a handful in thousands of orders.
 NAMED = 32
+#: Places in a draft that have figures of their own.
+POSITIONS = 32
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -21,9 +23,11 @@ class Metrics:
     Args:
         pool: whose queues and rows are shown.
         rows: of one scheduler.
+        model: name of the model.
     """
 
-    def __init__(self, pool: SchedulerPool, rows: int) -> None:
+    def __init__(self, pool: SchedulerPool, rows: int, model: str) -> None:
+        self.model = model
         registry = self.registry = CollectorRegistry()
         self.requests = Counter(
             "decoders_requests", "Requests by their end", ["endpoint", "outcome"], registry=registry
@@ -37,6 +41,20 @@ class Metrics:
         self.drafted = Counter("decoders_draft_tokens", "Draft tokens that were verified", named, registry=registry)
         self.accepted = Counter("decoders_accepted_tokens", "Draft tokens that were accepted", named, registry=registry)
         self.steps = Counter("decoders_row_steps", "Steps times the rows in them", named, registry=registry)
+        served = ["model_name"]
+        #: As vLLM calls them: dashboards and AIPerf read them.
+        self.speculation = {
+            name: Counter(f"vllm:spec_decode_num_{name}", text, served, registry=registry).labels(model)
+            for name, text in {
+                "drafts": "Row-steps of requests with drafts",
+                "draft_tokens": "Draft tokens that were verified",
+                "accepted_tokens": "Draft tokens that were accepted",
+            }.items()
+        }
+        self.positions = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by their place in a draft",
+            ["model_name", "position"], registry=registry,
+        )  # fmt: skip
         self.first = Histogram(
             "decoders_time_to_first_token_seconds",
             "From arrival to the first token",
@@ -88,6 +106,16 @@ class Metrics:
         self.drafted.labels(name).inc(report.drafted)
         self.accepted.labels(name).inc(report.accepted)
         self.steps.labels(name).inc(sum(report.accepted_lengths))
+        if report.drafted:
+            figures = {
+                "drafts": sum(report.accepted_lengths),
+                "draft_tokens": report.drafted,
+                "accepted_tokens": report.accepted,
+            }
+            for figure, count in figures.items():
+                self.speculation[figure].inc(count)
+            for position in range(min(len(report.accepted_lengths) - 1, POSITIONS)):
+                self.positions.labels(self.model, position).inc(sum(report.accepted_lengths[position + 1 :]))
         self._recent = [*(each for each in self._recent if each[0] > now - 10), (now, before)][-10_000:]
 
     def _name(self, strategy: str) -> str:

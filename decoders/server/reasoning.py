@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..constraints import ThinkingMarkers, begun
+from ..constraints import ThinkingMarkers, begun, unfinished
 from .bodies import EFFORTS, ChatBody
 from .refusals import Refusal
 
@@ -66,26 +67,49 @@ class Reasoning:
         What may become a marker is held back until `ended`.
         """
         begin, end = str(self.markers.begin), str(self.markers.end)
-        closings = [end] if self.markers.closing is None else [self.markers.closing, end]
+        if self.markers.closing is not None:
+            return _messages(begin + text if self.open else text, ended)
         head = text.lstrip() if self.open is None else text
         if self.open is None:
             if not ended and any(each.startswith(head) and each != head for each in (begin, end)):
                 return "", None
             if not head.startswith(begin):
-                # The head of an answer may stand by itself, as that of harmony does.
-                return "", head.removeprefix(end) if head.startswith(end) else text
+                return "", text
             head = head[len(begin) :]
-        places = [(place, len(closing)) for closing in closings if (place := head.find(closing)) >= 0]
-        if places:
-            place, size = min(places)
-            return head[:place].lstrip("\n"), head[place + size :].lstrip("\n")
-        return head[: len(head) if ended else len(head) - _open(head, closings)].lstrip("\n"), None
+        if (place := head.find(end)) >= 0:
+            return head[:place].lstrip("\n"), head[place + len(end) :].lstrip("\n")
+        return head[: len(head) if ended else len(head) - unfinished(head, [end])].lstrip("\n"), None
 
 
-def _open(text: str, markers: list[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of `markers`."""
-    longest = min(max(map(len, markers)) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
+#: A message of harmony: its head, and its text up to what ends it.
+_MESSAGE = re.compile(
+    r"((?:(?!<\|message\|>).)*)<\|message\|>((?:(?!<\|(?:end|call|return)\|>).)*)(<\|\w+\|>)?", re.DOTALL
+)
+
+
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+
+def _messages(text: str, ended: bool) -> tuple[str, str | None]:
+    """The thoughts in messages of harmony, and what the others say, calls with their heads; None while there are no others."""
+    thoughts, answers = list[str](), list[str]()
+    if not ended and text in ("", "<"):
+        return "", None
+    if not text.startswith("<|"):  # it writes no messages
+        return "", text
+    for message in _MESSAGE.finditer(text):
+        head, content, end = message.groups()
+        if not (ended or end):
+            content = content[: len(content) - unfinished(content, _ENDS)]
+        if "<|channel|>analysis" in head:
+            thoughts.append(content)
+        else:
+            if " to=" in head:
+                content = f"{head.replace('<|start|>assistant<', '<')}<|message|>{content}"
+            answers.append(content)
+    if ended and not thoughts and not answers:
+        return "", text
+    return "\n\n".join(thoughts), "".join(answers) if answers else None
 
 
 def special_ids(spelling: Spelling, *texts: str) -> frozenset[int]:

@@ -7,10 +7,11 @@ import difflib
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,9 @@ class Service:
         limits: of requests.
         chat_template: in the place of the tokenizer's own.
         thinking: what thoughts begin and end with, where that is not known of the model.
+        tool_format: name of the format of calls, where the template does not show the right one.
         config: ``decoders_config`` of every request.
+        processor: of a model that sees.
 
     Attributes:
         pace: of requests with large bodies.
@@ -73,7 +76,8 @@ class Service:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str, strategy: str = "autoregressive",
         strategy_config: dict[str, Any] | None = None, assistant: PreTrainedModel | None = None, limits: Limits = Limits(),
-        chat_template: str | None = None, thinking: tuple[str, str] | None = None, config: dict[str, Any] | None = None,
+        chat_template: str | None = None, thinking: tuple[str, str] | None = None, tool_format: str | None = None,
+        config: dict[str, Any] | None = None, processor: Any = None,
     ) -> None:  # fmt: skip
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
@@ -95,8 +99,8 @@ class Service:
             model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
             ClientSettings(limits.client_settings),
         )  # fmt: skip
-        self.metrics = Metrics(self.pool, limits.rows)
-        self.conversations = Conversations(tokenizer, chat_template, thinking)
+        self.metrics = Metrics(self.pool, limits.rows, name)
+        self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
@@ -279,7 +283,7 @@ class Service:
 
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
-        default_tokens: int | None = None, thinking: Any = None,
+        default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
         """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
 
@@ -289,6 +293,7 @@ class Service:
             wanted: what the grammar of all texts is made of.
             thinking: ``thinking=`` of all of them.
             default_tokens: new tokens where the body does not say; None: as many as fit.
+            images: of the prompts, as arguments of ``generate``.
 
         Raises:
             Refusal, and what :meth:`decoders.Scheduler.submit` raises.
@@ -312,7 +317,7 @@ class Service:
                 generation = self.pool.submit(
                     body.strategy, body.strategy_config, prompt, self._ended, arrival.client if self.keys > 1 else job.id,
                     deadline=arrival.left(seconds), cache_salt=salt,
-                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared,
+                    top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared, **images,
                     **callbacks(body, self.tokenizer, len(prompt)),
                 )  # fmt: skip
                 job.choices.append(Choice(index, own, generation, prompt, to_judge))

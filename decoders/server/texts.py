@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from ..common.pieces import TextPieces, common
-from ..constraints import Vocabulary
+from ..constraints import Vocabulary, unfinished
 from ..errors import UnsupportedError
-from ..report import GrammarUse
+from ..report import GrammarUse, Report
+from ..report.figures import mean_length
 from ..serving.generation import Generation
 from .limits import Arrival
 
@@ -86,32 +88,61 @@ class Job:
         prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one
         return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
-    def usage(self) -> dict[str, Any]:
-        """What it took: OpenAI's figures, and ours under ``decoders``."""
-        reports = [each.generation.report for each in self.choices if each.generation.report is not None]
+    def usage(self, thought: int = 0) -> dict[str, Any]:
+        """What it took: OpenAI's figures, and ours under ``decoders``. thought: tokens of thoughts."""
+        reports = self._reports
         prompt, new = self.tokens()
-        lengths = [0] * max((len(report.accepted_lengths) for report in reports), default=0)
-        for report in reports:
-            for place, count in enumerate(report.accepted_lengths):
-                lengths[place] += count
+        lengths = _summed([report.accepted_lengths for report in reports])
+        drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
         steps = sum(lengths)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": min(sum(sum(report.reused) for report in reports), prompt)},
+            "completion_tokens_details": {
+                "reasoning_tokens": thought,
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
             "decoders": {
                 "strategy": self.choices[0].generation.call.request.strategy.name,
                 "steps": steps,
-                "drafted": sum(report.drafted for report in reports),
-                "accepted": sum(report.accepted for report in reports),
+                "drafted": drafted,
+                "accepted": accepted,
                 "accepted_lengths": lengths,
-                "mean_accepted_length": round(sum((n + 1) * count for n, count in enumerate(lengths)) / steps, 4) if steps else 0.0,
+                "mean_accepted_length": round(mean_length(lengths), 4),
                 "seeds": [each.seed for each in self.choices],
                 "seconds_in_queue": max((each.generation.waited or 0.0 for each in self.choices), default=0.0),
                 "seconds_to_first_token": max((report.time_to_first_token for report in reports), default=0.0),
             },
-        }  # fmt: skip
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Under ``metrics``: how drafts fared, as vLLM has it for a request of one text and AIPerf reads it; nothing without drafts."""
+        reports = self._reports
+        if len(self.choices) != 1 or not reports or not reports[0].drafted:
+            return {}
+        lengths, drafted = reports[0].accepted_lengths, reports[0].drafted
+        accepted = sum(n * count for n, count in enumerate(lengths))
+        speculation = {
+            "mean_acceptance_length": mean_length(lengths),
+            "draft_acceptance_rate": accepted / drafted,
+            "acceptance_histogram": lengths,
+            "num_spec_steps": sum(lengths),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": len(lengths) - 1,
+        }
+        return {"metrics": {"speculative_decoding": speculation}}
+
+    @property
+    def _reports(self) -> list[Report]:
+        return [each.generation.report for each in self.choices if each.generation.report is not None]
+
+
+def _summed(histograms: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 @dataclass(frozen=True)
@@ -230,7 +261,7 @@ class ChoiceText:
         if places:
             self.stopped, count = True, min(places)
         else:
-            count = len(text) if ended else len(text) - self._open(text)
+            count = len(text) if ended else len(text) - unfinished(text, self.stops)
         spans, left = [], []
         for span in self._held:
             now, later = span.text[:count], span.text[count:]
@@ -240,9 +271,3 @@ class ChoiceText:
         self._held = [] if self.stopped else left
         self.shown += "".join(span.text for span in spans)
         return spans
-
-    def _open(self, text: str) -> int:
-        """Characters at the end of `text` that may be the beginning of a stop string."""
-        longest = min(max((len(stop) for stop in self.stops), default=1) - 1, len(text))
-        ends = (size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in self.stops))
-        return next(ends, 0)

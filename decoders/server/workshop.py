@@ -221,7 +221,13 @@ class Workshop:
             paths = [path or os.getcwd() for path in sys.path]
             threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
             with theirs, tempfile.TemporaryFile() as file:
-                given = self.vocabulary.tokens, self.vocabulary.stops, None, self.vocabulary.rules
+                given = (
+                    self.vocabulary.tokens,
+                    self.vocabulary.stops,
+                    None,
+                    self.vocabulary.rules,
+                    self.vocabulary.special,
+                )
                 pickle.dump(given, file)
                 file.seek(0)
                 self._process = subprocess.Popen(

@@ -20,6 +20,7 @@ SAID_OTHERWISE = {
     "input_ids": _PROMPT,
     "inputs": _PROMPT,
     "past_key_values": _CACHE,
+    "inputs_embeds": "requests are token ids; generate(strategy=…) takes vectors",
     "cache": _CACHE,
     "attention_mask": "a request is one prompt without padding: submit its token ids alone, padding removed",
 }

@@ -9,6 +9,7 @@ Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` token
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.layers import decoder_layers
 from ..common.transformers_compat import set_attention
+from ..errors import SettingsError
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
 from ..heads.dflash import DFlashConfig, DFlashNetwork
-from ..heads.dflash_files import DFlashFiles, head_of, save_draft_model
+from ..heads.dflash_files import DFlashFiles, head_of, load_draft_model, save_draft_model
 from .cards import dflash_card
 from .feature_heads import (
     Acceptance,
@@ -36,7 +38,7 @@ from .feature_heads import (
     train_head,
 )
 from .recipes import BlockTraining
-from .texts import Texts, stop_tokens
+from .texts import Texts, digest, stop_tokens
 from .trainer import soft_cross_entropy
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def train_dflash(
     run: BlockTraining = BlockTraining(),
     held: Sequence[str] = (),
     test: Sequence[str] = (),
+    start: Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
     command: str | None = None,
     resume: bool = True,
@@ -63,36 +66,38 @@ def train_dflash(
 
     Args:
         test: measured on at the end, for the card.
+        start: folder of a draft model to begin with; its mask and draft vocabulary are kept. None: a new one.
 
     Returns:
         The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.
 
     Raises:
         TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
-        SettingsError: layers that the model does not have, or a draft vocabulary larger than the model's.
+        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a draft model to begin with
+            that is of another shape.
     """
     layers = run.layers_of(len(decoder_layers(model)))  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
-    ids: Tensor | None = None
+    given = load_draft_model(start, model.device, torch.float32) if start is not None else None
 
     def make(train: Texts, judged: Texts) -> BlockLearner:
-        nonlocal ids
-        known = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model))
-        ids = None if size == shape.vocab_size else known
-        mask = int(
-            torch.bincount(train.ids.flatten(), minlength=shape.vocab_size).argmin()
-        )  # a token that texts do without
-        draft = new_draft_model(model, run, block_config(run, shape, layers, size, mask))
-        teacher = Teacher(model, layers, run.bf16)
-        return BlockLearner(run, draft, teacher, known.to(model.device), train, judged)
+        ids = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model)).to(model.device)
+        counts = torch.bincount(train.ids.flatten(), minlength=shape.vocab_size)
+        # The mask is a token that texts do without.
+        config = block_config(run, shape, layers, size, int(counts.argmin()))
+        if given is None:
+            draft = new_draft_model(model, run, config)
+        else:
+            draft = begin_with(given, config)
+            ids = ids if given.vocabulary is None or given.vocabulary.ids is None else given.vocabulary.ids
+        learner = BlockLearner(run, draft, Teacher(model, layers, run.bf16), ids, train, judged)
+        learner.identity = {} if given is None else {"start": digest(draft)}
+        return learner
 
     def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
         assert isinstance(learner, BlockLearner)
-        draft, output = learner.model, None
-        if ids is not None:
-            output = nn.Linear(1, 1, bias=False)
-            output.weight = nn.Parameter(learner.output)
-        save_draft_model(DFlashFiles(draft.config, draft.network, draft.head, lm_head=output), ids, out, model, dtype)
+        draft, reduced = learner.model, None if size == shape.vocab_size else (learner.ids.cpu(), learner.output)
+        save_draft_model(draft.config, draft.network, draft.head, out, model, reduced, dtype)
         return dflash_card(draft.config, model, run, figures, command)
 
     return train_head(
@@ -103,12 +108,12 @@ def train_dflash(
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
     """The shape of a draft model whose layers have a `shape`. mask: token that stands for one to be drafted."""
-    fields = (
-        {"markov_rank": run.rank, "markov_head_type": "vanilla", "enable_confidence_head": False} if run.rank else {}
-    )
-    # As DSpark, it drafts the first token at the place of the last one.
-    config = DFlashConfig(shape, run.block, mask, layers, from_last=True, draft_vocab_size=size)
-    return replace(config, head=HeadFields(fields, "dflash", shape, config.places, size))
+    markov = {"markov_rank": run.rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    # With a head the first token is drafted at the place of the last one, as DSpark does; without, at the first mask, as DFlash does.
+    from_last = run.rank > 0
+    nodes = run.block + (not from_last)
+    fields = HeadFields(markov if run.rank else {}, "dflash", shape, run.block, size)
+    return DFlashConfig(shape, nodes, mask, layers, from_last=from_last, head=fields, draft_vocab_size=size)
 
 
 class BlockDraft(nn.Module):
@@ -120,7 +125,9 @@ class BlockDraft(nn.Module):
 
 
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
-    """One whose context begins as the target's highest feature, and whose head adds nothing yet."""
+    """One whose context begins as the target's highest feature, and whose head adds nothing yet. Layers and norms begin as the target's
+    last ones, as far as these have weights of their names and shapes.
+    """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
@@ -128,12 +135,75 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
         for parameter in draft.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-    hidden = config.layer.hidden_size
+    network, hidden, last = draft.network, config.layer.hidden_size, _weights(decoder_layers(model)[-1])
     with torch.no_grad():
-        draft.network.fc.weight[:, -hidden:] += torch.eye(hidden)
+        network.fc.weight[:, -hidden:] += torch.eye(hidden)
+        for layer in network.layers:
+            own = layer.state_dict()
+            _copy(last, own)
+            for part in "qk":  # a norm keeps the mean size that queries and keys of a normed state had
+                if (name := f"self_attn.{part}_norm.weight") not in last:
+                    read = own[f"self_attn.{part}_proj.weight"] * own["input_layernorm.weight"]
+                    own[name].fill_(read.square().sum(1).mean().sqrt())
+        first, final = last.get("input_layernorm.weight"), _scale(getattr(model.base_model, "norm", None))
+        norms = {"hidden_norm.weight": first, "norm.weight": final}
+        _copy({name: norm for name, norm in norms.items() if norm is not None}, network.state_dict())
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
     return draft.to(model.device)
+
+
+def begin_with(given: DFlashFiles, config: DFlashConfig) -> BlockDraft:
+    """A draft model to go on with.
+
+    Raises:
+        SettingsError: it is of another shape than `config`, or has an embedding or a whole output head of its own.
+    """
+    layer, vocab = copy.deepcopy(given.config.layer), config.layer.vocab_size
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a checkpoint of a draft model need not say them
+        setattr(layer, name, getattr(config.layer, name))
+    set_attention(layer, "sdpa")
+    own = replace(given.config, layer=layer)
+    draft = BlockDraft(own)
+    wanted = {name: tensor.shape for name, tensor in BlockDraft(config).state_dict().items()}
+    parts = {"network": given.network, "head": given.head}
+    state = {f"{part}.{name}": t for part, of in parts.items() if of is not None for name, t in of.state_dict().items()}
+    if (
+        {name: tensor.shape for name, tensor in state.items()} != wanted
+        or (own.layers, own.block_size, own.from_last) != (config.layers, config.block_size, config.from_last)
+        or (own.draft_vocab_size or vocab) != config.draft_vocab_size
+        or given.embed is not None
+        or (given.lm_head is not None and given.vocabulary is None)
+    ):
+        raise SettingsError(
+            "dflash: the draft model to begin with is of another shape, reads other layers, or has an embedding or output head of "
+            "its own, other than the one to train"
+        )
+    draft.load_state_dict(state)
+    return draft.to(next(given.network.parameters()).device)
+
+
+def _weights(layer: nn.Module) -> dict[str, Tensor]:
+    """Matrices, and norms that do nothing but scale by their weight, by name."""
+    parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
+    return {
+        f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
+    }
+
+
+@torch.no_grad()
+def _scale(norm: Any) -> Tensor | None:
+    """The weight of a norm that makes it of a vector of ones; None: it is no such norm."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
+        return None
+    return weight if torch.allclose(norm(torch.ones_like(weight)), weight, rtol=1e-2, atol=1e-3) else None
+
+
+def _copy(weights: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        if name in to and to[name].shape == weight.shape:
+            to[name].copy_(weight)
 
 
 class BlockLearner(FeatureLearner):
@@ -222,13 +292,14 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """What becomes of chains that are drafted at every third position of `texts`: in the model's own greedy text, of those of
+        """What becomes of chains that are drafted one behind the other all over `texts`: in the model's own greedy text, of those of
         decoding; in other text a draft is judged after the text's tokens, not the target's.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
             ids = part.ids.to(self.ids.device)
-            anchors = torch.arange(0, ids.shape[1] - len(self.places) + 1, 3, device=ids.device).expand(len(ids), -1)
+            room, every = ids.shape[1] - len(self.places) + 1, len(self.places)
+            anchors = torch.arange(0, room, every, device=ids.device).expand(len(ids), -1)
             at = self._places_of(anchors)
             logits = _rows_at(lesson.logits, at)
             sums.begin(_rows_at(lesson.counted, at).all(1))

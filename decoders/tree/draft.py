@@ -20,8 +20,8 @@ class Sequences:
 
     Attributes:
         tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined behind a row's length. ``L`` covers the longest
-            row and may grow from step to step. -1 stands in prompts where the call names no token, because the caller gave the
-            model's keys and values (``past_key_values``).
+            row and may grow from step to step. -1 stands in prompts where the call names no token: the caller gave keys and values
+            (``past_key_values``) or vectors (``inputs_embeds``), or an adapter has a soft prompt.
         length: ``[B]`` int64, committed tokens per row.
         prompt_length: ``[B]`` int64, how many of them are prompt.
         finished: ``[B]`` bool, rows that have ended.

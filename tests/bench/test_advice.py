@@ -125,5 +125,15 @@ def test_the_command_prints_it_and_writes_json() -> None:
     done = CliRunner().invoke(app, ["advise", "demo", "--seconds", "0.5", "--no-compile", "--json", "-"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert set(result) == {"verdict", "code", "compiling", "outlooks", "seconds", "new_tokens", "prompts", "records"}
+    assert set(result) == {
+        "verdict",
+        "code",
+        "compiling",
+        "outlooks",
+        "seconds",
+        "new_tokens",
+        "prompts",
+        "busy",
+        "records",
+    }
     assert result["verdict"]["text"] in " ".join(done.stderr.split())

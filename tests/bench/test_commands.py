@@ -16,11 +16,11 @@ from typer.testing import CliRunner, Result
 
 from decoders import bench
 from decoders.bench.plot import PlotError, plot
-from decoders.bench.prompts import INSTRUCTIONS, encode, instructions, read_prompts
 from decoders.bench.shapes import SHAPES, RandomShape
 from decoders.cli import app, live
 from decoders.cli.live import ACCEPTED, ColouredStream, show
 from decoders.errors import SettingsError
+from decoders.prompts.reading import INSTRUCTIONS, encode, instructions, read_prompts
 from decoders.settings import RuntimeSettings
 from decoders.testing import tiny_model
 
@@ -59,7 +59,7 @@ def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_bench_json_to_standard_output_is_nothing_but_json() -> None:
-    done = run(*BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--json", "-")
+    done = run("bench", "demo", *BENCH[1:], "-s", "prompt_lookup", "--prompts", "copy", "--json", "-")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["records"][1]["method"] == "prompt_lookup"
 
@@ -159,6 +159,29 @@ def test_bench_samples() -> None:
 
 
 @pytest.mark.usefixtures("tiny_demo")
+def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
+    arguments = (
+        "-s",
+        "autoregressive",
+        "--prompts",
+        "copy",
+        "--temperature",
+        "1",
+        "--acceptance",
+        "1,1,1",
+        "--acceptance",
+        "0",
+    )
+    done = run(*BENCH, *arguments, "-n", "40", "--json", "-")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert [(r["method"], r["identical"], r["accepted_length"]) for r in result["records"][2:]] == [
+        ("synthetic[1,1,1]", True, 4.0), ("synthetic[0]", True, 1.0)
+    ]  # fmt: skip
+    assert "synthetic" not in result["verdicts"][0]["text"]
+
+
+@pytest.mark.usefixtures("tiny_demo")
 def test_bench_takes_several_kinds_of_prompt() -> None:
     done = run(*BENCH, "-s", "autoregressive", "--prompts", "code,predictable,random", "--limit", "2", "--json", "-")
     assert done.exit_code == 0, done.output
@@ -189,6 +212,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--suite", "gsm8k", "--prompts", "code"), "in the place of --prompts"),
         (("--data", "question.jsonl"), "--suite, with its --data"),
         (("--suite", "gsm8k", "--shape", "llama-1b"), "prompts are random tokens"),
+        (("--acceptance", "0.8,0.9"), "none is larger than the one before"),
         (("--temperature", "0", "--top-k", "3"), "temperature 0 is greedy"),
         (("--dtype", "float23"), "float32"),
         (("--json", "no/such/directory.json", "-s", "prompt_lookup", "--prompts", "copy"), "directory.json"),

@@ -56,14 +56,13 @@ def test_every_method_decodes_the_whole_load(rate):
 def test_the_command_writes_what_it_measured():
     done = CliRunner().invoke(
         app, ["bench", "load", "--requests", "3", "--rows", "2", "-n", "3", "--longest", "4", "--prompt-tokens", "8",
-              "--dtype", "float32", "--repeats", "2", "--method", "scheduler,batches", "--json", "-"],
+              "--dtype", "float32", "--repeats", "2", "--method", "scheduler,batches", "--acceptance", "1,0.5", "--json", "-"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     written = json.loads(done.stdout)
     assert [result["method"] for result in written["results"]] == [
-        "scheduler, autoregressive",
-        "batches, autoregressive",
-    ]
+        "scheduler, autoregressive", "scheduler, synthetic[1,0.5]", "batches, autoregressive", "batches, synthetic[1,0.5]",
+    ]  # fmt: skip
     assert written["run"]["requests"] == 3
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from decoders.bench import machine
 from decoders.bench.machine import PeakMemory, copy_bandwidth, facts, resident, weight_bytes
 from decoders.testing import tiny_model
 
@@ -33,6 +34,15 @@ def test_facts_are_json_safe_and_name_the_versions() -> None:
     found: dict[str, Any] = json.loads(json.dumps(facts(torch.device("cpu"))))
     assert {"date", "cpu", "threads", "device", "torch", "transformers", "decoders"} <= set(found)
     assert found["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("threads", "waits", "said"), [(2, 0.5, "waits 50%"), (2, 0.01, ""), (1, 0.5, "")])
+def test_a_busy_machine_is_said_to_be_busy(
+    threads: int, waits: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(machine, "waiting_share", lambda seconds: waits)
+    assert said in machine.busy() and bool(machine.busy()) == bool(said)
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:

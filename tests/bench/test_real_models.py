@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from decoders.bench.prompts import INSTRUCTIONS
 from decoders.cli import app
+from decoders.prompts.reading import INSTRUCTIONS
 
 pytestmark = pytest.mark.real
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from decoders.bench.prompts import bare
-from decoders.bench.suites import PLACEHOLDER, SUITES, Question, conversations, read_suite
 from decoders.cli import app
 from decoders.errors import SettingsError, UnknownNameError
+from decoders.prompts.reading import bare
+from decoders.prompts.suites import PLACEHOLDER, SUITES, Question, conversations, read_suite
 
 TWO = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Shorten it."]}
 ONE = {"question_id": 7, "category": "math_reasoning", "turns": ["What is 2 + 3?\u2028Think."], "reference": ["5"]}

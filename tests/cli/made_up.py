@@ -16,11 +16,14 @@ from decoders.bench.measurement import Measurement
 from decoders.bench.records import Record
 from decoders.bench.tables import fitting, load_table
 from decoders.bench.verdict import verdicts
-from decoders.cli import bench_run, demo, prepare
+from decoders.cli import bench_run, demo, doctor, prepare, train_drafters
 from decoders.cli.advise import print_advice as print_of
+from decoders.cli.generate import show_report
 from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.engine.decode.calibration import NODES
-from decoders.generate import Calibration, StrategyCost
+from decoders.engine.model.target import Invariance
+from decoders.generate import Calibration, StrategyCost, Warmup, WarmupPart
+from decoders.report import Report, Stage, Timings
 
 #: Tokens per second of a round, and tokens per step.
 SPEEDS = {
@@ -126,6 +129,54 @@ def print_load(console: Console) -> None:
     ]
     for table in fitting(load_table(results, 10.0, "demo, 40 requests, at once, 8 rows"), console.width):
         console.print(table)
+
+
+def print_report(console: Console) -> None:
+    timings = Timings(prepare=0.68, pack=0.58, core=0.52, check=0.51, host=0.06, prefill=0.04, propose=0.03)
+    report = Report(
+        "prompt_lookup+speculative", same_bits=True, prompt_tokens=[7], new_tokens=[64], steps=29, compiled_steps=11, drafted=80,
+        accepted=35, accepted_lengths=[21, 3, 0, 2, 0, 0, 0, 0, 3], timings=timings, time_to_first_token=1.84, compilations=2,
+        stages=[Stage("/models/draft", passes=41, tokens=73, forward_seconds=0.02)],
+    )  # fmt: skip
+    show_report(report, console)
+
+
+def print_warmup(console: Console) -> None:
+    parts = (
+        WarmupPart("autoregressive", 1, False, 12.3, 11.9, 2),
+        WarmupPart("prompt_lookup+suffix", 8, True, 3.1, 0.0, 0),
+    )
+    for line in prepare.warmup_lines(Warmup(0.7, 11.9, 2, parts)):
+        console.print(line)
+
+
+def print_training(console: Console) -> None:
+    reached = {"reached": [0.712, 0.514, 0.377, 0.271, 0.198, 0.141], "tokens_per_step": 2.87}
+    heads = {"top1": [0.612, 0.402, 0.287, 0.214]}
+    figures: list[dict[str, Any]] = [
+        {
+            "held": {"text": heads, "the model's own": heads},
+            "trees": {"nodes": 63, "searched": 2.341, "default": 2.187},
+        },
+        {"parameters": 1_967_104, "held": {"text": reached}, "test": {"text": reached, "the model's own": reached}},
+        {"parameters": 1_234_567, "target_parameters": 15_234_567, "greedy": reached, "sampled": reached},
+    ]
+    for each in figures:
+        for line in train_drafters.lines_of(each):
+            console.print(line)
+
+
+def print_findings(console: Console) -> None:
+    busy = "2 (torch.set_num_threads, OMP_NUM_THREADS); other processes take the cores: parallel code waits 51% of its time"
+    findings = [
+        doctor.Finding("python", "ok", "3.11.7"),
+        doctor.Finding("threads", "warning", busy),
+        doctor.Finding("plugin", "problem", "my-plugin (my-distribution 1.2): it has no strategy"),
+        *doctor.enabling(),
+        doctor.promise(Invariance(True, ("the branch of a tree",)), "float32", low_precision=False),
+        doctor.promise(Invariance(True, ("the branch of a tree",)), "bfloat16", low_precision=True),
+    ]
+    console.print(doctor.as_table(findings))
 
 
 def print_demo(console: Console) -> None:

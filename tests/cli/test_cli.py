@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,15 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from decoders import demo, plugins
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
+from decoders.cli.generate import show_report
 from decoders.constraints import library
 from decoders.engine.model.target import Invariance
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry, reset_registry
+from decoders.report import Report
 from decoders.settings import parse_assignments
 from decoders.strategies.ngram_table import NgramTable
 
@@ -96,18 +98,22 @@ def test_listings_and_mistakes_need_no_torch(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("DECODERS_PLUGINS_BLOCK", "")
     done = run_without_torch(
         *listings, *(f"{name} --json" for name in listings), "grammars uuid", "--help",
-        "generate demo hi -g nope.json", "gen", "generate demo hi --num-beams 2",
+        "config lookahead", "generate demo hi -g nope.json", "gen", "generate demo hi --num-beams 2",
+        "generate demo hi -s lookahed", "serve demo --dtype float8", "train draft --model demo --dtype float8",
+        "warmup demo -s suffix+lookahed", "bench laod",
     )  # fmt: skip
-    assert [command["code"] for command in done] == [0] * 12 + [2] * 3, [command["error"] for command in done]
+    assert [command["code"] for command in done] == [0] * 13 + [2] * 8, [command["error"] for command in done]
     for name, table, listed in zip(listings, done[:5], done[5:10], strict=True):
         expected = json.loads(run(name, "--json").stdout)  # of the registry, not of a file
         assert json.loads(listed["stdout"]) == expected
         assert all(item["name"] in table["stdout"] for item in expected)
     assert done[10]["stdout"] == library.read("uuid") + "\n"
-    no_file, no_command, no_option = (command["stderr"] for command in done[12:])
+    no_file, no_command, no_option, *others = (command["stderr"] for command in done[13:])
     assert "there is no file 'nope.json'" in no_file and "geojson" not in no_file
     assert "Did you mean 'generate'?" in no_command
     assert "Beam search is none of the strategies" in no_option
+    meant = ("lookahead", "float32", "float32", "lookahead", "load")
+    assert [near for near, said in zip(meant, others, strict=True) if f"Did you mean '{near}'?" not in said] == []
 
 
 @pytest.fixture
@@ -165,15 +171,17 @@ def test_every_command_and_option_has_help() -> None:
             assert getattr(parameter, "help", True), f"{path}: {parameter.name} has no help"
 
 
-def test_help_shows_every_word_that_stands_in_brackets() -> None:
+def test_help_cuts_no_name_and_no_word_at_80_columns() -> None:
     def joined(text: str) -> str:
-        return re.sub(r"[\s│]+", "", text)
+        return "".join(text.split())
 
     for path, command in every_command():
-        shown = joined(CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "150"}).output)
+        shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+        assert max(map(len, shown.splitlines())) <= 80, path
         for parameter in command.params:
-            written = joined(getattr(parameter, "help", None) or "").replace("\\[", "[")
-            assert written in shown, f"{path}: {parameter.name}"
+            names = [name for name in parameter.opts if name.startswith("-")]
+            words = joined(getattr(parameter, "help", None) or "")
+            assert words in joined(shown) and all(name in shown for name in names), f"{path}: {parameter.name}"
 
 
 def test_what_goes_to_a_file_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +321,34 @@ def test_bad_argument_of_generate_is_explained(arguments: list[str], message: st
     result = run("generate", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_hub_that_cannot_be_reached_is_not_asked_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for load, kind in ((models.load, "Model"), (models.load_other_tokenizer, "Tokenizer")):
+        with pytest.raises(
+            models.ModelLoadError, match=f"^{kind} 'no-such/model' .* http://127.0.0.1:9 cannot be reached"
+        ):
+            load("no-such/model")
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(models.ModelLoadError, match="the folder has no config.json$"):
+        models.load(str(tmp_path))
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(models.ModelLoadError, match=r"name one of its GGUF files, as in .*a\.gguf"):
+        models.load(str(tmp_path))
+
+
+def test_a_terminal_that_knows_few_letters_shows_help_and_reports() -> None:
+    surroundings = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    arguments, folder = [sys.executable, "-m", "decoders", "--help"], Path(plugins.__file__).parents[1]
+    done = subprocess.run(arguments, capture_output=True, env=surroundings, cwd=folder)
+    assert done.returncode == 0 and b"\\u2026" in done.stdout
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    show_report(Report("none", accepted_lengths=[0, 300, 1]), Console(file=file))
+    file.seek(0)
+    assert [line.split()[1] for line in file.read().splitlines()[-2:]] == ["#" * 40, "."]
 
 
 class Full(io.FileIO):

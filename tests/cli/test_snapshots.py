@@ -37,6 +37,11 @@ CASES: dict[str, Sequence[str] | Callable[[Console], None]] = {
     "demo": made_up.print_demo,
     "advise": made_up.print_advice,
     "calibrate": made_up.print_calibration,
+    "generate-report": made_up.print_report,
+    "warmup": made_up.print_warmup,
+    "train": made_up.print_training,
+    "doctor": made_up.print_findings,
+    "help": ["--help"],
 }
 
 NUMBERS = re.compile(r"\d[\d.,]*\d|\d")

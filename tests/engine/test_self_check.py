@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 import decoders
 from decoders.cli import app
-from decoders.engine.model import attention, self_check
+from decoders.engine.model import attention, self_check, verdicts
 from decoders.engine.model.attention import LayerKind
 from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.kernels import attention as kernel
@@ -24,6 +25,23 @@ from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
 from decoders.testing.models import tiny_model
 from decoders.tree import TreeTensors
+
+KEY_OF = verdicts.key_of
+
+
+@pytest.fixture(autouse=True)
+def verdicts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A verdict that was kept hides no fault."""
+    monkeypatch.setattr(verdicts, "key_of", KEY_OF)
+    monkeypatch.setattr(verdicts, "path", lambda: tmp_path / "checks.json")
+
+
+def passes(model: Any) -> Any:
+    """`model`, a verdict on which was kept."""
+    key = KEY_OF(target_of(model), model)
+    assert key is not None and verdicts.find(key) is not None
+    return model
+
 
 with_kernels = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off: a GPU is here, or no Triton")
 
@@ -72,8 +90,7 @@ def of_the_first_row(kinds: Any, base: Any, offsets: Any, visible: Any, view: in
 def test_a_planted_fault_is_seen(
     model: str, owner: Any, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = tiny_model(model)
-    target_of(tiny)
+    tiny = passes(tiny_model(model))
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(UnsupportedError, match="logits verified through a token tree of"):
         target_of(tiny)
@@ -87,8 +104,7 @@ def blind_from_slot_256(kinds: Any, base: Any, offsets: Any, visible: Any, view:
 
 def test_what_goes_wrong_at_256_slots_is_seen_where_kernels_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "ON_CPU", self_check.ON_CUDA)
-    tiny = tiny_model("llama", max_position_embeddings=512)
-    target_of(tiny)
+    tiny = passes(tiny_model("llama", max_position_embeddings=512))
     monkeypatch.setattr(attention, "build_mask", blind_from_slot_256)
     with pytest.raises(UnsupportedError, match="behind 300 tokens"):
         target_of(tiny)
@@ -100,9 +116,10 @@ def test_a_text_that_goes_on_in_the_wrong_slot_is_seen(monkeypatch: pytest.Monke
     def prefill(target: Target, tokens: Any, start: torch.Tensor, buffers: Any, view: Any, latest: int) -> None:
         plain(target, tokens, start + (latest > 0), buffers, view, latest)
 
+    tiny = passes(tiny_model("llama"))
     monkeypatch.setattr(Target, "prefill", prefill)
     with pytest.raises(UnsupportedError, match="differ"):
-        target_of(tiny_model("llama"))
+        target_of(tiny)
 
 
 def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +130,10 @@ def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch)
             tree = replace(tree, offsets=torch.arange(len(tree)).expand_as(tree.offsets))
         return plain(target, nodes, base, tree, *rest, **more)
 
+    tiny = passes(tiny_model("llama"))
     monkeypatch.setattr(Target, "inputs", inputs)
     with pytest.raises(UnsupportedError, match="16 nodes"):
-        target_of(tiny_model("llama"))
+        target_of(tiny)
 
 
 def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +143,15 @@ def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pyt
         own = plain(cache, keys, values, layer, *rest, **more)
         return (cache.buffers.keys[0][:, :, : cache.view], own[1]) if layer == 1 else own
 
+    tiny = passes(tiny_model("gemma4", global_head_dim=8))
     monkeypatch.setattr(SlotCache, "update", update)
     with pytest.raises(UnsupportedError, match="differ"):
-        target_of(tiny_model("gemma4", global_head_dim=8))
+        target_of(tiny)
 
 
 @pytest.mark.parametrize("fault", ["in the first pass", "in the check"])
 def test_a_design_that_raises_is_refused_in_one_sentence(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decoders.enable(tiny_model("llama"))
+    model = decoders.enable(passes(tiny_model("llama")))
     plain = type(model.model.layers[0].mlp).forward
 
     def forward(layer: Any, hidden: torch.Tensor) -> Any:
@@ -156,9 +175,10 @@ def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
 
 
 def test_the_check_shortens_windows_that_no_text_of_its_own_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = passes(tiny_model("gemma3", sliding_window=4096))
     monkeypatch.setattr(LayerKind, "narrow", one_further)
     with pytest.raises(UnsupportedError, match="differ"):
-        target_of(tiny_model("gemma3", sliding_window=4096))
+        target_of(tiny)
 
 
 def small() -> Any:

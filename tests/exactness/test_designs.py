@@ -11,6 +11,8 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from decoders.testing.images import BLIND, SEEING
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -34,9 +36,20 @@ def test_a_design_writes_the_same_text_or_is_refused(design: str, generator: Mod
         assert generator.verdict_in(page, design) == outcome.verdict, "run python docs/generate_models.py"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("design", [*SEEING, *BLIND])
+def test_a_design_that_sees_writes_the_same_text_or_is_refused(design: str, generator: ModuleType) -> None:
+    outcome = generator.seeing_outcome(design)
+    assert outcome.verdict == ("equal" if design in SEEING else "refused"), outcome.why
+    page = generator.PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}:" in page:
+        *_, line = generator._seeing_lines({design: outcome})
+        assert line in page, "run python docs/generate_models.py"
+
+
 def test_verdicts_are_read_from_the_page(generator: ModuleType) -> None:
     outcomes = {"one": generator.Outcome("equal"), "other": generator.Outcome("refused", "it has a <b> | c")}
-    page = generator.page(outcomes)
+    page = generator.page(outcomes, {"one": generator.Outcome("refused", "blind")})
     assert [generator.verdict_in(page, name) for name in ("one", "other", "third")] == ["equal", "refused", None]
     assert "| `other` | it has a &lt;b> \\| c |" in page
 

@@ -18,11 +18,12 @@ PACKAGE = ROOT / "decoders"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What each part of the package may import beyond the default dependencies, by the extra that brings it.
 EXTRAS = {
-    "bench": {"psutil", "matplotlib", "pyarrow"},
+    "bench": {"psutil", "matplotlib"},
+    "prompts": {"pyarrow"},
     "report": {"matplotlib"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
-    "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2"},
+    "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2", "PIL"},
     "cli": {"fastapi", "uvicorn", "prometheus_client"},
     "engine": {"triton"},  # torch for CUDA brings it
 }

@@ -115,7 +115,8 @@ def service_of(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Ca
     def make(strategy: str = "autoregressive", **options: Any) -> Any:
         names = Limits.__dataclass_fields__.keys() & options.keys()
         limits = Limits(**{"slots": 400, "prompt_tokens": 300, "new_tokens": 200} | {n: options.pop(n) for n in names})
-        return Service(llama, tokenizer, name="tiny", strategy=strategy, limits=limits, config=EAGER, **options)
+        own = options.pop("tokenizer", tokenizer)
+        return Service(llama, own, name="tiny", strategy=strategy, limits=limits, config=EAGER, **options)
 
     return make
 

@@ -12,13 +12,15 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from decoders.constraints import CallFormat
 from decoders.constraints.constructors import regex
 from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
 from decoders.server.bodies import ChatBody, Tool
 from decoders.server.grammars import Calling
-from decoders.server.prompts import CallStyle, Conversations
+from decoders.server.prompts import Conversations
 from decoders.server.refusals import parsed
+from decoders.server.templates import CallStyle, format_named
 
 ROUTE = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two and two"}]}
@@ -34,6 +36,13 @@ TOOLS = [
     {"type": "function", "function": {"name": "walk", "description": "Walks.", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "rest"}},
 ]
+
+
+def style_of(prefix: str, suffix: str) -> CallStyle:
+    """Calls that are JSON between two marks."""
+    return CallStyle(
+        CallFormat("template", f'{prefix}{{"name": "', closing=f"}}{suffix}", between="\n" if prefix else None)
+    )
 
 
 def post(client: Any, **body: Any) -> dict[str, Any]:
@@ -106,8 +115,11 @@ def test_a_named_function_is_called(client: Any, stream: Any, strategy: str) -> 
     (call,) = choice["message"]["tool_calls"]
     check_call(call, "walk")
     parts = [c for chunk in stream(client, ROUTE, **ASKED, **body) for c in chunk["choices"]]
-    (streamed,) = [call for part in parts for call in part["delta"].get("tool_calls", [])]
-    assert streamed.pop("index") == 0 and streamed["function"] == call["function"]
+    first, *others = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+    assert first["index"] == 0 and first["function"]["name"] == "walk" and first["id"].startswith("call_")
+    arguments = [part["function"]["arguments"] for part in (first, *others)]
+    assert "".join(arguments) == call["function"]["arguments"] and len(others) > 3
+    assert all(each == {"index": 0, "function": each["function"]} for each in others)
     assert parts[-1]["finish_reason"] == "stop"
     assert not any(part["delta"].get("content") for part in parts)
 
@@ -192,7 +204,7 @@ def test_a_conversation_with_calls_goes_on(client: Any) -> None:
 
 def test_the_style_of_calls_is_read_from_the_template(tokenizer: Any) -> None:
     style = Conversations(tokenizer).style
-    assert style == CallStyle("<call>", "</call>", "arguments", reads_tools=True, reads_calls=True)
+    assert style == CallStyle(style_of("<call>", "</call>").format, reads_tools=True, reads_calls=True)
     plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     conversations = Conversations(tokenizer, plain)
     assert conversations.style == CallStyle()
@@ -237,8 +249,8 @@ def test_every_text_reaches_the_template(tokenizer: Any, template: str, expected
 
 
 def test_the_commands_show_a_template_of_parts_the_text(tokenizer: Any) -> None:
-    from decoders.bench.prompts import encode
     from decoders.cli.generate import encoded
+    from decoders.prompts.reading import encode
 
     own = copy.copy(tokenizer)
     own.chat_template = PARTS + ASKS
@@ -272,7 +284,7 @@ def test_calls_in_a_list_of_the_template_are_required(service_of: Any, served: A
     written = '{"tool_calls": [{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}]}'
     template = ALL.replace("{% endfor %}", "{% if m.tool_calls %}" + written + "{% endif %}{% endfor %}") + ASKS
     service = service_of(chat_template=template)
-    assert service.conversations.style.prefix == '{"tool_calls": ['
+    assert service.conversations.style.format.mark == '{"tool_calls": ['
     with served(service) as client:
         (choice,) = post(client, tools=TOOLS[1:], tool_choice="required", max_tokens=150)["choices"]
         assert [call["function"]["name"] for call in choice["message"]["tool_calls"]][:1] == ["rest"]
@@ -280,35 +292,35 @@ def test_calls_in_a_list_of_the_template_are_required(service_of: Any, served: A
 
 
 CALL = '{"name": "rest", "arguments": {}}'
+MISTRAL = CallStyle(format_named("mistral"))
 
 
 @pytest.mark.parametrize(
     "style, text, content, count",
     [
-        (CallStyle("<call>", "</call>"), f"<call>{CALL}</call>", "", 1),
-        (CallStyle("<call>", "</call>"), f"Well. <call>{CALL}</call>\n<call>{CALL}</call>", "Well.", 2),
-        (CallStyle("<call>", "</call>"), '<call>{"name": "rest", "argu', '<call>{"name": "rest", "argu', 0),
-        (CallStyle("<call>", "</call>"), f"just {CALL}", f"just {CALL}", 0),
-        (CallStyle('{"tool_calls": [', "]}"), f'{{"tool_calls": [{CALL}]}}', "", 1),
-        (CallStyle('{"tool_calls": [', "]}"), f'Well. {{"tool_calls": [{CALL}, {CALL}]}}', "Well.", 2),
-        (CallStyle('{"tool_calls": [', "]}"), f'{{"tool_calls": [{CALL}]}}\n{{"tool_calls": [{CALL}]}}', "", 2),
-        (CallStyle('{"tool_calls": [', "]}"), '{"tool_calls": []}', '{"tool_calls": []}', 0),
-        (CallStyle("[TOOL_CALLS] [", "]", special=True, shown="["), f" [{CALL}, {CALL}]", "", 2),
-        (CallStyle("[TOOL_CALLS] [", "]", special=True, shown="["), "[1, 2] is a list", "[1, 2] is a list", 0),
+        (style_of("<call>", "</call>"), f"<call>{CALL}</call>", "", 1),
+        (style_of("<call>", "</call>"), f"Well. <call>{CALL}</call>\n<call>{CALL}</call>", "Well.", 2),
+        (style_of("<call>", "</call>"), '<call>{"name": "rest", "argu', '<call>{"name": "rest", "argu', 0),
+        (style_of("<call>", "</call>"), f"just {CALL}", f"just {CALL}", 0),
+        (style_of('{"tool_calls": [', "]}"), f'{{"tool_calls": [{CALL}]}}', "", 1),
+        (style_of('{"tool_calls": [', "]}"), f'Well. {{"tool_calls": [{CALL}, {CALL}]}}', "Well.", 2),
+        (style_of('{"tool_calls": [', "]}"), f'{{"tool_calls": [{CALL}]}}\n{{"tool_calls": [{CALL}]}}', "", 2),
+        (style_of('{"tool_calls": [', "]}"), '{"tool_calls": []}', '{"tool_calls": []}', 0),
+        (MISTRAL, f"One moment. [TOOL_CALLS] [{CALL}, {CALL}]", "One moment.", 2),
+        (MISTRAL, "[1, 2] is a list", "[1, 2] is a list", 0),
         (CallStyle(), CALL, "", 1),
         (CallStyle(), '{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', 0),
         (CallStyle(), f"text {CALL}", f"text {CALL}", 0),
+        (CallStyle(), '{"name":"rest","arguments":{"a": 1e999, "b": ' + "9" * 5000 + "}}", "", 1),
         *(
             (style, begin + wrong, begin + wrong, 0)
-            for style, begin in [(CallStyle("<call>", "</call>"), "<call>"), (CallStyle(), "")]
+            for style, begin in [(style_of("<call>", "</call>"), "<call>"), (CallStyle(), "")]
             for wrong in [
                 '{"name": ["rest"], "arguments": {}}',
                 '{"name": {}, "arguments": {}}',
                 '{"name": 5}',
                 '{"name": "rest", "arguments": {"a": NaN}}',
                 '{"name": "rest", "arguments": {"a": -Infinity}}',
-                '{"name": "rest", "arguments": {"a": 1e999}}',
-                '{"name": "rest", "arguments": {"a": ' + "9" * 5000 + "}}",
                 '{"name": "rest", "arguments": ' + "[" * 3000,
                 '{"name": "rest", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
                 '{"name": "rest", "more": ' + '{"a":' * 3000,
@@ -318,27 +330,22 @@ CALL = '{"name": "rest", "arguments": {}}'
 )
 def test_calls_are_read_from_text(style: CallStyle, text: str, content: str, count: int) -> None:
     calling = Calling((Tool.model_validate_json(json.dumps(TOOLS[1])),), style, required=False, several=True)
-    before, calls = calling.parse(text)
-    assert (before, len(calls)) == (content, count)
-    for end in range(min(len(text), 100) + 1):  # what is sent before the end is no part of a call
-        free = calling.free(text[:end], False)
-        assert text[:free].rstrip() == content[:free].rstrip() or not calls
+    written = calling.read(text, ended=True)
+    assert (written.text, len(written.calls)) == (content, count)
+    sent = ""
+    for end in range(min(len(text), 100) + 1):  # what is sent before the end is no part of a call, and stays
+        now = calling.read(text[:end], ended=False).text
+        assert now.startswith(sent) and content.startswith(now)
+        sent = now
 
 
 def test_calls_beside_a_format_are_at_the_beginning() -> None:
     tool = Tool.model_validate_json(json.dumps(TOOLS[1]))
-    calling = Calling((tool,), CallStyle("<call>", "</call>"), False, True, format=regex('"[^"]*"'))
+    calling = Calling((tool,), style_of("<call>", "</call>"), False, True, format=regex('"[^"]*"'))
     text = f'"<call>{CALL}</call>"'
-    assert calling.parse(text) == (text, [])
-    assert calling.free(text[:3], False) == 3 and calling.free("<c", False) == 0 and calling.free("<c", True) == 2
-    assert len(calling.parse(f"<call>{CALL}</call>")[1]) == 1
-
-
-def test_half_of_a_surrogate_pair_in_a_call_can_be_sent() -> None:
-    calling = Calling((Tool.model_validate_json(json.dumps(TOOLS[1])),), CallStyle(), required=False, several=True)
-    _, (call,) = calling.parse('{"name": "rest", "arguments": {"a": "\\ud800", "b": "é"}}')
-    arguments = call["function"]["arguments"]
-    assert json.loads(arguments.encode()) == {"a": "\ud800", "b": "é"}
+    assert calling.read(text, True).text == text and not calling.read(text, True).calls
+    assert calling.read(text[:3], False).text == text[:1] and calling.read("<c", False).text == ""
+    assert len(calling.read(f"<call>{CALL}</call>", True).calls) == 1
 
 
 NESTED = {
@@ -372,11 +379,10 @@ def test_answers_are_calls_or_text_that_is_none(
             "place": JsonSchema(PLACE),
             "regex": regex(r"(yes|no)/T1/|a\\/b"),
         }
-        spec = Calling(
-            tools, CallStyle(prefix, suffix), required, several, format=specs[format] if format else None
-        ).spec
-        assert spec is not None
-        matcher = (Table() if backend == "table" else LLGuidance()).compile(spec.language(), vocabulary).start()
+        wanted = specs[format] if format else None
+        spec = Calling(tools, style_of(prefix, suffix), required, several, format=wanted).spec
+        compiler = Table() if backend == "table" else LLGuidance()
+        matcher = spec.compiled(vocabulary, lambda part: compiler.compile(part.language(), vocabulary)).start()
         ids = tokenizer(text).input_ids
         return matcher.advance(ids) == len(ids) and matcher.accepting
 

@@ -10,14 +10,12 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from decoders.constraints import Tagged, ThinkingMarkers
+from decoders.constraints import ThinkingMarkers
 from decoders.constraints.tags.thinking import KNOWN
-from decoders.server.prompts import CallStyle
 from decoders.server.reasoning import Reasoning
 
 from .conftest import TEMPLATE
 from .test_chat import ASKED, ROUTE, post
-from .test_tools import calling
 
 THINKS = TEMPLATE.replace(
     "<assistant>{% endif %}",
@@ -112,13 +110,3 @@ def test_a_budget_needs_markers(client: Any) -> None:
     answer = client.post(ROUTE, json=ASKED | {"thinking_budget": 5})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_budget"
     assert "reasoning_content" not in post(client, reasoning_effort="low")["choices"][0]["message"]
-
-
-def test_calls_that_special_tokens_begin_are_tags_in_text() -> None:
-    one = calling({"name": "f", "parameters": SCHEMA}, required=False)
-    style = CallStyle("[TOOL_CALLS][", "]", special=True, shown="[")
-    marked = type(one)(one.tools, style, False, True)
-    assert isinstance(marked.spec, Tagged) and marked.spec.tags[0][::2] == ("[TOOL_CALLS][", "]")
-    text, (call,) = marked.parse('One moment. [TOOL_CALLS][{"name": "f", "arguments": {"n": 3}}]')
-    assert text == "One moment." and json.loads(call["function"]["arguments"]) == {"n": 3}
-    assert marked.free("One moment. [TOOL", False) == len("One moment. ")

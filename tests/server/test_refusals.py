@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.errors import SettingsError
-from decoders.server.prompts import read_template
+from decoders.server.templates import read_template
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

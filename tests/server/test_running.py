@@ -171,7 +171,7 @@ def test_metrics_count_what_happened(served: Any, service_of: Any, wait_until: A
         wait_until(lambda: service.pool.outstanding == 0)
         response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    found = {name: float(value) for name, value in re.findall(r"^(decoders_\S+) (\S+)$", response.text, re.MULTILINE)}
+    found = {name: float(value) for name, value in re.findall(r"^(\w[^\s#]*) (\S+)$", response.text, re.MULTILINE)}
     assert found['decoders_requests_total{endpoint="completions",outcome="completed"}'] == 1
     assert found['decoders_requests_total{endpoint="completions",outcome="refused"}'] == 1
     assert found['decoders_requests_total{endpoint="chat/completions",outcome="completed"}'] == 1
@@ -179,6 +179,18 @@ def test_metrics_count_what_happened(served: Any, service_of: Any, wait_until: A
     accepted = found['decoders_accepted_tokens_total{strategy="prompt_lookup"}']
     assert accepted >= usage["decoders"]["accepted"]
     assert accepted + found['decoders_row_steps_total{strategy="prompt_lookup"}'] >= 33 - 2
+    spec = {
+        name: found[f'vllm:spec_decode_num_{name}_total{{model_name="tiny"}}']
+        for name in ("draft_tokens", "accepted_tokens")
+    }
+    assert (
+        spec["draft_tokens"] == found['decoders_draft_tokens_total{strategy="prompt_lookup"}']
+        and spec["accepted_tokens"] == accepted
+    )
+    positions = [
+        value for name, value in found.items() if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total{")
+    ]
+    assert accepted - 2 <= sum(positions) <= accepted and positions == sorted(positions, reverse=True)
     assert found["decoders_time_to_first_token_seconds_count"] == 2
     assert found["decoders_time_between_tokens_seconds_count"] > 0
     assert found["decoders_queue_length"] == found["decoders_rows_in_use"] == 0

@@ -40,11 +40,10 @@ def test_a_stream_with_nothing_to_send_stays_alive(monkeypatch: pytest.MonkeyPat
     choice = SimpleNamespace(index=0, generation=generation, judged=False)
     answer: Any = SimpleNamespace(
         job=SimpleNamespace(choices=[choice], cancel=lambda: None),
-        body=SimpleNamespace(includes_usage=False),
         growing=lambda choice: None,
-        opening=lambda choice: [],
-        pieces=lambda growing, ended: ["all of it"] if ended else [],
-        chunk=lambda parts: {"parts": parts},
+        first_events=lambda: b"",
+        next_events=lambda growing, ended: b"data: all of it\n\n" if ended else b"",
+        last_events=lambda: b"data: [DONE]\n\n",
     )
 
     async def read() -> list[bytes]:
@@ -65,4 +64,4 @@ def test_a_stream_with_nothing_to_send_stays_alive(monkeypatch: pytest.MonkeyPat
         return seen + [event async for event in events if event != b": waiting\n\n"]
 
     seen = asyncio.run(asyncio.wait_for(read(), 20))
-    assert seen == [b": waiting\n\n", b": waiting\n\n", b'data: {"parts":["all of it"]}\n\n', b"data: [DONE]\n\n"]
+    assert seen == [b": waiting\n\n", b": waiting\n\n", b"data: all of it\n\n", b"data: [DONE]\n\n"]

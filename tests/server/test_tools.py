@@ -12,16 +12,15 @@ from jsonschema.validators import Draft202012Validator, validator_for
 
 pytest.importorskip("fastapi")
 
-from decoders.constraints import LLGuidance
+from decoders.constraints import CallSpec, LLGuidance
 from decoders.constraints.base import Language, unpack
 from decoders.constraints.constructors import regex
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.server.bodies import Tool
 from decoders.server.grammars import Calling
-from decoders.server.prompts import CallStyle
 
-from .test_chat import ASKED, ROUTE, post
+from .test_chat import ASKED, ROUTE, post, style_of
 
 STOP = 256
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [None], [STOP])
@@ -33,12 +32,14 @@ def closed(p: Any, **more: Any) -> dict[str, Any]:
 
 def calling(*functions: dict[str, Any], required: bool = True, format: Any = None) -> Calling:
     tools = [Tool.model_validate_json(json.dumps({"type": "function", "function": each})) for each in functions]
-    return Calling(tuple(tools), CallStyle("<call>", "</call>"), required, False, format=format)
+    return Calling(tuple(tools), style_of("<call>", "</call>"), required, False, format=format)
 
 
 def language(*functions: dict[str, Any], **options: Any) -> Language:
-    spec = calling(*functions, **options).spec
-    assert spec is not None
+    asked = calling(*functions, **options)
+    spec = asked.spec
+    if not isinstance(spec, CallSpec):  # calls in phases: the language of one
+        return CallSpec(spec.functions, asked.style.format).language()
     return spec.language()
 
 
@@ -94,9 +95,9 @@ def test_arguments_are_objects_of_the_functions_own_document(name: str, beside: 
         if (text := drawn(both, seed)) is None:
             continue
         ended += 1
-        _, (call,) = calling(*functions).parse(text)
-        arguments = json.loads(call["function"]["arguments"])
-        schema = next(each["parameters"] for each in functions if each["name"] == call["function"]["name"])
+        (call,) = calling(*functions).read(f"<call>{text}", True).calls
+        arguments = json.loads(call.arguments)
+        schema = next(each["parameters"] for each in functions if each["name"] == call.name)
         assert isinstance(arguments, dict)
         assert validator_for(schema, default=Draft202012Validator)(schema).is_valid(arguments), text
     assert ended
@@ -107,7 +108,7 @@ PLAIN = {"name": "plain", "parameters": closed({"enum": [1, 2]})}
 
 
 def call(name: str, p: Any) -> str:
-    return f'<call>{{"name": "{name}", "arguments": {{"p": {json.dumps(p)}}}}}</call>'
+    return f'{{"name": "{name}", "arguments": {{"p": {json.dumps(p)}}}'
 
 
 @pytest.mark.parametrize("strict", [None, False])

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import decoders
 from decoders.errors import SettingsError, TrainingError
-from decoders.heads.dflash_files import DFlashFiles, load_draft_model, read_config, save_draft_model
+from decoders.heads.dflash_files import load_draft_model, read_config, save_draft_model
 from decoders.strategies import DFlash
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.spy import Spy
@@ -53,7 +52,8 @@ def a_learner(model, training=SMALL, ids=None, from_last=True, text=None):
     """One whose draft model says something of its own."""
     ids = torch.arange(128) if ids is None else ids
     config = block_config(training, layer_config(model, None, 2), training.layers_of(2), len(ids), MASK)
-    config = replace(config, from_last=from_last, block_size=training.block + (not from_last))
+    if not from_last:
+        config = replace(config, from_last=False, block_size=training.block + 1)
     draft, generator = new_draft_model(model, training, config), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -64,12 +64,8 @@ def a_learner(model, training=SMALL, ids=None, from_last=True, text=None):
 
 
 def save(learner: BlockLearner, folder, model, ids=None) -> str:
-    draft, output = learner.model, None
-    if ids is not None:
-        output = nn.Linear(1, 1, bias=False)
-        output.weight = nn.Parameter(learner.output)
-    files = DFlashFiles(draft.config, draft.network, draft.head, lm_head=output)
-    save_draft_model(files, ids, folder, model, FULL)
+    draft, reduced = learner.model, None if ids is None else (ids, learner.output)
+    save_draft_model(draft.config, draft.network, draft.head, folder, model, reduced, FULL)
     return str(folder)
 
 
@@ -124,21 +120,23 @@ def test_acceptance_is_that_of_decoding(tmp_path, model) -> None:
     """Of the model's own text chains are accepted exactly as far as decoding accepts them."""
     prompt = torch.randint(1, 128, (1, 9), generator=torch.Generator().manual_seed(2))
     text = model.generate(prompt, max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0)
-    learner = a_learner(model, run(length=40), text=text[:, :40])
-    for step in range(30):  # untrained it is never right
+    learner = a_learner(model, run(length=40, rate=1e-2), text=text[:, :40])
+    for step in range(20):  # untrained it is never right
         learner.learn(step)
         for optimizer in learner.optimizers:
             optimizer.step()
             optimizer.zero_grad()
     outcome = learner.acceptance(Texts(text[:, :40], torch.tensor([9])))
     folder, target = save(learner, tmp_path, model), decoders.enable(tiny_model("llama"))
-    reached, anchors = torch.zeros(4), range(9, 37, 3)  # the first that counts is after what the model was given
+    reached, right, anchors = torch.zeros(4), torch.zeros(4), range(8, 37, 4)  # those after what the model was given
     for anchor in anchors:
         spy, read = Spy(DFlash(draft_model=folder)), text[:, : anchor + 1]
         decode(target, {"input_ids": read, "attention_mask": torch.ones_like(read)}, spy, max_new_tokens=1)
-        reached += (spy.seen[0].draft.tokens[0] == text[0, anchor + 1 : anchor + 5]).long().cumprod(0)
-    assert outcome.drafts == len(anchors) and 0 < reached[1] < reached[0]
+        hits = (spy.seen[0].draft.tokens[0] == text[0, anchor + 1 : anchor + 5]).long()
+        reached, right = reached + hits.cumprod(0), right + hits
+    assert outcome.drafts == len(anchors) and reached[0] > 0 and (reached != right).any()
     assert outcome.reached == pytest.approx((reached / len(anchors)).tolist())
+    assert outcome.rates == pytest.approx((right / len(anchors)).tolist())
 
 
 @pytest.mark.slow
@@ -163,9 +161,12 @@ def test_what_is_trained_is_better_and_its_card_says_so(tmp_path, model, word_to
 def test_interrupted_run_ends_where_a_whole_one_does(
     tmp_path, model, word_tokenizer, counting_texts, monkeypatch, vocabulary
 ) -> None:
-    def train(name: str, **options):
-        training = run(own_share=0.0, draft_vocab=vocabulary)
-        train_dflash(model, word_tokenizer, counting_texts, tmp_path / name, run=training, dtype=FULL, **options)
+    def train(name: str, start=None, checkpoint_minutes=1.0, **changes):
+        training = run(**{"own_share": 0.0, "draft_vocab": vocabulary, **changes})
+        train_dflash(
+            model, word_tokenizer, counting_texts, tmp_path / name, run=training, dtype=FULL, start=start,
+            checkpoint_minutes=checkpoint_minutes,
+        )  # fmt: skip
         files = load_draft_model(tmp_path / name, CPU, FULL)
         return files, {**files.network.state_dict(), **files.head.state_dict()}
 
@@ -185,6 +186,12 @@ def test_interrupted_run_ends_where_a_whole_one_does(
     monkeypatch.undo()
     _, cut = train("cut")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    _, on = train("on", start=tmp_path / "whole", rate=0.0)
+    assert all(torch.equal(whole[name], on[name]) for name in whole)
+    assert (tmp_path / "on" / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
+    for wrong in (dict(block=5), dict(depth=1), dict(rank=5), dict(draft_vocab=50)):
+        with pytest.raises(SettingsError, match="to begin with is of another shape, reads other layers"):
+            train("no", start=tmp_path / "whole", **wrong)
 
 
 @torch.no_grad()
@@ -210,6 +217,7 @@ def test_speculators_reads_what_is_written(tmp_path, model, rank, ids) -> None:
         lesson.features, text, only, torch.zeros(1, 30, 32), torch.zeros(1, 30, dtype=torch.long), max_anchors=1
     )
     before = text[:, anchor : anchor + 4]
+    logits = logits[:, int(not rank) :]  # without a head the place of the last token drafts nothing
     if rank:
         logits = logits + theirs.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden.view(1, 4, -1))
     ours = torch.stack(list(learner._scores(learner.drafted(lesson, text, torch.tensor([[anchor]])), before)), 1)

@@ -153,3 +153,14 @@ class Markers:
             if not node:
                 return sorted(found - self._atomic)
             node = self._shorter[node]
+
+    def completing(self, node: int) -> list[int]:
+        """Tokens that are all of a marker's rest behind a text at `node`."""
+        size = len(self.paths[node])
+        rests = [marker[size:] for marker in self.markers if marker[:size] == self.paths[node]]
+        ids = self.vocabulary.ids
+        tokens = [
+            r[0] - TOKEN if len(r) == 1 and r[0] >= TOKEN else ids.get(bytes(r)) if max(r) < TOKEN else None
+            for r in rests
+        ]
+        return [token for token in tokens if token is not None]

@@ -8,7 +8,7 @@ a grammar.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -27,18 +27,22 @@ class Free:
     """Free text.
 
     Attributes:
-        markers: the markers that end it, and the phase that each leads to.
+        markers: the markers that end it, and the phase that each leads to; None: a marker that may not be written here.
         ends: whether the text may end here.
         budget: tokens after which a marker is forced; None for any number.
         closing: index of the marker that is forced.
         over: whether only the text's end may follow.
+        exact: whether only a marker may follow, or the text's end if it `ends`.
+        thinks: whether thoughts stand here, which a budget may bound.
     """
 
-    markers: tuple[tuple[Symbols, int], ...] = ()
+    markers: tuple[tuple[Symbols, int | None], ...] = ()
     ends: bool = True
     budget: int | None = None
     closing: int = 0
     over: bool = False
+    exact: bool = False
+    thinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class TaggedGrammar(CompiledGrammar):
         if over := len(vocabulary) % 32:
             self._everything[-1] = (1 << over) - 1
         self._next_tokens: dict[tuple[int, int], int] = {}
+        self._exact_tokens: dict[tuple[int, int], frozenset[int]] = {}
         self._replacements: dict[tuple[int, int], dict[int, int]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,6 +116,14 @@ class TaggedGrammar(CompiledGrammar):
 
     def start(self) -> TaggedMatcher:
         return TaggedMatcher(self)
+
+    def bounded(self, budget: int | None) -> TaggedGrammar | None:
+        """This grammar with so many tokens for thoughts; None if it has no place for them."""
+        first = self.phases[self.first]
+        if not isinstance(first, Free) or not first.thinks:
+            return None
+        phases = (*self.phases[: self.first], replace(first, budget=budget), *self.phases[self.first + 1 :])
+        return assembled(phases, self.first, self.language.name, self.vocabulary)
 
     @property
     def nbytes(self) -> int:
@@ -129,26 +142,31 @@ class TaggedGrammar(CompiledGrammar):
         """The place after `token` in free text; None if the token is illegal there."""
         phase, markers = self.phases[place.phase], self.markers[place.phase]
         assert isinstance(phase, Free) and markers is not None
-        if (forced := self.forced(place)) is not None and token != forced:
+        if (only := self.only(place)) is not None and token not in only:
             return None
-        if token in self.stops and forced is None:
+        if token in self.stops and (only is None or phase.exact or phase.over):
             return Place(ENDED) if phase.ends else None
-        if phase.over:
-            return None
         found = markers.read(place.node, markers.symbols(token))
         if found.marker is not None:
             return self.enter(phase.markers[found.marker][1], found.rest)
         return Place(place.phase, found.node, place.count + 1)
 
-    def enter(self, number: int, rest: bytes = b"") -> Place | None:
+    def enter(self, number: int | None, rest: bytes = b"") -> Place | None:
         """The beginning of a phase whose text begins with `rest`, which is written already; None if that is illegal."""
+        if number is None:
+            return None
         phase, markers = self.phases[number], self.markers[number]
         if isinstance(phase, Free):
             assert markers is not None
             found = markers.read(0, rest) if rest else Found(0)
-            if found.marker is not None:
-                return self.enter(phase.markers[found.marker][1], found.rest)
-            return None if phase.over and rest else Place(number, found.node)
+            size = len(markers.paths[found.node]) if found.marker is None else len(markers.markers[found.marker])
+            if rest and (phase.over or (phase.exact and size + len(found.rest) < len(rest))):
+                return None
+            return (
+                Place(number, found.node)
+                if found.marker is None
+                else self.enter(phase.markers[found.marker][1], found.rest)
+            )
         inner = phase.grammar.start()
         if rest:
             spelled = self.vocabulary.longest_tokens(rest)
@@ -158,26 +176,49 @@ class TaggedGrammar(CompiledGrammar):
             return self.enter(phase.then) if phase.then is not None else None
         return Place(number, inner=inner, lead=rest)
 
-    def forced(self, place: Place) -> int | None:
-        """The only token that may come next in free text whose budget is used up; None within the budget."""
+    def only(self, place: Place) -> Collection[int] | None:
+        """The tokens that may come next in text that is not free: where the budget is used up, or markers are all there may be."""
         phase = self.phases[place.phase] if place.phase != ENDED else None
-        if not isinstance(phase, Free) or phase.budget is None or place.count < phase.budget:
+        if not isinstance(phase, Free):
             return None
-        return self.next_token(place.phase, place.node)
+        if phase.over:
+            return self.stops
+        if phase.exact:
+            return self.exact_tokens(place.phase, place.node)
+        if phase.budget is None or place.count < phase.budget:
+            return None
+        return [self.next_token(place.phase, place.node)]
+
+    def exact_tokens(self, number: int, node: int) -> frozenset[int]:
+        """The tokens that go on from `node` toward the markers of a phase."""
+        known = self._exact_tokens.get((number, node))
+        if known is None:
+            phase, markers = self.phases[number], self.markers[number]
+            assert isinstance(phase, Free) and markers is not None
+            path = markers.paths[node]
+            tokens = {
+                self._toward(number, marker, len(path))
+                for marker, target in phase.markers
+                if target is not None and marker[: len(path)] == path
+            }
+            known = frozenset(tokens | (self.stops if phase.ends and not node else set()))
+            self._exact_tokens[number, node] = known
+        return known
 
     def next_token(self, number: int, node: int) -> int:
         """The tokenizer's next token from `node` toward the end of a marker."""
         known = self._next_tokens.get((number, node))
         if known is None:
-            known = self._next_tokens[number, node] = self._next_token(number, node)
+            phase, markers = self.phases[number], self.markers[number]
+            assert isinstance(phase, Free) and markers is not None
+            path, closing = markers.paths[node], phase.markers[phase.closing][0]
+            marker = closing if closing[: len(path)] == path else markers.markers[markers.toward[node]]
+            known = self._next_tokens[number, node] = self._toward(number, marker, len(path))
         return known
 
-    def _next_token(self, number: int, node: int) -> int:
-        phase, markers = self.phases[number], self.markers[number]
-        assert isinstance(phase, Free) and markers is not None
-        path, closing = markers.paths[node], phase.markers[phase.closing][0]
-        marker = closing if closing[: len(path)] == path else markers.markers[markers.toward[node]]
-        rest = marker[len(path) :]
+    def _toward(self, number: int, marker: Symbols, begin: int) -> int:
+        """The token with which `marker` goes on behind its first `begin` symbols."""
+        rest = marker[begin:]
         if rest[0] >= TOKEN:
             return rest[0] - TOKEN
         size = next((place for place, symbol in enumerate(rest) if symbol >= TOKEN), len(rest))
@@ -202,13 +243,18 @@ class TaggedGrammar(CompiledGrammar):
         phase, markers = self.phases[number], self.markers[number]
         assert isinstance(phase, Free) and markers is not None
         replaced = {} if phase.ends else dict.fromkeys(self.vocabulary.stops, self.next_token(number, node))
-        legal: dict[tuple[int, bytes], bool] = {}
-        for token in markers.overrunning(node):
+        legal: dict[tuple[int | None, bytes], bool] = {}
+        for token in [*markers.overrunning(node), *markers.completing(node)]:
             text = self.vocabulary.tokens[token] or b""
-            found = markers.read(node, text)
-            if found.marker is None or not found.rest:
+            found = markers.read(node, markers.symbols(token))
+            if found.marker is None:
                 continue
             target = phase.markers[found.marker][1]
+            if target is None:
+                replaced[token] = self.next_token(number, node)
+                continue
+            if not found.rest:
+                continue
             if (target, found.rest) not in legal:
                 legal[target, found.rest] = self.enter(target, found.rest) is not None
             if not legal[target, found.rest]:
@@ -280,7 +326,10 @@ class TaggedMatcher(Matcher):
         phase, inner = self._phase, self.place.inner
         if isinstance(phase, Inside):
             return phase.then is None and inner is not None and inner.accepting
-        return phase is None or (phase.ends and self.grammar.forced(self.place) is None)
+        if phase is None:
+            return True
+        only = self.grammar.only(self.place)
+        return phase.ends and (only is None or not self.grammar.stops.isdisjoint(only))
 
     def advance(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens):
@@ -320,12 +369,12 @@ class TaggedMatcher(Matcher):
 
     def fill_mask(self, out: Tensor) -> None:
         grammar, place, phase = self.grammar, self.place, self._phase
-        if phase is None or (isinstance(phase, Free) and phase.over):
+        if phase is None:
             grammar.mask_of(grammar.vocabulary.stops, out)
         elif isinstance(phase, Free):
-            forced = grammar.forced(place)
-            if forced is not None:
-                grammar.mask_of([forced], out)
+            only = grammar.only(place)
+            if only is not None:
+                grammar.mask_of([*only], out)
             else:
                 grammar.mask_of([*grammar.replacements(place.phase, place.node)], out, without=True)
         else:
@@ -346,7 +395,7 @@ class TaggedMatcher(Matcher):
 
     def replacements(self) -> Mapping[int, int] | None:
         place, phase = self.place, self._phase
-        if not isinstance(phase, Free) or phase.over or self.grammar.forced(place) is not None:
+        if not isinstance(phase, Free) or self.grammar.only(place) is not None:
             return None
         return self.grammar.replacements(place.phase, place.node)
 
@@ -358,10 +407,13 @@ class TaggedMatcher(Matcher):
 
     def forced_tokens(self, limit: int) -> list[int] | None:
         place, run = self.place, list[int]()
-        if self.grammar.forced(place) is None:
+        if self.grammar.only(place) is None:
             return None
         following: Place | None = place
-        while following is not None and len(run) < limit and (token := self.grammar.forced(following)) is not None:
-            run.append(token)
-            following = self.grammar.after_free(following, token)
+        while following is not None and len(run) < limit:
+            only = self.grammar.only(following)
+            if only is None or len(only) != 1 or not self.grammar.stops.isdisjoint(only):
+                break
+            run += only
+            following = self.grammar.after_free(following, run[-1])
         return run

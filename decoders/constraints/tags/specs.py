@@ -7,6 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ...errors import GrammarError, shortened
@@ -52,6 +53,30 @@ class Phases:
 
     def compiled(self, grammar: Inner) -> CompiledGrammar:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
+
+    def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
+        """The phase of `grammar` up to an end marker, and then the phase `behind`; without a marker, the text ends with the grammar.
+
+        Raises:
+            GrammarError: the marker cannot be found behind the grammar.
+        """
+        if end is None:
+            return self.of(grammar)
+        symbols = self.symbols(end)
+        text, token = (symbols[:-1], symbols[-1] - TOKEN) if symbols[-1] >= TOKEN else (symbols, None)
+        if any(symbol >= TOKEN for symbol in text):
+            raise GrammarError(
+                f"tagged: the end marker {end!r} has a special token that is not its last part", "tagged"
+            )
+        if text:
+            if isinstance(grammar, CompiledGrammar):
+                raise GrammarError(
+                    f"tagged: the text {bytes(text).decode()!r} ends a grammar that is compiled already: give what it was compiled "
+                    "from, or end it with a token",
+                    "tagged",
+                )
+            grammar = Ended(grammar, bytes(text).decode(), backend=grammar.backend, policy=grammar.policy)
+        return self.add(Inside(self.compiled(grammar), behind, token))
 
 
 @dataclass(frozen=True)
@@ -185,33 +210,11 @@ class Tagged(Structure):
         behind = first
         if self.required or not self.several or self.budget is not None:
             behind = phases.add(Free(over=not self.several))
-        markers = tuple(
-            (phases.symbols(begin), self._tag(grammar, end, behind, phases)) for begin, grammar, end in self.tags
-        )
+        markers = tuple((phases.symbols(begin), phases.tag(grammar, end, behind)) for begin, grammar, end in self.tags)
         phases.phases[first] = Free(markers, ends=not self.required, budget=self.budget)
         if behind != first and self.several:
             phases.phases[behind] = Free(markers)
         return first
-
-    @staticmethod
-    def _tag(grammar: Inner, end: Marker | None, behind: int, phases: Phases) -> int:
-        if end is None:
-            return phases.of(grammar)
-        symbols = phases.symbols(end)
-        text, token = (symbols[:-1], symbols[-1] - TOKEN) if symbols[-1] >= TOKEN else (symbols, None)
-        if any(symbol >= TOKEN for symbol in text):
-            raise GrammarError(
-                f"tagged: the end marker {end!r} has a special token that is not its last part", "tagged"
-            )
-        if text:
-            if isinstance(grammar, CompiledGrammar):
-                raise GrammarError(
-                    f"tagged: the text {bytes(text).decode()!r} ends a grammar that is compiled already: give what it was compiled "
-                    "from, or end it with a token",
-                    "tagged",
-                )
-            grammar = Ended(grammar, bytes(text).decode(), backend=grammar.backend, policy=grammar.policy)
-        return phases.add(Inside(phases.compiled(grammar), behind, token))
 
 
 @dataclass(frozen=True)
@@ -229,13 +232,12 @@ class Ended(Spec):
         inner = self.inner.language()
         regex = None if inner.regex is None else f"(?:{inner.regex}){quoted(self.end)}"
         lark = None if inner.lark is None else f"start: tagged {slashed(quoted(self.end))}\n{_as_rule(inner.lark)}"
-        whole = inner.whole
+        whole = partial(_judge_before, self.end, inner.whole) if inner.whole is not None else None
+        return Language(inner.name, regex, lark, inner.warnings, whole)
 
-        def judge(text: str) -> None:
-            assert whole is not None
-            whole(text.removesuffix(self.end))
 
-        return Language(inner.name, regex, lark, inner.warnings, judge if whole is not None else None)
+def _judge_before(end: str, whole: Callable[[str], None], text: str) -> None:
+    whole(text.removesuffix(end))
 
 
 #: Strings, comments and expressions of Lark, which are skipped, and the name of its first rule.

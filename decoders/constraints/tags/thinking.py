@@ -11,7 +11,9 @@ from ...errors import SettingsError, UnsupportedError, shortened, suggest
 from ..base import CompiledGrammar
 from ..specs import Spec
 from ..vocabulary import Vocabulary
+from .calls import Calls
 from .markers import TOKEN, symbols_of
+from .phases import TaggedGrammar
 from .specs import After, Marker
 
 if TYPE_CHECKING:
@@ -135,6 +137,10 @@ class Thinking:
         """
         if isinstance(grammar, After) and self.end is None:
             return replace(grammar, budget=self.tokens)
+        if isinstance(grammar, Calls) and grammar.format.message:
+            return replace(grammar, budget=self.tokens)
+        if isinstance(grammar, TaggedGrammar) and (bounded := grammar.bounded(self.tokens)) is not None:
+            return bounded
         markers = self.markers(tokenizer)
         open = begun(prompt, markers, vocabulary)
         if open is False:

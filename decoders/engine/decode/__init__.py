@@ -1,1 +1,1 @@
-"""The decoding room: who is decoded, what is proposed, verified and kept. It alone imports ``model``."""
+"""The decoding room: requests, batches and their steps. In the engine it alone imports ``model``."""

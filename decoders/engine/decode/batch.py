@@ -51,6 +51,7 @@ class Batch(Roster):
         next_piece: returns the piece of a waiting prompt that the next step reads in its own pass (chunked prefill); None for none.
         piece_seconds: the last step's share of time for such a piece.
         learning_seconds: seconds of the strategy's last `observe`, where they count as part of drafting.
+        root: ``[B, H]``, the embedding of what the rows end with before the first step, where that is no token.
         may_err: whether the device may hold faults of hooks (:meth:`raise_faults`).
 
     Args:
@@ -73,6 +74,7 @@ class Batch(Roster):
         self.next_piece: Callable[[], PromptPiece] | None = None
         self.piece_seconds = self.learning_seconds = 0.0
         self.may_err = self.verifier is not None
+        self.root = request.given.last if request.given is not None else None
         self.skipped = self.arranged = self._started = False
         self._verified: int | None = None  # the nodes of a draft that was cut off
 
@@ -290,7 +292,8 @@ class Batch(Roster):
         text = LeadingText(self.pending, max(self.lengths) - 1 - self.pending) if self.pending else LeadingText()
         self.pending = 0
         piece = self.next_piece() if self.next_piece is not None else None
-        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece)
+        root, self.root = self.root, None
+        return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         """`block` with the grammars' masks after each node, and without the draft tokens that they forbid."""

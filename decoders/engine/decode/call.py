@@ -51,7 +51,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                 recording = StepRecording(batch) if recordable(batch) else None
                 booked, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
-                    if recording is None:
+                    if recording is None or batch.root is not None:
                         step(batch, StepWatch(batch))
                     else:
                         recording.advance()

@@ -91,7 +91,7 @@ class Core:
             recordings: of the session of the rows; None where nothing can be recorded.
             copy: whether the result is to outlive the next replay.
         """
-        if block.text.length or block.piece is not None:
+        if block.text.length or block.piece is not None or block.root is not None:
             return function(block, rows)
 
         def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
@@ -113,7 +113,7 @@ class Core:
             positions = begin[:, None] + torch.arange(count, device=base.device)
             tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
             tree = after_text(count, tree)
-        return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece)
+        return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
 
     def choose(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows

@@ -112,11 +112,11 @@ class PrefillPlan:
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)
         pending = round_up(longest, multiple)
-        starts = [max(end - (longest if given else pending), 0) for end in ends]
+        starts = list(reused) if given else [max(end - pending, 0) for end in ends]
         last = (pending - 1) % chunk + 1 if pending else 0
         # A long text may be read by other products than blocks; its end is not where blocks may begin with some of it.
         end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last
-        if leave_last_chunk and (pending == longest or not given):
+        if leave_last_chunk and (not given or all(count == pending for count in unread)):
             return PrefillPlan(starts, prefill_chunks(pending - end, chunk, target.static), end)
         if end == last:
             return PrefillPlan(starts, prefill_chunks(pending, chunk, target.static), 0)

@@ -18,7 +18,7 @@ from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
-from ..model.given import GivenCache
+from ..model.given import GivenPrompts
 from ..model.own_forward import MultimodalInputs
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
@@ -75,7 +75,7 @@ class Request:
         observers: are told when it starts, of every step, and when it ends.
         salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
             between rows of equal salts.
-        given: a cache of the caller's, which holds the beginnings of the prompts; None without one.
+        given: the beginnings of the prompts where these are no tokens, or are computed already.
         multimodal: what the prompts have besides text; None if they have nothing.
         begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
     """
@@ -105,7 +105,7 @@ class Request:
     on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
     observers: tuple[Observer, ...] = ()
     salts: tuple[str, ...] = ()
-    given: GivenCache | None = None
+    given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
     begun: float | None = None
 
@@ -126,7 +126,7 @@ class Request:
     def reach(self) -> Sequence[int]:
         """Per row, how many tokens of the prompt stand there by keys and values that the loop cannot compute."""
         if self.given is not None:
-            return self.given.reach
+            return self.given.fixed
         return self.multimodal.ends if self.multimodal is not None else (0,) * len(self.prompts)
 
     def prefix_of(self, row: int) -> KeptText:
@@ -151,7 +151,7 @@ def empty_report(request: Request, target: Target) -> Report:
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
         same_bits=target.invariance.holds if target.invariance is not None else None,
-        weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        checked=target.checked, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip
 
 

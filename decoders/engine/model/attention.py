@@ -1,7 +1,7 @@
-"""Fused attention over the slot cache, which transformers knows as ``"decoders"``.
+"""Fused attention over the slot cache, registered with transformers as ``"decoders"``.
 
-The mask is made once per pass for every *kind* of layer a model has (full, sliding, chunked …) and stacked along the
-mask's head axis: ``[B, T, N, view]``. Model code hands it through untouched and each layer picks its own.
+The mask is computed once per pass for every *kind* of layer (full, sliding, chunked …) and stacked along the mask's head axis:
+``[B, T, N, view]``. Model code passes it through unchanged, and each layer takes its part.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .buckets import ROWS, view_bucket
 
 NAME = "decoders"
 KIND_ATTRIBUTE, KINDS_ATTRIBUTE = "decoders_layer_kind", "decoders_layer_kinds"
-#: Queries of long blocks are attended to in stretches of so many: each looks no further than its own end.
+#: Long blocks are attended to in stretches of so many queries, each of which looks at the slots up to its own end.
 STRETCH = 64
 
 
-#: Types of layers without attention, as transformers names them: with a recurrent state, or with no state at all.
+#: transformers' names of layer types without attention, with a recurrent state or none.
 STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 
 
@@ -40,11 +40,11 @@ class LayerKind:
     chunk: int | None = None
 
     def within(self, reach: int) -> LayerKind:
-        """The same, looking back no further than `reach`; what sees everything still does."""
+        """The same with windows and chunks of at most `reach`; unlimited layers stay so."""
         return LayerKind(self.window and min(self.window, reach), self.chunk and min(self.chunk, reach))
 
     def narrow(self, allowed: Tensor, position_q: Tensor, position_k: Tensor) -> Tensor:
-        """`allowed` without the pairs of positions that are too far apart for this kind of layer."""
+        """`allowed` without pairs of positions that are too far apart for this kind of layer."""
         if self.window is not None:
             allowed = allowed & (position_q - position_k < self.window)
         if self.chunk is not None:
@@ -57,7 +57,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
 
     The rule is transformers' own for building caches: ``layer_types`` if present, else one kind for all layers.
 
-    Layers without attention (:data:`STATES_ONLY`) count as of the first kind.
+    Layers without attention (:data:`STATES_ONLY`) get the first kind.
 
     Raises:
         UnsupportedError: a layer is of another type.
@@ -76,7 +76,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
         "full_attention": lambda window, chunk: LayerKind(),
         "sliding_attention": lambda window, chunk: LayerKind(window=window),
         "chunked_attention": lambda window, chunk: LayerKind(chunk=chunk),
-        # Beside a recurrent state.
+        # Attention together with a recurrent state.
         "hybrid": lambda window, chunk: LayerKind(),
         "hybrid_sliding": lambda window, chunk: LayerKind(window=window),
     }
@@ -96,7 +96,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
 
 
 def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Sequence[int]) -> None:
-    """Tells every layer of a private module tree its kind."""
+    """Sets the kind of every layer of a private module tree."""
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and layer < len(kind_of_layer):
@@ -105,19 +105,19 @@ def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Se
 
 
 def kind_of(module: nn.Module) -> LayerKind:
-    """The kind of a layer that :func:`tell_kinds` has told."""
+    """The kind of a layer, as set by :func:`tell_kinds`."""
     return getattr(module, KINDS_ATTRIBUTE, (LayerKind(),))[getattr(module, KIND_ATTRIBUTE, 0)]
 
 
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """Makes an attention function known to transformers under `name`."""
+    """Registers an attention function with transformers as `name`."""
     AttentionInterface.register(name, function)
-    # The loop passes ready 4-D masks, which transformers returns as they are; a name without a mask function would make it drop them.
+    # transformers returns the loop's 4-D masks unchanged, but would drop them for a name without a mask function.
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def refuse_position_bias(module: nn.Module, given: dict[str, Any]) -> None:
-    """Raises UnsupportedError if a model hands a bias to its attention that no mask of ours has."""
+    """Raises UnsupportedError if a model passes a position bias to its attention, which our masks lack."""
     if given.get("position_bias") is not None:
         raise UnsupportedError(
             f"{type(module).__name__} adds a position bias to its attention, which has no tree form here"
@@ -135,7 +135,7 @@ def build_mask(
     Args:
         base: ``[B]`` int64, slot of node 0.
         offsets: ``[B, K]`` of all nodes of the block.
-        visible: ``[B, N, K]`` bool, for the ``N`` last of them: those before have been run and are in the cache already.
+        visible: ``[B, N, K]`` bool, for the last ``N`` nodes; earlier ones were run before and are in the cache.
 
     Returns:
         ``[B, len(kinds), N, view]`` of `dtype`.
@@ -157,7 +157,7 @@ def build_mask(
 def ending(values: Tensor, count: int) -> Tensor:
     """The last `count` entries along dimension 1.
 
-    Compiled, they are gathered: the strides of a slice tell whole blocks from ends of blocks, which would be two graphs.
+    Compiled code gathers them, because the strides of a slice would give whole blocks and ends of blocks different graphs.
     """
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
@@ -166,12 +166,12 @@ def ending(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MaskShape:
-    """How a mask was made; it hangs on the mask tensor as ``decoders_shape``, since model code hands nothing else through.
+    """The layout of a mask: an attribute ``decoders_shape`` of the mask tensor, since model code passes nothing else through.
 
     Attributes:
         group: query heads per key head for which the mask's rows are repeated already.
-        text: for blocks of several stretches, what they begin with; None: unknown.
-        parts: the mask of each stretch, by kind of layer, heads of a group and begin: made by the first layer that wants it.
+        text: for blocks of several stretches, the text that they begin with; None: unknown.
+        parts: the masks of stretches, by kind of layer, heads of a group and begin, computed by the first layer that needs them.
     """
 
     group: int = 1
@@ -180,19 +180,19 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """That of `mask`. Designs that slice masks (those whose last layers share keys and values) lose the attribute: whether rows
-        are repeated shows in their number, and long blocks are then attended to in one stretch.
+        """The layout of `mask`. Designs that slice masks (those whose last layers share keys and values) lose the attribute: then the
+        number of rows shows whether they are repeated, and long blocks are attended to in one stretch.
         """
         shape = getattr(mask, "decoders_shape", None)
         return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
 
     def note(self, query: Tensor, key: Tensor) -> None:
-        """Sees every layer's query and key heads."""
+        """Called with every layer's queries and keys."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
     ) -> Tensor:  # fmt: skip
-        """Attention of one layer of a `kind`, ``[B, N, Hq, Dv]``, by calls of `kernel`, which is :func:`_attend`."""
+        """Attention of one layer of a `kind`, ``[B, N, Hq, Dv]``, by calls of `kernel` (:func:`_attend`)."""
         text = self.text
         if text is None:
             return kernel(query, key, value, mask, self.group)
@@ -210,7 +210,7 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask of a trial pass. groups: query heads per key head, of every layer whose attention is ours."""
+    """The mask layout of a trial pass. groups: query heads per key head of every layer that calls our attention."""
 
     groups: list[int] = field(default_factory=list)
 
@@ -219,13 +219,13 @@ class Probe(MaskShape):
 
 
 def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
-    """Hangs on `mask` how it was made."""
+    """Sets the layout of `mask`."""
     setattr(mask, "decoders_shape", shape)  # noqa: B010  (by its annotations a tensor has no such attribute)
 
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
-    """`mask` as :func:`tree_attention` is handed it: a long block beginning with `text` is attended to in stretches, and otherwise
-    its rows are repeated for the `group` of query heads here, once for all layers.
+    """`mask` in the form for :func:`tree_attention`: unchanged for a long block that begins with `text`, which is attended to in
+    stretches; else with rows repeated for the `group` of query heads, once for all layers.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))
@@ -280,7 +280,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, repeated: int, scaling: float | None, softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One call of a kernel, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``, its rows `repeated` so many times."""
+    """One call of a kernel, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``, with rows `repeated` so many times."""
     rows, q_heads, n, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
@@ -306,13 +306,13 @@ def _attend(
 
 
 def _spare_queries(packed: Tensor, nodes: int) -> int:
-    """How many queries more ``[B, H, Q, D]`` a kernel is given so that those there are have the same bits in every block.
+    """How many queries are added to ``[B, H, Q, D]`` so that the others have the same bits in every block.
 
-    Only blocks of few nodes per row lack some: others come in multiples (:mod:`.invariance`).
+    Only blocks of few nodes per row need some: others come in multiples (:mod:`.invariance`).
     """
     if packed.dtype not in (torch.bfloat16, torch.float16) or packed.device.type != "cpu":
         return 0
-    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple by themselves; asking would be a guard
+    if torch.compiler.is_dynamo_compiling() and nodes != 1:  # a multiple already; computing it would add a guard
         return 0
     return -packed.shape[2] % ROWS
 

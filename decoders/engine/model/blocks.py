@@ -1,4 +1,4 @@
-"""The input of one pass of the model: a block of nodes, text in front of it, a piece of another row's prompt."""
+"""The input of a pass of the model: a block of nodes, text in front of it, and a piece of another row's prompt."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .cache import CacheBuffers
 
 
 class LeadingText(NamedTuple):
-    """Text that a block begins with: nodes in front of its root that see nothing behind themselves.
+    """Text that a block begins with: causal nodes in front of its root.
 
     Attributes:
         length: nodes of every row.
-        latest_start: of the slots in which it begins, the largest of all rows, for the host.
+        latest_start: the largest slot in which it begins in a row, known to the host.
     """
 
     length: int = 0
@@ -28,7 +28,7 @@ class LeadingText(NamedTuple):
 
 
 def causal_block(rows: int, n: int, device: torch.device) -> TreeTensors:
-    """An ordinary stretch of text as a block: a chain of `n` nodes, none of which is verified."""
+    """A chunk of text as a block: a chain of `n` nodes, none of which is verified."""
     index = torch.arange(n, device=device)
     visible = (index[:, None] >= index[None]).expand(rows, n, n)
     offsets = index.expand(rows, n)
@@ -41,7 +41,7 @@ def after_text(count: int, tree: TreeTensors) -> TreeTensors:
     n = count + len(tree)
     index = torch.arange(n, device=tree.offsets.device)
     pad = torch.nn.functional.pad
-    # What is in front of the root is seen by everything from the root on.
+    # Text in front of the root is visible to all nodes from the root on.
     in_front = (index[:, None] >= count) & (index[None] < count)
     visible = pad(tree.visible, (count, 0, count, 0)) | pad(text.visible, (0, len(tree), 0, len(tree))) | in_front
     offsets = torch.cat([text.offsets, tree.offsets + count], dim=1)
@@ -50,14 +50,14 @@ def after_text(count: int, tree: TreeTensors) -> TreeTensors:
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """Tokens of a prompt that a step of other rows reads.
+    """A piece of a prompt that a step of other rows reads.
 
     Attributes:
         tokens: ``[1, C]`` int64.
-        start: ``[1]`` int64, slot of the first of them.
-        latest: the same for the host.
+        start: ``[1]`` int64, slot of the first token.
+        latest: the same on the host.
         view: ``[view]``, whose length is the number of slots that their attention looks at.
-        buffers: of the rows of the step and of one more, whose prompt it is.
+        buffers: of the step's rows and one more, the row of the prompt.
     """
 
     tokens: Tensor
@@ -75,16 +75,17 @@ class PromptPiece:
 
 @dataclass(frozen=True)
 class NodeBlock:
-    """What one step verifies.
+    """The nodes that one step verifies.
 
     Attributes:
-        draft_tokens: ``[B, N-1]`` int64, the draft tokens, -1 where there is none.
+        draft_tokens: ``[B, N-1]`` int64, the draft tokens, -1 for none.
         tree: of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, ``range`` of the slots that attention looks at.
-        masks: what a grammar allows after each node, if there is one.
-        text: tokens in front of node 0 that are run with the block: the end of the prompts, which the first step reads, or a few
-            that were nodes before.
-        piece: what is read of another row's prompt meanwhile.
+        masks: grammar masks after each node, if rows have grammars.
+        text: tokens in front of node 0 that are run with the block: the end of the prompts in the first step, or a few tokens that
+            were accepted on a branch.
+        piece: the piece of another row's prompt that is read in the same pass.
+        root: ``[B, H]``, the embedding of node 0 where that is no token.
     """
 
     draft_tokens: Tensor
@@ -93,21 +94,21 @@ class NodeBlock:
     masks: Masks | None = None
     text: LeadingText = LeadingText()
     piece: PromptPiece | None = None
+    root: Tensor | None = None
 
 
 class Blocks:
-    """Drafts as the core wants them: checked, of a size that it is compiled for, topology per row.
+    """Turns drafts into blocks: checked, padded to sizes for compiled or recorded code, with a topology per row.
 
-    A session has one: recorded steps read the tensors that are kept here.
+    A session has one for each number of rows, because recorded steps read the tensors that are kept here.
 
     Args:
         static: of the :class:`Target`, see there.
         multiple: likewise.
 
     Attributes:
-        exact: whether blocks have the nodes that are proposed and no others. Several rows are many enough for kernels that give
-            every row the same bits; compiled code is made for blocks of some nodes.
-        single: the same for blocks of one node; with quantized weights also in one row.
+        exact: whether blocks are not padded: in uncompiled passes over several rows, for which kernels give every row the same bits.
+        single: the same for blocks of one node; with quantized weights also for one row.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:
@@ -126,7 +127,7 @@ class Blocks:
         tree, nodes = draft.topology, self.size(len(draft.topology))
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
-        elif self.static:  # on a device, where a bad index ends the process without an error message
+        elif self.static:  # on a device an index out of bounds would end the process without a message
             tree = replace(tree, parents=tree.parents.clamp(0, len(tree) - 1))
         if not draft.tokens.shape[1] and nodes == self.no_draft_token.shape[1] + 1:
             return self.no_draft_token, tree.padded(nodes)
@@ -134,11 +135,11 @@ class Blocks:
         return draft_tokens, tree.padded(nodes)
 
     def size(self, nodes: int) -> int:
-        """Nodes of the block for a draft of so many nodes, the root included."""
+        """Nodes of the padded block for a draft of so many nodes, the root included."""
         return nodes if self.exact or (self.single and nodes == 1) else node_bucket(nodes, self.static, self.multiple)
 
     def tensors(self, tree: Topology) -> TreeTensors:
-        """`tree`, padded, on the device; made once."""
+        """`tree` as tensors on the device, cached."""
         size = self.size(len(tree))
         if (tree, size) not in self._trees:
             self._trees[tree, size] = tree.padded(size).tensors(self.rows, self.device)
@@ -146,7 +147,7 @@ class Blocks:
 
 
 def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
-    """`draft` without the nodes at its end that hold no draft token in any row that goes on. finished: ``[B]`` bool."""
+    """`draft` without the nodes at its end that have no draft token in any unfinished row. finished: ``[B]`` bool."""
     width = draft.tokens.shape[1]
     if not width or not isinstance(draft.topology, Topology):
         return draft

@@ -1,10 +1,10 @@
-"""Sizes that steps are recorded for: small ladders, so that their number is bounded.
+"""Buckets of sizes, which bound the number of recordings.
 
-On CUDA every size is a recording of its own, so rows, nodes, slots and prefill chunks are rounded up to the next rung. Nothing is
-recorded on the CPU: there `static` is false and only the least sizes count. Compiled code has dynamic sizes on both.
+On CUDA every size is a recording of its own, so rows, nodes, slots and prefill chunks are rounded up to the next bucket. Nothing is
+recorded on the CPU: there `static` is false and only the least sizes matter. Compiled code has dynamic sizes on both.
 
 ==============  ==========================================  =================================
-size            rungs on CUDA                               on the CPU
+size            buckets on CUDA                             on the CPU
 ==============  ==========================================  =================================
 rows            1, 2, 4, 8, …                               as they are
 nodes           4, 8, 16, 32, 64, 128, then 256, 384, …     as they are, at least 3
@@ -12,8 +12,8 @@ slots           256, 512, 1024, …                           few multiples of 6
 prefill chunk   32, 64, … up to the call's chunk            as they are
 ==============  ==========================================  =================================
 
-In low precision nodes and chunks on the CPU come in multiples of 4, and views there are of few sizes (:mod:`.invariance`). Plain steps
-of several rows, or with quantized weights, run one node where that has the same bits.
+In low precision nodes and chunks on the CPU come in multiples of 4, and views have few sizes (:mod:`.invariance`). Steps without a
+draft run one node per row, with several rows or quantized weights, where that gives the same bits.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.nn import functional as F
 
 from ...tree import Topology, TreeTensors
 
-#: Least nodes of a block; 1 and 2 would get graphs of their own, and more cost nothing.
+#: Least nodes of a block; 1 and 2 would get graphs of their own, and more cost next to nothing.
 LEAST_NODES, LEAST_STATIC_NODES = 3, 4
-#: From here on blocks grow by this many nodes: doubling would compute up to twice as much.
+#: Larger blocks grow by this many nodes; doubling would compute up to twice as much.
 NODE_STEP = 128
 LEAST_SLOTS, SLOT_STEP = 256, 64
 #: Blocks up to this size fit behind the longest row without growing the cache.
 BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
-#: In low precision on the CPU, nodes of a block and tokens of a stretch of text come in multiples of this.
+#: In low precision on the CPU, nodes of a block and tokens of a chunk of text come in multiples of this.
 ROWS = 4
-#: Of the last 512 slots that attention looks at, the numbers on which the CPU's kernels agree.
+#: Numbers of slots in attention's last block of 512 for which the CPU's kernels give the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
 
 
 def row_bucket(rows: int, static: bool = True) -> int:
-    """Rows of a batch, rounded up to a power of two; the rows added have ended before they begin."""
+    """Rows of a batch, rounded up to a power of two; padding rows count as ended from the start."""
     return _power_of_two(rows) if static else rows
 
 
@@ -64,15 +64,15 @@ def view_bucket(length: int) -> int:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
-    """Blocks and stretches of text come in multiples of this, where a last bit decides and kernels take rows together."""
+    """The multiple of nodes of blocks and chunks of text, more than 1 where kernels round by groups of rows and bits matter."""
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 
 
 def low_precision(dtype: torch.dtype, rounds: bool = False) -> bool:
-    """Whether a last bit may decide about a token; in float32 differences are far below any near-tie.
+    """Whether a difference in the last bit may decide about a token; in float32 it is far below any near-tie.
 
     Args:
-        rounds: whether something is rounded to a lower precision on the way.
+        rounds: whether intermediate values are rounded to a lower precision.
     """
     return rounds or dtype in (torch.bfloat16, torch.float16)
 
@@ -84,7 +84,7 @@ def round_up(count: int, multiple: int) -> int:
 def slots_for(tokens: int, static: bool = True) -> int:
     """Slots per row for `tokens` and a block behind them.
 
-    Where one dynamic graph serves all sizes, a view must stay smaller than the cache: the graph was made with two different sizes.
+    For a graph with dynamic sizes a view must be smaller than the cache, because the graph was traced with two different sizes.
     """
     return slot_bucket(tokens + BLOCK_MARGIN) if static else view_bucket(tokens + BLOCK_MARGIN) + SLOT_STEP
 
@@ -92,8 +92,8 @@ def slots_for(tokens: int, static: bool = True) -> int:
 def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[int, int]]:
     """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once; only the last one is rounded up.
 
-    What it reads behind the prompt is written to slots that the next block overwrites before anything sees them. It needs
-    room: the last pass ends at most at ``start + size``.
+    Padding behind the prompt is written to slots that the next block overwrites before they are read. It needs room up to the end
+    of the last pass, ``start + size``.
     """
     passes = [(start, chunk) for start in range(0, tokens - tokens % chunk, chunk)]
     if rest := tokens % chunk:
@@ -108,14 +108,14 @@ def chunk_bucket(tokens: int, static: bool = True) -> int:
 
 
 def pad_block(draft_tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, Topology | TreeTensors]:
-    """A block filled up to `nodes` nodes with "no draft token".
+    """A block padded to `nodes` nodes with "no draft token".
 
     Args:
         draft_tokens: ``[B, N-1]`` int64.
         tree: of ``N`` nodes.
 
     Returns:
-        ``[B, nodes-1]`` and the tree of as many nodes; both as they are if they are that large.
+        ``[B, nodes-1]`` and the tree of as many nodes; unchanged if they are that large already.
     """
     missing = nodes - 1 - draft_tokens.shape[1]
     return (F.pad(draft_tokens, (0, missing), value=-1), tree.padded(nodes)) if missing > 0 else (draft_tokens, tree)

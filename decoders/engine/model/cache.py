@@ -1,4 +1,4 @@
-"""The static slot cache: committed position ``p`` of a row lives in slot ``p``, tree node ``i`` in slot ``base + i``."""
+"""The static slot cache: committed position ``p`` of a row is in slot ``p``, tree node ``i`` in slot ``base + i``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...common.devices import host_reads
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One recurrent state of a layer: what it keeps per row, however long the text is.
+    """One recurrent state of a layer, of a fixed size per row.
 
     Attributes:
-        part: the list of transformers' ``LinearAttentionLayer`` that has it.
-        index: its place there.
+        part: the attribute of transformers' ``LinearAttentionLayer`` that lists it.
+        index: its index there.
         shape: of one row.
     """
 
@@ -33,16 +33,16 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer stores, per token and per row.
+    """The storage of one layer, per token and per row.
 
     Attributes:
-        key_heads: heads of the keys, 0 where a layer stores none.
+        key_heads: heads of the keys, 0 for none.
         key_dim: width of a head's keys.
         value_heads: heads of the values.
         value_dim: width of a head's values.
-        dtype: of what the layer computes.
-        device: likewise.
-        quantized: whether keys and values are kept as int8, with a scale of `dtype` per head and slot.
+        dtype: of the layer.
+        device: of the layer.
+        quantized: whether keys and values are stored as int8, with a scale of `dtype` per head and slot.
         states: its recurrent states (:mod:`.recurrent`).
     """
 
@@ -57,12 +57,12 @@ class LayerSpec:
 
     @staticmethod
     def without_keys(like: LayerSpec) -> LayerSpec:
-        """Of a layer that stores neither keys nor values; computed like another."""
+        """The storage of a layer without keys and values, with the dtype and device of another."""
         return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
 
 
 class LayoutProbe(Cache):
-    """A cache that stores nothing and notes what every layer asked it to store, and whether one asked how many tokens it holds."""
+    """A cache that stores nothing, and records what layers ask it to store and whether one asks for its length."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -97,11 +97,11 @@ class CacheBuffers:
     Attributes:
         keys: one tensor per layer; int8 if they are quantized.
         values: likewise.
-        key_scales: ``[B, heads, L, 1]``, what 1 stands for in a slot of a head. Empty if nothing is quantized.
+        key_scales: ``[B, heads, L, 1]``, the scale of a head's slot. Empty if nothing is quantized.
         value_scales: likewise.
-        states: the recurrent states of every layer, where there are any.
-        shifts: ``[B]`` int64, by how much the position of a row's next token is ahead of its slot: an image takes other positions
-            than slots. None for designs that read nothing but text.
+        states: the recurrent states of every layer, if there are any.
+        shifts: ``[B]`` int64, by how much the position of a row's next token is ahead of its slot: images have other positions
+            than slots. None for models that read only text.
     """
 
     keys: list[Tensor]
@@ -129,7 +129,7 @@ class CacheBuffers:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them; slots are the third axis of each."""
+        """All tensors; slots are the third axis of each."""
         return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
     def _each(
@@ -167,7 +167,7 @@ class CacheBuffers:
         return self._each(lambda tensor: tensor[rows], None, self.shifts[rows] if self.shifts is not None else None)
 
     def first_layers(self, count: int) -> CacheBuffers:
-        """The same tensors, those of the first `count` layers."""
+        """The same tensors, of the first `count` layers only."""
         keys, values = self.keys[:count], self.values[:count]
         return CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
 
@@ -186,7 +186,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Identifies the memory: a recording made on these tensors works on no others."""
+        """Identifies the memory, to which recordings are bound."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 
@@ -197,13 +197,13 @@ class CacheBuffers:
 
 @dataclass
 class RowStates:
-    """The recurrent states of rows: each stands behind the last token that was read or committed, and cannot be cut back.
+    """The recurrent states of rows, each after the last token that was read or committed; they cannot be cut back.
 
     Attributes:
         layers: per layer, its states ``[B, …]``.
         reached: ``[B]`` int64, how many tokens of each row its states have seen.
-        nodes: per layer, states behind every node of the block that was run last, ``[B, N+1, …]``; the last entry is that in
-            front of the block. Of no use once the block is decided.
+        nodes: per layer, states after every node of the last block, ``[B, N+1, …]``, the last entry before the block; unused after
+            :meth:`commit`.
     """
 
     layers: list[list[Tensor]]
@@ -233,11 +233,11 @@ class RowStates:
         self.reached[row] = source.reached[source_row]
 
     def commit(self, path: Tensor, emitted: Tensor, length: Tensor) -> None:
-        """Takes the state behind the last token of every row whose keys and values are in its slots.
+        """Moves the states of every row on to its last accepted node.
 
         Args:
             path: ``[B, N]`` int64, the accepted nodes.
-            emitted: ``[B]``, how many of them count; the states of a row with none stay.
+            emitted: ``[B]``, the length of each path; rows without one keep their states.
             length: ``[B]``, tokens of every row; the last one is node 0 of the next block.
         """
         last = path.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
@@ -253,7 +253,7 @@ class RowStates:
         return sum(state.nbytes for states in self.layers for state in states)
 
 
-#: Runs a module on some of the tokens that it was called with, ``[M, n, …]`` each, with a cache of its own.
+#: Runs a module on a selection of the tokens that it was called with, ``[M, n, …]`` each, with a cache of its own.
 RunPart = Callable[[Callable[[Tensor], Tensor], Cache], Tensor]
 
 
@@ -261,7 +261,7 @@ class StatePass(Protocol):
     """How recurrent layers run in one pass of the model (:mod:`.recurrent`)."""
 
     def run(self, layer: int, tokens: Tensor, module: nn.Module, call: RunPart) -> Tensor:
-        """What `module` gives for all `tokens` of the pass, ``[B, N, H]``; its states are kept."""
+        """The output of `module` for all `tokens` of the pass, ``[B, N, H]``; stores its states."""
         ...
 
 
@@ -269,11 +269,11 @@ class SlotCache(Cache):
     """transformers' cache interface over :class:`CacheBuffers` for one forward pass.
 
     Args:
-        buffers: where keys and values live; written in place.
+        buffers: of keys and values; written in place.
         slots: ``[B, N]`` int64, the slot of each of the ``N`` tokens of this pass.
         view: attention sees slots ``0 … view-1``, so that its cost follows the current length, not the capacity.
-        states: how recurrent layers run in this pass, where there are any.
-        counts: ``[N]``, what stands in front of each node of a single row, less its place in the pass, for designs that add the two
+        states: how recurrent layers run in this pass, if there are any.
+        counts: ``[N]``, tokens in front of each node of a single row, less its index in the pass, for designs that add the two
             (:class:`~decoders.engine.model.layout.CountedTokens`).
     """
 
@@ -295,13 +295,13 @@ class SlotCache(Cache):
         return keys[:, :, : self.view], values[:, :, : self.view]
 
     def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor:
-        """Writes `states` as int8, and returns all that attention sees, this pass's part included, as later passes will see it."""
+        """Writes `states` as int8, and returns what attention sees: all slots dequantized, as later passes will see them, too."""
         levels, scale = quantize_slots(states)
         write_slots(buffer, self.slots, levels)
         write_slots(scales, self.slots, scale)
         return buffer[:, :, : self.view].to(states.dtype) * scales[:, :, : self.view]
 
-    # Models ask these to number positions themselves; the loop always passes explicit positions and a ready mask.
+    # Models call these to number positions themselves; the loop always passes positions and a mask.
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]
         return 0 if self.counts is None else self.counts
 
@@ -314,7 +314,7 @@ class SlotCache(Cache):
 
 def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
     """``[B, h, N, d]`` as int8 and one scale per head and token, ``[B, h, N, 1]`` of the type of `states`."""
-    # Rounded to the type that it is kept in before it divides.
+    # Rounded to the stored dtype before it divides.
     scale = (
         (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
     )
@@ -324,7 +324,9 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """``buffer[b, :, slots[b, n]] = states[b, :, n]`` in place; buffer ``[B, h, L, d]``, slots ``[B, N]``, states ``[B, h, N, d]``."""
     if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
-        buffer[:, :, slots[0]] = states.to(buffer.dtype)  # half the time; compiled, one graph serves any number of rows
+        buffer[:, :, slots[0]] = states.to(
+            buffer.dtype
+        )  # takes half the time; compiled, one graph serves all numbers of rows
         return
     # index_put, not scatter: inductor writes the former in place and copies the whole buffer for the latter.
     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
@@ -339,7 +341,7 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
         path: ``[B, N]`` int64.
     """
     index = torch.arange(path.shape[1], device=path.device)
-    if host_reads(path):  # elsewhere to look would be to wait
+    if host_reads(path):  # elsewhere reading it would be a sync
         moved = (path != index).any(0).nonzero()
         if not len(moved):
             return

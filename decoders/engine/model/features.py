@@ -1,4 +1,4 @@
-"""What strategies may take from the target: outputs of its decoder layers, its embedding, its head."""
+"""The target's outputs for strategies: of its decoder layers, and of its head."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]:
-    """The decoder layers of `model` that `strategy` asks for, counted from the first.
+    """The decoder layers of `model` that `strategy` reads, counted from the first.
 
     Raises:
-        SettingsError: the model has no such layers. UnsupportedError: its layers cannot be told.
+        SettingsError: the model has no such layers. UnsupportedError: its layers were not found.
     """
     name, count = type(model).__name__, len(decoder_layers(model))
     if not count:
@@ -42,13 +42,13 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
 
 
 class HeadInputs:
-    """Keeps the input of a private tree's head in a pass, and restricts the head to a part of it.
+    """Keeps the input of a private tree's head in a pass, and restricts the head to some nodes.
 
-    The hidden states of a strategy are those that the head reads: no model has to be asked how it names or norms them.
+    Strategies get the head's input as hidden states, which does not depend on the model's names or norms.
     """
 
     def __init__(self, head: nn.Module) -> None:
-        # Dynamo follows what is put on lists and taken from them.
+        # A list, because Dynamo can trace it.
         seen: list[Tensor] = []
         kept: list[Tensor] = []
 
@@ -64,19 +64,19 @@ class HeadInputs:
         remove_hooks(head, [self._id])
 
     def let_read(self, nodes: Tensor | None) -> None:
-        """In the next pass the head reads these nodes, ``[K]`` int64, and no others; None: all."""
+        """Restricts the head to these nodes, ``[K]`` int64, in the next pass; None: all."""
         self._kept.clear()
         if nodes is not None:
             self._kept.append(nodes)
 
     def taken(self) -> Tensor:
-        """``[B, N, H]``, what it was given in the pass before, those that it did not read included."""
+        """``[B, N, H]``, its whole input in the last pass."""
         states = self._seen[-1]
         self._seen.clear()
         return states
 
     def forget(self) -> None:
-        """Drops what trial passes noted."""
+        """Drops the inputs of trial passes."""
         self._seen.clear()
 
 
@@ -100,13 +100,13 @@ class LayerStates:
             remove_hooks(module, self._ids)
 
     def taken(self) -> Tensor:
-        """``[B, N, T, H]``, what the layers gave in the pass before, in the order asked for."""
+        """``[B, N, T, H]``, the layers' outputs in the last pass, in the order given."""
         states = self._seen[-len(self._order) :]
         self._seen.clear()
         return torch.stack([states[place] for place in self._places], dim=2)
 
     def forget(self) -> None:
-        """Drops what a pass noted whose results are not used."""
+        """Drops the outputs of a pass whose results are not used."""
         self._seen.clear()
 
     def _note(self):  # type: ignore[no-untyped-def]
@@ -124,9 +124,9 @@ class LayerStates:
 
 
 class OutputHead:
-    """The head of a model, a private tree of its own, and all that the model does to logits behind it.
+    """The head of a model on a private tree, with everything that the model applies to logits behind it.
 
-    The model's own forward runs, with a stand-in for everything in front of the head: no model has to be asked what it does.
+    The model's own forward runs, with a stand-in for everything in front of the head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -138,7 +138,7 @@ class OutputHead:
         self._model, self._given = model, given
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits ``[B, N, V]`` float32 of what the head reads, ``[B, N, H]``."""
+        """Logits ``[B, N, V]`` float32 for the head's input ``[B, N, H]``."""
         self._given.hidden = hidden
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         try:
@@ -159,7 +159,7 @@ class OutputHead:
 
 @dataclass
 class _Output(BaseModelOutputWithPast):
-    """Hidden states and, of whatever else a model looks for beside them, None."""
+    """Hidden states; all other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -174,10 +174,10 @@ class _HiddenStates:
 
 
 class _Given(nn.Module):
-    """Takes the place of the module that computes hidden states, and returns given ones.
+    """Replaces the module that computes hidden states, and returns given ones.
 
-    What is called of the replaced part (OPT calls a module in it) gives the same; its settings (Falcon-H1 reads a multiplier of it)
-    are its own.
+    Modules inside the replaced one that the model calls (OPT does) return the given ones as well; its other attributes (Falcon-H1 reads
+    a multiplier) are passed through.
     """
 
     def __init__(self, replaced: Callable, given: _HiddenStates) -> None:

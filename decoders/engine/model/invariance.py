@@ -1,20 +1,20 @@
-"""The same bits for a node whatever else is in its block: the sizes on which CPU kernels agree, and a check of them.
+"""The same bits for a node whatever else is in its block: the sizes for which CPU kernels agree, and a check of a model.
 
-Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :func:`check` measures the model at hand:
+Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads; :func:`check` measures a given model:
 
-- oneDNN's packed products give a row the same bits for any number of rows from two up. A single row takes another kernel.
+- oneDNN's packed products give a row the same bits for any number of rows from two up. A single row is computed by another kernel.
 - The products with quantized weights (:mod:`~decoders.engine.model.weights.quantized`) give a row the same bits for any number of rows,
   one included.
-- Fused attention works on 32 query rows of a head at a time; one to three left over are summed in another order. Blocks
-  and stretches of text therefore come in multiples of four (:func:`~decoders.engine.model.buckets.row_multiple`).
+- Fused attention works on 32 query rows of a head at a time; a remainder of one to three is summed in another order. Blocks
+  and chunks of text therefore have a multiple of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
 - Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
   :func:`~decoders.engine.model.buckets.view_bucket`.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
   :func:`align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
-- Softmax sums by slot modulo 16 and the product with the values by groups of slots, so that a path has its bits only where
-  its nodes lie in slots ``base + depth``, that is in a chain or on a tree's first branch. Tokens accepted on other branches
-  are run again in front of the next block (:func:`branch_length`). What was chosen there may be a near-tie's other token.
-- Experts that see a single row take that other kernel too, and how many rows an expert sees depends on the block.
+- Softmax sums by slot modulo 16, and the product with the values by groups of slots. A path therefore has the same bits only if its
+  nodes are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches are run again
+  in front of the next block (:func:`branch_length`); the token chosen there may be the other one of a near-tie.
+- Experts that see a single row use the kernel for one row, too, and how many rows an expert sees depends on the block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .target import Invariance, Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """How many of the last tokens of any row were accepted in other slots than ``base + depth``; path: ``[B, N]`` int64."""
+    """How many of the last tokens of some row were accepted in slots other than ``base + depth``; path: ``[B, N]`` int64."""
     longest = 0
     for nodes, count in zip(path.tolist(), emitted, strict=True):
         moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
@@ -40,20 +40,21 @@ def branch_length(path: Tensor, emitted: list[int]) -> int:
     return longest
 
 
-#: The comparison of branches, whose nodes lie in other slots.
+#: Name of the comparison of branches, whose nodes are in other slots.
 BRANCHES = "the branch of a tree"
-#: That of a block of one node in one row, which quantized weights alone may have.
+#: Name of the comparison with a block of one node in one row, which only quantized weights may use.
 SINGLE = "whether a block has one node"
 
 
 def brief_check(target: Target) -> Invariance | None:
-    """The comparisons that are most likely to differ, where bits matter; ``decoders doctor MODEL`` makes all of them.
+    """The comparisons that are most likely to differ, in as few passes as they take; ``decoders doctor MODEL`` makes all of them.
 
-    None in float32, and of models with recurrent layers, whose steps keep to no sizes for it.
+    None in float32, where bits matter little, and for models with recurrent layers, whose steps do not keep to such sizes.
     """
     if target.recurrent or not low_precision(target.dtype, target.rounds):
         return None
-    return check(target, length=16, comparisons=4)
+    length = 16
+    return _at_once(target, length) or check(target, length, comparisons=4)
 
 
 @torch.no_grad()
@@ -62,7 +63,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
     Args:
         length: of the text, in tokens.
-        comparisons: how many are made; None is all.
+        comparisons: number of comparisons; None: all.
     """
     compared: dict[str, bool] = {}
     for what, left, right in islice(_comparisons(target, length), comparisons):
@@ -72,56 +73,95 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
     return Invariance(not set(differs) - {BRANCHES}, differs, single)
 
 
-def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What is compared, and the two results. length: of the text, in tokens."""
-    device, multiple = target.device, row_multiple(target.dtype, target.device)
-    view_of = slot_bucket if target.static else view_bucket
-    slots = view_of(length + 64) + 512
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(device)
-    whole = torch.arange(slots, device=device)
+class _Text:
+    """A made-up text that is read and gone on with in several ways.
 
-    def read(*chunks: int, rows: int = 1) -> CacheBuffers:
-        buffers, done = CacheBuffers.allocate(target.layout, rows, slots + 64), 0
+    Attributes:
+        length: of the text, in tokens.
+    """
+
+    def __init__(self, target: Target, length: int) -> None:
+        self.target, self.length = target, length
+        self._multiple = row_multiple(target.dtype, target.device)
+        self._view_of = slot_bucket if target.static else view_bucket
+        slots = self._view_of(length + 64) + 512
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(target.device)
+        self._slots = torch.arange(slots, device=target.device)
+
+    def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:
+        """What passes over so many of its tokens write."""
+        target, done = self.target, 0
+        buffers = CacheBuffers.allocate(target.layout, rows, len(self._slots) + 64)
         for size in chunks:
-            tokens = text[:, done : done + size].expand(rows, -1)
-            start = torch.full((rows,), done, device=device)
-            target.prefill(tokens, start, buffers, whole[: view_of(done + size)], done)
+            tokens = self._tokens[:, done : done + size].expand(rows, -1)
+            start = torch.full((rows,), done, device=target.device)
+            target.prefill(tokens, start, buffers, self._slots[: self._view_of(done + size)], done)
             done += size
         return buffers
 
     def run(
-        buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
+        self, buffers: CacheBuffers, tree: Topology, path: list[int], rows: int = 1, spare: int = 0, padded: bool = True
     ) -> Tensor:
-        """Logits ``[D, V]`` along `path`, whose nodes hold the text from `length` on."""
+        """Logits ``[D, V]`` along `path`, whose nodes hold what follows the text."""
+        target, length, device = self.target, self.length, self.target.device
         if padded:
-            tree = tree.padded(node_bucket(len(tree), target.static, multiple))
+            tree = tree.padded(node_bucket(len(tree), target.static, self._multiple))
         nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
-        nodes[0, path] = text[0, length : length + len(path)]
+        nodes[0, path] = self._tokens[0, length : length + len(path)]
         base = torch.full((rows,), length, device=device)
-        view = whole[: view_of(length + len(tree) + spare)]
+        view = self._slots[: self._view_of(length + len(tree) + spare)]
         return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
 
-    def cached(buffers: CacheBuffers, until: int = length) -> Tensor:
-        return torch.cat([t[0, :, :until].reshape(-1) for t in buffers.tensors])
+    def cached(self, buffers: CacheBuffers, until: int | None = None) -> Tensor:
+        """Keys and values of the first row's text, or of so many tokens."""
+        return torch.cat([t[0, :, : until or self.length].reshape(-1) for t in buffers.tensors])
 
+
+CHAIN, DEPTHS = Topology.chain(3), [0, 1, 2, 3]
+
+
+def _at_once(target: Target, length: int) -> Invariance | None:
+    """The first comparisons in one: all that differs between two ways to a token. None if bits differ, and by what is not known."""
+    text = _Text(target, length)
+    parted, whole = text.read(12, length - 12), text.read(length, rows=3)
+    chained = text.run(parted, CHAIN, DEPTHS)
+    same = torch.equal(text.cached(parted), text.cached(whole)) and torch.equal(
+        text.run(whole, Topology.chain(11), DEPTHS, rows=3), chained
+    )
+    single = same and _takes_single(target) and torch.equal(_alone(text, parted), chained[:1])
+    return Invariance(True, (), single) if same else None
+
+
+def _takes_single(target: Target) -> bool:
+    """Whether a block of one node may have the same bits; otherwise attention is not given spare queries."""
+    return bool(target.quantized.layers) and target.dtype != torch.float32
+
+
+def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:
+    return text.run(buffers, Topology.chain(0), [0], padded=False)
+
+
+def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Names of comparisons, each with its two results. length: of the text, in tokens."""
+    text = _Text(target, length)
+    read, run, cached = text.read, text.run, text.cached
     plain = read(length)
-    chain, depths = Topology.chain(3), [0, 1, 2, 3]
-    # What is most likely to differ comes first: a brief check stops here.
+    # The comparisons most likely to differ come first, since a brief check stops after some.
     yield "how text is divided into passes", cached(read(12, length - 12)), cached(plain)
-    chained = run(plain, chain, depths)
-    if target.quantized.layers and target.dtype != torch.float32:  # there attention is not given spare queries
-        yield SINGLE, run(plain, Topology.chain(0), [0], padded=False), chained[:1]
-    yield "the size of the block", run(plain, Topology.chain(11), depths), chained
+    chained = run(plain, CHAIN, DEPTHS)
+    if _takes_single(target):
+        yield SINGLE, _alone(text, plain), chained[:1]
+    yield "the size of the block", run(plain, Topology.chain(11), DEPTHS), chained
     three = read(length, rows=3)
-    yield "the number of rows", run(three, chain, depths, rows=3), chained
+    yield "the number of rows", run(three, CHAIN, DEPTHS, rows=3), chained
     yield "the number of rows", cached(three), cached(plain)
     yield "whether a token is read or decoded", cached(read(length + 4), length + 4), cached(plain, length + 4)
     for draft in (0, 35):
         longer = chained[: min(draft, 3) + 1]
-        yield "the size of the block", run(plain, Topology.chain(draft), depths[: len(longer)]), longer
+        yield "the size of the block", run(plain, Topology.chain(draft), DEPTHS[: len(longer)]), longer
     for spare in (64, 200, 500):
-        yield "how many slots attention looks at", run(plain, chain, depths, spare=spare), chained
+        yield "how many slots attention looks at", run(plain, CHAIN, DEPTHS, spare=spare), chained
     for branches in (2, 11):
         tree = Topology.branches(branches, 3)
         yield BRANCHES, run(read(length), tree, [0, *range(len(tree) - 3, len(tree))]), chained

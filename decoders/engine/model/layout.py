@@ -1,4 +1,4 @@
-"""The parts of a model, found by running one token, and whether its design fits the loop, judged by behaviour and not by name."""
+"""The parts of a model, found by running one token, and checks that its design fits the loop, by behaviour and not by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def embeddings_of(model: PreTrainedModel) -> int:
-    """How many token ids the model can read. What adapters put around an embedding may not say so: its weight does, or the config."""
+    """Number of token ids that the model can read, by its embedding's weight, or by the config if adapters have wrapped it."""
     embeddings = model.get_input_embeddings()
     told = getattr(embeddings, "num_embeddings", None)
     if isinstance(told, int):
@@ -42,10 +42,10 @@ def embeddings_of(model: PreTrainedModel) -> int:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """How many logits the model gives; a head that has neither a weight nor a size is asked by running one token.
+    """Number of the model's logits; for a head with neither a weight nor a size one token is run.
 
     Raises:
-        UnsupportedError: it gives none.
+        UnsupportedError: it has no logits.
     """
     head = model.get_output_embeddings()
     told = _rows_of(head) or getattr(head, "out_features", None)
@@ -55,7 +55,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
         with torch.no_grad():
             output = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
         return int(output.logits.shape[-1])
-    except Exception as error:  # whatever a head of the user's own raises
+    except Exception as error:  # a user's own head may raise anything
         raise UnsupportedError(
             f"{type(model).__name__}: the size of its vocabulary cannot be told from its head, a {type(head).__name__} without weight, "
             f"nor by running a token ({type(error).__name__}: {error}). Give the head out_features, or call generate without strategy=."
@@ -69,7 +69,7 @@ def _rows_of(layer: nn.Module | None) -> int | None:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """How many positions the model can express; unbounded if its config does not say."""
+    """Number of positions that the model can express; unbounded if its config has no limit."""
     text = model.config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or (1 << 31)
 
@@ -89,13 +89,13 @@ def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a model that trial passes have shown.
+    """The parts of a model, found by trial passes.
 
     Attributes:
-        layers: what each stores.
-        groups: query heads per key head, of every layer whose attention is ours.
-        recurrent: what keeps states.
-        counted: what it does with the number of tokens in its cache, None if nothing.
+        layers: storage of each.
+        groups: query heads per key head, of every layer that calls our attention.
+        recurrent: the modules that keep states.
+        counted: how it uses the number of tokens in its cache, None if it does not.
     """
 
     layers: list[LayerSpec]
@@ -106,10 +106,10 @@ class Layout:
 
 @torch.no_grad()
 def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
-    """Runs one token; and some more with a model that asks how many tokens there are.
+    """Runs one token; and some more for a model that asks how many tokens the cache holds.
 
     Raises:
-        UnsupportedError: it cannot be run with a cache and a mask of the loop's, or keeps what the loop has no place for.
+        UnsupportedError: it does not run with the loop's cache and mask, or stores something that the loop does not.
     """
     probe = StateProbe(model) if may_keep_states(model) else LayoutProbe()
     name = type(model).__name__
@@ -146,12 +146,12 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
     """Groups of plain linear layers that read the same input, found by running one token without multiplying."""
     layers = {path: module for path, module in model.named_modules() if packable(module, smallest=0)}
-    if not layers or may_keep_states(model):  # what keeps states may look at values
+    if not layers or may_keep_states(model):  # recurrent layers may depend on values
         return []
     with SharedInputs(layers) as shared:
         try:
             _run_one_token(model, kinds, LayoutProbe())
-        except Exception:  # a model that cannot run on zeros; whether it can run at all is seen by `probe_layout`
+        except Exception:  # it cannot run on zeros; `probe_layout` checks whether it runs at all
             return []
     return shared.groups()
 
@@ -180,19 +180,19 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
     )
 
 
-#: Tokens of a trial pass: attention to a single one is the same at every temperature.
+#: Tokens of a trial pass; attention to a single token would not show a temperature.
 PROBED = 8
-#: No longer contexts are tried: some designs make a tensor of as many numbers.
+#: Longest context that is tried, because some designs create a tensor of that length.
 LONGEST = 1 << 24
 
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """What a design does with the number of tokens in its cache.
+    """How a design uses the number of tokens in its cache.
 
     Attributes:
         harmless: up to so many tokens it computes as with an empty cache.
-        by_node: whether it takes a number for each node of a row.
+        by_node: whether it accepts a number for each node of a row.
     """
 
     harmless: int
@@ -224,7 +224,7 @@ class CountingProbe(LayoutProbe):
 def counted_tokens(
     logits: Callable[[CountingProbe], Tensor], context: int, device: torch.device
 ) -> CountedTokens | None:
-    """None for designs that ask and do not mind the answer.
+    """How a design uses the number of cached tokens; None if the number has no effect.
 
     Args:
         logits: of a pass over :data:`PROBED` tokens with a cache.
@@ -287,7 +287,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     varying = [r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
     if {"longrope", "dynamic"} & set(varying):
-        # The rotary table is chosen by the longest position of the whole batch, so a draft would change other tokens.
+        # The rotary table depends on the longest position of the whole batch, so a draft would change other tokens.
         raise UnsupportedError(
             f"{name} scales its rotary positions by the sequence's length (rope_type "
             f"{' / '.join(str(v) for v in varying if v)}), which no static cache can follow exactly. {advice}"
@@ -305,7 +305,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
-    """Makes an UnsupportedError of whatever a design raises in passes that try it. trouble: what that says of the design."""
+    """Turns errors of a model in trial passes into UnsupportedError. trouble: the message."""
     try:
         yield
     except (DecodersError, torch.OutOfMemoryError):
@@ -317,7 +317,7 @@ def refusing(model: PreTrainedModel, trouble: str) -> Iterator[None]:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises UnsupportedError within a recording of the caller's: a call waits for the device, which no recording holds."""
+    """Raises UnsupportedError within a recording of the caller's, since calls wait for the device, which cannot be recorded."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: its "

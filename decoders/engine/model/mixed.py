@@ -1,9 +1,9 @@
-"""Mixed passes (chunked prefill): rows that are decoded, and a piece of the prompt of another row, run as one.
+"""Mixed passes (chunked prefill): decoded rows and a piece of another row's prompt in one pass.
 
 The weights are read once for both, and the rows do not wait for a pass over the prompt (Agrawal et al. 2023, "SARATHI", arXiv
 2308.16369).
-All tokens stand in one line, ``[1, R·N + C]``: layers treat every token alike, and only attention and the cache have to know whose
-each is.
+All tokens form one line, ``[1, R·N + C]``: layers treat every token alike, and only attention and the cache need to know the row of
+each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .target import ForwardResult, Target
 
 
 def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:
-    """What the model is called with. nodes, base, tree, view: of the rows, as of :meth:`Target.forward`."""
+    """The model's arguments. nodes, base, tree, view: of the rows, as of :meth:`Target.forward`."""
     (rows, n), count, device = nodes.shape, piece.tokens.shape[1], nodes.device
     text = causal_block(1, count, device)
     decoded = build_mask(target.kinds, base, tree.offsets, tree.visible, view.shape[0], target.dtype)
@@ -37,7 +37,7 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
     if shifts is not None:
         places, stretch = places + shifts[:rows, None], stretch + shifts[rows:, None]
     positions = torch.cat([places.reshape(1, -1), stretch], dim=1)
-    # Which row each token is of; the last one reads.
+    # The row of each token; the last row is the prompt's.
     row = torch.arange(rows * n + count, device=device).div(n, rounding_mode="floor").clamp(max=rows)
     cache = MixedCache(piece.buffers, row, slots[0], max(view.shape[0], piece.view.shape[0]))
     return target.arguments(torch.cat([nodes.reshape(1, -1), piece.tokens], dim=1), positions, mask, cache)
@@ -78,8 +78,8 @@ class MixedShape(MaskShape):
     """The mask of a mixed pass, in one line: that of the rows ``[R, group·N, view]``, then that of the piece.
 
     Attributes:
-        rows: that are decoded.
-        nodes: of each.
+        rows: number of decoded rows.
+        nodes: of each row.
         views: slots that attention looks at, for the rows and for the piece.
     """
 
@@ -104,8 +104,8 @@ class MixedCache(SlotCache):
     """The slots of several rows, for tokens in one line.
 
     Args:
-        row: ``[T]`` int64, whose each token is.
-        slots: ``[T]`` int64, where it goes.
+        row: ``[T]`` int64, the row of each token.
+        slots: ``[T]`` int64, its slot.
     """
 
     def __init__(self, buffers: CacheBuffers, row: Tensor, slots: Tensor, view: int) -> None:

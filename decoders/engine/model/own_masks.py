@@ -1,7 +1,7 @@
-"""Attention with a causal mask of its own: a buffer from which it cuts a part by the number of keys.
+"""Attention modules with a causal mask in a buffer, from which they cut a part by the number of keys.
 
-Its keys are a view of the cache here, whose length says nothing of positions. The masks of the loop say all that such a buffer does,
-so a private module tree sees everything by its buffers, and windows become kinds of layers.
+The loop's keys are a view of the cache, whose length does not determine positions, so such a cut would be wrong. The loop's masks
+contain the same information: the buffers of a private tree are opened, and their windows become kinds of layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from .attention import LayerKind
 
-#: Views of the cache are longer than any text by a block and by rounding.
+#: Views of the cache may exceed the longest text by a block and rounding.
 MARGIN = 2048
 OWN_KIND = "decoders_own_kind"
 
 
 def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Opens the masks of a private tree, and gives `kinds` with what they said: each of these layers picks its own."""
+    """Opens the masks of a private tree, and returns `kinds` extended by their windows; each of these layers picks its kind's mask."""
     masks = _masks(model)
     for mask in masks:
         kind = LayerKind(mask.window if mask.window < mask.length else None)
@@ -38,7 +38,7 @@ def take_over(model: nn.Module, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind
 
 @contextmanager
 def within(model: nn.Module, reach: int, length: int) -> Iterator[None]:
-    """The masks of a private tree look back no further than `reach` inside, where texts have up to `length` tokens."""
+    """Limits the masks of a private tree to windows of `reach`, for texts of up to `length` tokens."""
     longer = [mask for mask in _masks(model) if reach < mask.window < mask.length]
     try:
         for mask in longer:

@@ -1,15 +1,14 @@
-"""The processes that run one model together, each with a part of its weights (tensor parallelism), and how they stay in step.
+"""The processes that run one model together, each with a part of its weights (tensor parallelism), and how they stay synchronized.
 
-A collective ends when every process has entered it, so all of them must run the same passes over blocks of the same sizes. They
-do, as long as whatever decides about that is the same everywhere:
+A collective ends when every process has entered it, so all must run the same passes over blocks of the same sizes. They do if
+everything that decides about passes is the same in all of them:
 
 - Committed tokens: logits are gathered or summed over the processes, which gives all of them the same bits, and the noise depends
   on seed, position and token alone. No tokens are sent.
-- What may differ is that of the first process: a seed that the call does not give, the clock of whatever weighs costs, measured
-  costs, what stopping criteria say. Whether weights have changed is asked of all.
-- Passes run uncompiled: which process has its compiler ready first is up to chance, and tiers round differently.
-- Calls, and every step's draft, are compared before anything of theirs runs. A difference is an error in every process and not a
-  wait without end.
+- Values that may differ are taken from the first process: a seed that the call does not give, clocks, measured costs, results of
+  stopping criteria. Weights count as changed if they have changed in any process.
+- Passes run uncompiled, because processes finish compiling at different times, and tiers round differently.
+- Calls, and every step's draft, are compared before they run. A difference is an error in every process instead of a deadlock.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share a model; a model of one process has one, and nothing below costs it anything.
+    """The processes that share a model. For a single process all methods are free.
 
     Attributes:
-        group: their process group; None for one.
-        size: how many they are.
-        device: where tensors that they exchange live.
+        group: their process group; None for a single process.
+        size: their number.
+        device: of the tensors that they exchange.
     """
 
     group: Any = None
@@ -49,14 +48,14 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """Those that share `model`.
+        """The processes that share `model`.
 
         Raises:
-            UnsupportedError: its weights are shared out in another way than by tensor or expert parallelism.
+            UnsupportedError: its weights are divided in another way than by tensor or expert parallelism.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
-        from torch.distributed.fsdp import FSDPModule  # a second's worth of imports, for those who share models
+        from torch.distributed.fsdp import FSDPModule  # takes a second, and is needed for shared models only
         from torch.distributed.tensor import DTensor
 
         shards = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -123,7 +122,7 @@ class Ranks:
         return not self.several or dist.get_rank(self.group) == 0
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
+        """Whether `flag` is True in any process."""
         if not self.several:
             return flag
         held = torch.tensor([int(flag)], device=self.device)
@@ -134,8 +133,8 @@ class Ranks:
         """Raises RanksError in every process if `parts` differ between processes.
 
         Args:
-            what: differs, as a message says it.
-            parts: tensors, and what has the same ``repr`` everywhere.
+            what: description of `parts` for the message.
+            parts: tensors, and values with the same ``repr`` in all processes.
         """
         if not self.several:
             return
@@ -150,7 +149,7 @@ class Ranks:
             )
 
     def check_draft(self, draft: Draft, lengths: Sequence[int]) -> None:
-        """As :meth:`check`, of what a step is about to run; lengths: tokens per row."""
+        """As :meth:`check`, for a step's draft; lengths: tokens per row."""
         if self.several:
             tree = draft.topology
             shape = tree.parents if isinstance(tree, Topology) else (tree.parents, tree.visible)

@@ -1,12 +1,12 @@
-"""CUDA graphs: work that is repeated is recorded once, kept by the session, and replayed with one launch.
+"""CUDA graphs: repeated work is recorded once, kept by the session, and replayed with one launch.
 
-Whole steps - propose, core, observe - are recorded where nothing in them needs the host (:mod:`.recording`). Elsewhere the parts
-are that run a model: the core of a step, the passes of draft models, the chunks of a prompt (:meth:`Recordings.run`).
+Whole steps - propose, core, observe - are recorded if nothing in them needs the host (:mod:`~decoders.engine.decode.call`). Otherwise
+only parts that run a model are: the core of a step, passes of draft models, chunks of a prompt (:meth:`Recordings.run`).
 
-A recording reads and writes the tensors that were there when it was made. So its session owns them: rows and cache by itself, and
-all else through :class:`StaticInputs`. A later call copies its own values in and replays.
+A recording reads and writes the tensors that it was made with. So its session owns them: rows and cache itself, everything else by
+:class:`StaticInputs`. A later call copies its own values in and replays.
 
-Everything that touches the device goes through a :class:`Recorder`, so that the rest can be tested without one.
+Everything that uses the device goes through a :class:`Recorder`, so that the rest can be tested without one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .static_inputs import StaticInputs, copied, find_tensors
 
 
 class Graph(Protocol):
-    """What was recorded."""
+    """A recorded graph."""
 
     def replay(self) -> None: ...
 
 
 class Event(Protocol):
-    """A mark in the order of what the device was told to do."""
+    """A mark in the order of the device's work."""
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -54,30 +54,30 @@ class Recorder:
         return torch.cuda.device(self.device)
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Runs `body`'s Python once and none of its kernels; its output's tensors are those that replays write to."""
-        # Graphs that share memory must have been recorded on one stream.
+        """Runs the Python of `body` once and none of its kernels; returns the graph, and the output that replays write to."""
+        # Graphs that share memory must be recorded on one stream.
         self._stream = self._stream or torch.cuda.Stream(self.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        # With "thread_local", other threads may go on allocating and waiting meanwhile.
+        # With "thread_local" other threads may allocate and wait meanwhile.
         mode = "thread_local"
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                 output = body()
         except BaseException:
-            self._stream = self._pool = None  # in whatever state they are, they are not used again
+            self._stream = self._pool = None  # not used again after a failure
             raise
         finally:
-            torch.cuda.set_stream(current)  # if recording fails, torch leaves the other stream current
+            torch.cuda.set_stream(current)  # torch does not restore it if recording fails
         return graph, output
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Host memory for a copy of `like` that the device writes to by itself."""
+        """A pinned buffer on the host for copies of `like`."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies in the order of the device's work; the host does not wait."""
+        """Queues a copy on the device; the host does not wait."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> Event:
@@ -85,12 +85,12 @@ class Recorder:
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """What records steps on `device`; None where nothing can be recorded."""
+    """A recorder for `device`; None where nothing can be recorded."""
     return Recorder(device) if device.type == "cuda" else None
 
 
 class HostCopies:
-    """Pinned memory for small tensors of the device, which are brought there together."""
+    """Pinned buffers for small tensors of the device, which are copied together."""
 
     def __init__(self, recorder: Recorder, tensors: tuple[Tensor, ...]) -> None:
         self.recorder = recorder
@@ -103,21 +103,21 @@ class HostCopies:
         self.arrived.record()
 
     def lists(self) -> tuple[list, ...]:
-        """The values of the last copy. The host waits for the device here and nowhere else."""
+        """The values of the last copy; waits for the device."""
         self.arrived.synchronize()
         return tuple([pinned.tolist() for pinned in self.pinned])
 
 
-#: Ordinary steps before recording: autotune, allocate. They are real steps, nothing is thrown away.
+#: Steps that run before one is recorded, to autotune and allocate; their results are used.
 WARM_UP_STEPS = 3
-#: Likewise for parts of a step: so many runs with arguments of one kind.
+#: The same for parts of a step: runs with arguments of one kind.
 PLAIN_RUNS = 2
-#: Recordings that a session keeps. The memory of intermediate results is in a pool that all share.
+#: Most recordings that a session keeps. Memory of intermediate results is in a pool that all share.
 MOST_RECORDINGS = 48
-#: What the results of recordings that a session keeps may take: logits of many nodes above all.
+#: Most bytes of their results, which are mainly logits of many nodes.
 MOST_BYTES = 1 << 30
 
-#: What the host learns of a step: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
+#: A step's result for the host: ``(summary, new)`` of :class:`~decoders.engine.decode.core.StepOutput`, as lists.
 Result = tuple[list[list[int]], list[list[int]]]
 
 _as_parts = ContextVar("as_parts", default=False)
@@ -125,7 +125,7 @@ _as_parts = ContextVar("as_parts", default=False)
 
 @contextmanager
 def as_parts() -> Iterator[None]:
-    """Within it nothing is replayed: what runs is part of something that is recorded, or is to be."""
+    """Switches replays of parts off, because the code inside is part of a larger recording, or will be."""
     token = _as_parts.set(True)
     try:
         yield
@@ -135,7 +135,7 @@ def as_parts() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedCapacity:
-    """What a recorded step was made for. It writes one block behind its slots, no more.
+    """The sizes that a recorded step can be used for. It writes one block behind its slots.
 
     Attributes:
         rows: of the batch.
@@ -148,18 +148,18 @@ class RecordedCapacity:
     slots: int
 
     def holds(self, needed: RecordedCapacity) -> bool:
-        """Whether a call with so many rows, in blocks of so many nodes, that reaches so many slots fits."""
+        """Whether a call that needs so many rows, nodes per block and slots fits."""
         return self.rows == needed.rows and self.nodes >= needed.nodes and self.slots >= needed.slots
 
 
 class Recording:
-    """What `body` does, recorded.
+    """A recording of `body`.
 
     Attributes:
-        body: holds what the recording works on.
-        capacity: of those tensors, where calls ask for it.
+        body: kept alive with the objects that the recording works on.
+        capacity: sizes that it can be used for; None if these are part of its key.
         inputs: the tensors it reads and writes besides the session's.
-        output: what `body` gave; every replay writes to its tensors.
+        output: the result of `body`; every replay writes to its tensors.
         replays: launches so far.
     """
 
@@ -172,7 +172,7 @@ class Recording:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its own: what it is given, and what it gives."""
+        """Memory of its inputs and outputs."""
         tensors, _ = find_tensors((self.inputs.tensors, self.output))
         return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -182,13 +182,13 @@ class Recording:
         self.replays += 1
 
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
-        """The results of step after step, where `body` is one: each is handed out one step late, so that the device never waits.
+        """Replays step after step, if `body` is a step. Yields each result while the next step runs, so that the device never waits.
 
-        The next step is always under way already: stop when all rows have ended. Finished rows idle in it, so it changes nothing,
-        and what a later call does to the same tensors comes after it on the device.
+        Stop when all rows have ended. The step that is running then changes nothing, because finished rows idle, and later work on the
+        same tensors comes after it on the device.
 
         Args:
-            more: asked before every launch; once it says no, what is under way is handed out and that is all.
+            more: called before every launch; once it returns False, the result of the running step is the last one.
         """
         tensors = self.output.summary, self.output.new
         with self.recorder.active():
@@ -214,13 +214,13 @@ class Recording:
 class Recordings:
     """The recordings made with the tensors of one session, by key; the least recently used are dropped first.
 
-    A key says everything that is part of the recording and is no tensor: strategy and settings, plan, verifier, buckets, and what
-    was compiled. With weights or attention changed there is a new engine, with new sessions.
+    A key has everything that a recording depends on besides tensors: strategy and settings, plan, verifier, buckets, and which parts
+    are compiled. Other weights or another attention mean a new engine with new sessions.
 
     Attributes:
-        recorded: how often something had to be recorded.
-        reused: how often a call could do without.
-        replays: launches of what :meth:`run` has recorded.
+        recorded: number of recordings made.
+        reused: number of calls that used an earlier one.
+        replays: launches by :meth:`run`.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
@@ -237,17 +237,17 @@ class Recordings:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is kept, without the pool that intermediate results share."""
+        """Memory of all recordings, without the pool of intermediate results."""
         return sum(recording.nbytes for recording in self._kept.values())
 
     def run(self, key: Callable[[], Hashable], function: Callable[..., Any], given: tuple) -> Any:
-        """``function(*given)``, run as it is the first few times, then recorded, then replayed.
+        """``function(*given)``: run the first few times, then recorded, then replayed.
 
-        The next replay overwrites what it gives.
+        The next replay overwrites the result.
 
         Args:
-            key: gives all that the function depends on besides what `given` looks like; also where the tensors are that it works on
-                in place. Asked again after recording, for what is compiled may have become ready meanwhile.
+            key: returns everything that the function depends on besides the shapes of `given`, also the addresses of tensors that it
+                works on in place. Called again after recording, because more may have been compiled meanwhile.
             given: tensors, also in tuples and dataclasses; they are copied to the recording's own.
         """
         if _as_parts.get():
@@ -276,13 +276,13 @@ class Recordings:
         return recording.output
 
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
-        """The step recorded for `key`, with the values of `inputs` copied in; None if there is none that fits.
+        """The step recorded for `key`, with the values of `inputs` copied in; None if none fits.
 
-        After this the recording's own tensors are the call's state: those in `inputs` are not updated any more.
+        From then on the recording's own tensors are the call's state: those in `inputs` are not updated any more.
 
         Args:
-            needed: what the call needs; its nodes may be 0, since the strategy proposes as many as when it was recorded.
-            inputs: what the call brings: the strategy's state, the guide, the keys of its noise.
+            needed: sizes of the call; its nodes may be 0, because the strategy proposes as many as when it was recorded.
+            inputs: the call's own objects: the strategy's state, the guide, the noise keys.
         """
         step = self._kept.get(key)
         if step is None or step.capacity is None or not step.capacity.holds(needed):
@@ -301,14 +301,14 @@ class Recordings:
 
         Args:
             capacity: of the tensors that `body` works on.
-            inputs: as in :meth:`reuse`; kept, with all its tensors. A caller that has made steps since the call began hands over
-                the :class:`StaticInputs` that it made then, for a later call will be compared as it begins. If steps have moved
-                some of these tensors, the recording serves this call only.
-            body: runs on static tensors; no syncs, the same shapes every time.
+            inputs: as in :meth:`reuse`; kept, with all its tensors. After steps of the call pass the :class:`StaticInputs` from its
+                beginning, because later calls are compared at their beginning. If steps have replaced some of these tensors, the
+                recording serves this call only.
+            body: uses static tensors, without syncs, with the same shapes every time.
         """
         if key in self._failed:
             return None
-        self._kept.pop(key, None)  # its memory is free for the new one
+        self._kept.pop(key, None)  # frees its memory for the new one
         try:
             with self.recorder.active():
                 own = inputs if isinstance(inputs, StaticInputs) else StaticInputs(inputs)
@@ -330,7 +330,7 @@ class Recordings:
         return step
 
     def lists(self, *tensors: Tensor) -> tuple[list, ...]:
-        """The values of small tensors: one wait for all."""
+        """The values of small tensors, with one sync for all."""
         looks = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         with self.recorder.active():
             if looks not in self._copies:
@@ -350,7 +350,7 @@ class Recordings:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first error: what CUDA says when the recording is then ended hides it."""
+    """The first error, which CUDA's error at the end of a failed recording hides."""
     while error.__context__ is not None:
         error = error.__context__
     return error

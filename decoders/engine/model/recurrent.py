@@ -1,11 +1,11 @@
 """Recurrent layers (linear attention, state space, short convolution) in a block of nodes: each node continues its parent's state.
 
-Such a layer keeps a state per row instead of keys and values per token: it cannot look past a rejected draft token, and a state
-cannot be cut back. So the module that keeps the state runs level by level, all nodes of one depth at once, each from a copy of its
-parent's state; what stands behind every node is kept until the block is decided, and commit takes that of the last accepted node.
-Everything else of the model (attention, experts, the projections of the module itself) runs on the whole block.
+Such a layer keeps a state per row instead of keys and values per token. A state that has read a rejected token cannot be cut back. So
+the module that keeps the state runs level by level, all nodes of one depth at once, each from a copy of its parent's state. The states
+after all nodes are kept until the block is verified, and commit takes that of the last accepted node. Everything else of the model
+(attention, experts, the projections of the module itself) runs on the whole block.
 
-The modules are not known by name. They are those that update a state in transformers' cache (:mod:`.state_probe`).
+The modules are found by updating a state in transformers' cache, not by name (:mod:`.state_probe`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONTINUES_ATTRIBUTE = "decoders_continues_text"
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes that can run together, because their parents have been run.
+    """Nodes that can run together, because their parents were run.
 
     Attributes:
-        nodes: places in ``[B·N]``.
-        parents: places of what they continue in ``[B·(N+1)]``.
-        places: their own places in ``[B·(N+1)]``.
+        nodes: indices in ``[B·N]``.
+        parents: indices of their parents in ``[B·(N+1)]``.
+        places: their own indices in ``[B·(N+1)]``.
     """
 
     nodes: Tensor
@@ -45,12 +45,12 @@ class Level:
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
     """The order in which the nodes of a block run, derived from their visibility on the host.
 
-    A node continues the one with the longest path of those that it sees. For nodes that can be accepted that is their parent, and
-    for those of a lookahead window the token before. Nodes without a draft token are never accepted: they are left out.
+    A node continues the visible node with the longest path: for candidates that is their parent, for nodes of a lookahead window the
+    token before. Nodes without a draft token are never accepted and left out.
 
     Args:
         visible: ``[B, N, N]`` bool.
-        nodes: ``[B, N]`` int64, -1 where there is no draft token.
+        nodes: ``[B, N]`` int64, -1 for no draft token.
     """
     seen = visible.cpu().numpy()
     rows, n = seen.shape[:2]
@@ -72,7 +72,7 @@ class NodePass:
     """A block of nodes; each continues its parent's states.
 
     Args:
-        base: ``[B]``, tokens in front of the block; where there are none the states are zero.
+        base: ``[B]``, tokens in front of the block; without any the states are zero.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class NodePass:
 
 
 class TextPass:
-    """A stretch of text: every row by itself, through the module's own path for many tokens, as far as its own text goes.
+    """A chunk of text: every row by itself up to its end, through the module's own path for many tokens.
 
     Args:
         begin: tokens in front of it, per row.
-        counts: how many tokens of every row count; what follows is padding, and leaves no trace in the states.
+        counts: tokens of every row that are no padding; padding does not enter the states.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class TextPass:
             if count <= 0:
                 continue
             states = [state[row : row + 1].clone() for state in own_states] if start else None
-            # Some modules begin a text in one pass and continue one token by token only.
+            # Some modules read the beginning of a text in one pass, and later tokens only one at a time.
             whole = states is None or getattr(module, CONTINUES_ATTRIBUTE)
             for first, last in [(0, count)] if whole else [(i, i + 1) for i in range(count)]:
                 cache, own = cache_of(specs, states)
@@ -144,13 +144,13 @@ class TextPass:
             assert states is not None
             for state, new in zip(own_states, states, strict=True):
                 state[row] = new[0]
-        if out is None:  # nothing but padding
+        if out is None:  # only padding
             out = torch.zeros_like(call(lambda tokens: tokens, cache_of(specs, None)[0]))
         return out
 
 
 class _OneLayer(list):
-    """The layers of a cache of which a module asks for one, by whatever index."""
+    """A cache's list of layers that returns one layer for every index."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
@@ -160,7 +160,7 @@ class _OneLayer(list):
 
 
 def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tuple[Cache, LinearAttentionLayer]:
-    """A cache for one call of a module, and its layer. states: ``[M, …]`` each, written in place; None at the beginning of a text."""
+    """A cache for one call of a module, and its layer. states: ``[M, …]`` each, updated in place; None at the beginning of a text."""
     layer = LinearAttentionLayer(number_of_states=1 + max(spec.index for spec in specs))
     if states is not None:
         for spec, state in zip(specs, states, strict=True):
@@ -169,14 +169,14 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
             layer.has_previous_state[spec.index] = True
             if spec.part == "conv_states":
                 layer.conv_kernel_size[spec.index] = state.shape[-1]
-            vars(layer).update(dtype=state.dtype, device=state.device)  # by their annotations they are None
+            vars(layer).update(dtype=state.dtype, device=state.device)  # their annotations allow None only
     cache = Cache(layers=[])
     cache.layers = _OneLayer([layer])
     return cache, layer
 
 
 def states_in(layer: LinearAttentionLayer, specs: Sequence[StateSpec]) -> list[Tensor]:
-    """The states that a call has left in its cache."""
+    """The states in a cache after a call."""
     return [cast(Tensor, getattr(layer, spec.part)[spec.index]) for spec in specs]
 
 
@@ -191,11 +191,11 @@ def tokens_of(args: tuple, keywords: dict[str, Any]) -> Tensor:
 def on_others(
     args: tuple, keywords: dict[str, Any], kind: type[Cache], cache: Cache, tensor: Callable[[Tensor], Tensor]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a module's call, for one on other tokens.
+    """A module's arguments, changed for a call on other tokens.
 
     Args:
-        kind: the class of cache in whose place `cache` stands.
-        tensor: gives the tensor in the place of each; of masks there is none, since no token of these calls is padding.
+        kind: the class of the cache that `cache` replaces.
+        tensor: returns the replacement of each tensor; masks are removed, because these calls have no padding.
     """
 
     def replaced(value: Any) -> Any:
@@ -211,7 +211,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that stands in for `plain`."""
+    """The replacement class of `plain`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]
@@ -231,8 +231,8 @@ def by_node(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
-# Most of the weights of a recurrent module are in the linear layers that read its input and in the one that gives its output. These
-# run once for a whole block, though what is in between runs level by level. Which they are is seen in a trial call.
+# Most weights of a recurrent module are in the linear layers that read its input and in the one that computes its output. These run
+# once for a whole block, although the part between them runs level by level. A trial call finds them.
 
 _STAND_IN = "decoders_stand_in"
 _HOISTED = "decoders_hoisted"
@@ -241,9 +241,9 @@ _HOISTED = "decoders_hoisted"
 def projections(
     module: nn.Module, call: Callable[[Tensor], Tensor], hidden: Tensor
 ) -> tuple[tuple[str, ...], str | None]:
-    """Names of the linear layers that read `hidden` itself, and of the one whose result is what ``call(hidden)`` gives.
+    """Names of the linear layers that read `hidden` itself, and of the one whose output is that of ``call(hidden)``.
 
-    Each is called once.
+    Each of them is called once.
     """
     seen: list[tuple[str, Tensor, Tensor]] = []
     handles = [
@@ -269,12 +269,12 @@ def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
     layers = [module.get_submodule(name) for name in (*first, *([last] if last else []))]
     for layer in layers:
         layer.__class__ = _replaceable(cast(Hashable, type(layer)))
-    # In tuples, a copy of the tree has its own ones.
+    # In tuples, so that a copy of the tree copies them.
     setattr(module, _HOISTED, (tuple(layers[: len(first)]), tuple(layers[len(first) :])))
 
 
 class Running:
-    """Which tokens run at present.
+    """The tokens of the current level.
 
     Attributes:
         nodes: places in ``[B·N]``.
@@ -285,9 +285,9 @@ class Running:
 
 @contextmanager
 def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within it `module` runs on one level after the other, its projections on all `tokens` ``[B, N, H]`` at once.
+    """Lets `module` run level by level inside, with its projections run on all `tokens` ``[B, N, H]`` at once.
 
-    Gives a function that turns what the module gave for all levels, ``[B·N, …]``, into its result.
+    Yields a function that turns the module's outputs for all levels, ``[B·N, …]``, into its result.
     """
     first, last = getattr(module, _HOISTED, ((), ()))
     inputs: list[Tensor] = []
@@ -324,7 +324,7 @@ def hoisted(module: nn.Module, tokens: Tensor, running: Running) -> Iterator[Cal
 
 @cache
 def _replaceable(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that stands in for `plain`: something else may run in its place."""
+    """The replacement class of `plain`, whose forward can be exchanged."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         stand_in = vars(self).get(_STAND_IN)

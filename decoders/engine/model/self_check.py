@@ -1,4 +1,4 @@
-"""A target made for a model, with kernels that work here, and checked against it before anything is decoded with it."""
+"""Creating a model's target with kernels that work on this machine, checked against the model before it is used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import pairwise
 
 import torch
@@ -20,7 +21,7 @@ from ...common.transformers_compat import cache_keyword, cache_of, config_value
 from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import Topology
-from . import mixed, own_masks
+from . import mixed, own_masks, verdicts
 from .blocks import PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
@@ -28,15 +29,16 @@ from .invariance import brief_check
 from .kernels import attention as kernel
 from .layout import refusing
 from .target import Target
+from .verdicts import Verdict
 from .weights.freed import ReadParameters
 from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
-    """The target with kernels of ours where they are wanted, fit and give right logits, and with PyTorch's where they do not.
+    """The target with our kernels where they are wanted, fit and give right logits, else with PyTorch's.
 
-    What was left for PyTorch's is one warning, and noted in :attr:`Target.rejected`.
+    A rejected kernel gives one warning, and is noted in :attr:`Target.rejected`.
 
     Raises:
         UnsupportedError: see :class:`Target`; or its tree-verified logits differ from those of a plain forward.
@@ -72,8 +74,17 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
 def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
     target = Target(model, attends, precision)
     started = time.perf_counter()
-    target.longest = check_tree_logits(target, model)
-    target.invariance = brief_check(target)
+    key = verdicts.key_of(target, model)
+    verdict = verdicts.find(key) if key is not None else None
+    if verdict is not None:
+        target.longest, target.invariance = verdict.longest, verdict.invariance
+    else:
+        target.longest = check_tree_logits(target, model)
+        target.invariance = brief_check(target)
+        verdict = Verdict(date.today().isoformat(), target.longest, target.invariance)
+        if key is not None and (target.invariance is None or target.invariance.holds):
+            verdicts.keep(key, verdict)
+    target.checked = verdict.day
     target.check_seconds = time.perf_counter() - started
     return target
 
@@ -84,12 +95,12 @@ LONGEST_BRANCH = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what a check runs.
+    """Sizes of a check.
 
     Attributes:
         texts: tokens of each row, the longest first.
-        trees: branches and their length of each block that is verified.
-        reach: longest window or chunk of a layer; longer ones are shortened while the check runs, so that texts pass their borders.
+        trees: number and length of the branches of each verified block.
+        reach: longest window or chunk of a layer; longer ones are shortened during the check, so that texts exceed them.
     """
 
     texts: tuple[int, ...]
@@ -97,39 +108,39 @@ class Sizes:
     reach: int
 
     def within(self, context: int) -> Sizes:
-        """The same for a model that has so many positions: texts that leave room for a branch behind them."""
+        """The same for a model with so many positions: texts leave room for a branch behind them."""
         longest = max(context - LONGEST_BRANCH, 2)
         return replace(self, texts=tuple(min(count, longest - row) for row, count in enumerate(self.texts)))
 
 
-#: On the CPU a check is a part of every process's first second: two short texts, a block of 16 nodes.
+#: On the CPU a check must be quick, because every process begins with one: two short texts, a block of 16 nodes.
 ON_CPU = Sizes((16, 8), ((5, 3),), 6)
-#: On CUDA texts are longer than a bucket and than a split of the attention kernel, and blocks have up to 64 nodes, as those of calls:
-#: a kernel that was right at eight slots was wrong there.
+#: On CUDA texts exceed a bucket and a split of the attention kernel, and blocks have up to 64 nodes, as in calls: a kernel may be
+#: right at small sizes and wrong at these.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
 def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
-    """Reads texts, verifies trees behind them, and compares with plain forwards: catches whatever no flag of the config tells.
+    """Reads texts, verifies trees behind them, and compares with plain forwards, which finds problems that no config shows.
 
     Args:
-        target: made of `model`.
+        target: of `model`.
 
     Returns:
-        how long texts may be for the verdict to hold; None: however long.
+        the longest texts for which the check holds; None: any.
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
     """
-    reference = share_weights(model)  # as in evaluation, whatever mode the user's model is in
+    reference = share_weights(model)  # in evaluation mode, whatever the mode of the user's model
     quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
     layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
     sizes = sizes.within(target.max_positions)
-    if target.recurrent:  # rows of several lengths are read one by one there
+    if target.recurrent:  # their rows of several lengths are read one by one
         sizes = replace(sizes, texts=sizes.texts[-1:])
-    if target.counted and target.counted.harmless < sizes.texts[0]:  # only a single row can pass that border
+    if target.counted and target.counted.harmless < sizes.texts[0]:  # longer texts are possible in a single row only
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
         difference, longest = _difference(target, reference, layout, sizes), None
@@ -144,7 +155,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
-    """How the target's logits differ from those of `reference`; None if by rounding alone."""
+    """Description of a difference of the target's logits from those of `reference`; None if they differ by rounding only."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
     with _short_windows(target, reference, sizes):
@@ -166,14 +177,14 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
 
 
 def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
-    """Made-up token ids: each row's text and what the longest branch continues it with."""
+    """Random token ids: each row's text with its continuation by the longest branch."""
     ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
     return [ids[row * 1000 :][: count + LONGEST_BRANCH] % target.embeddings for row, count in enumerate(sizes.texts)]
 
 
 def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tensor]:
-    """``[LONGEST_BRANCH + 1, V]`` float32, after the last tokens of each of `texts`; no token sees what fills up the shorter ones."""
-    # Not with 0: a design may look for its padding itself.
+    """``[LONGEST_BRANCH + 1, V]`` float32, after the last tokens of each of `texts`; padding comes behind them."""
+    # Not padded with 0, because a design may detect its padding token itself.
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=float(texts[0][0]))
     count, longest = LONGEST_BRANCH + 1, tokens.shape[1]
     behind = [longest - len(text) for text in texts]
@@ -193,7 +204,7 @@ def _tree_logits(
     view, start = torch.arange(slots, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
     buffers = CacheBuffers.allocate(layout, rows, slots + BLOCK_MARGIN)
     tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
-    for row, text in enumerate(ids):  # behind the end of a shorter one there is padding, as in a call
+    for row, text in enumerate(ids):  # shorter ones are padded, as in a call
         tokens[row, : len(text)] = text[:longest]
     pieces = [0, longest - 1] if target.recurrent else [0, longest * 3 // 4, longest - 1]
     for begin, end in pairwise(dict.fromkeys(pieces)):
@@ -205,7 +216,8 @@ def _tree_logits(
         nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.embeddings
         for row, (text, count) in enumerate(zip(ids, sizes.texts, strict=True)):
             nodes[row, path] = text[count - 1 : count + length]
-        yield len(tree), target.forward(nodes, base, tree.tensors(rows, device), buffers, view).logits[:, path]
+        inputs = target.inputs(nodes, base, tree.tensors(rows, device), buffers, view)
+        yield len(tree), target.results(inputs, torch.tensor(path, device=device)).logits
 
 
 #: Fields of a config that say how far layers look back, as :func:`~decoders.engine.model.attention.layer_kinds` reads them.
@@ -214,7 +226,7 @@ REACHES = ("sliding_window", "attention_chunk_size")
 
 @contextmanager
 def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> Iterator[None]:
-    """Windows and chunks of both are at most `sizes.reach` inside. `reference` is private, and so is its config."""
+    """Limits windows and chunks of both to `sizes.reach` inside. `reference` is private, and so is its config."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
     usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
     kinds = target.kinds
@@ -231,7 +243,7 @@ def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> 
 
 
 def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
-    """Whether shorter windows in the config of `reference` change its logits: some designs read theirs once, when they are made."""
+    """Whether shorter windows in the config of `reference` change its logits; some designs read them only at construction."""
     text = _texts(target, sizes)[:1]
     usual = _plain_logits(reference, text)[0]
     with _short_windows(target, reference, sizes):
@@ -240,8 +252,8 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
 
 @torch.no_grad()
 def parameters_read(target: Target) -> set[int]:
-    """The ids of the parameters whose values its passes read. Those of packed layers are read by others: a recurrent layer or an
-    adapter that multiplies by them itself.
+    """The ids of the parameters whose values its passes read. A packed layer's own parameter is among them only if another module
+    uses it, such as a recurrent layer or an adapter.
     """
     sizes = Sizes((5,), ((2, 2),), sys.maxsize)
     with ReadParameters() as reads:
@@ -252,9 +264,9 @@ def parameters_read(target: Target) -> set[int]:
 
 @torch.no_grad()
 def can_mix(target: Target) -> bool:
-    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) gives what passes of the rows and of the prompt by themselves give.
+    """Whether a mixed pass (:mod:`~decoders.engine.model.mixed`) equals separate passes of the rows and of the prompt.
 
-    It does for designs whose attention is transformers' function by name. Those that have attention of their own look at whole rows.
+    It does for designs that call transformers' attention function by name, and not for those with attention of their own.
     """
     if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
         return False
@@ -267,7 +279,7 @@ def can_mix(target: Target) -> bool:
     piece = PromptPiece(prompts[2:, 8:], start[:1] + 8, 8, view, rows)
     try:
         ours = mixed.forward(target, nodes, base, tree, view, 0, piece)
-    except Exception:  # whatever the model's own attention says of such a mask
+    except Exception:  # the model's own attention may reject such a mask in any way
         return False
     written = [tensor[2:].clone() for tensor in rows.tensors]
     plain = target.forward(nodes, base, tree, rows.of_rows(0, 2), view)
@@ -282,8 +294,8 @@ def can_mix(target: Target) -> bool:
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
     """``[count, V]`` float32, the model's own logits after `count` of `ids` ``[1, T]`` from `begin` on, each in a pass of its own.
 
-    Recurrent layers may read a text in one pass by other equations than token by token: Nemotron-H bounds time steps in the former
-    alone. Token by token is how texts are written, here and by transformers.
+    Recurrent layers may compute a text in one pass by other equations than token by token: Nemotron-H bounds time steps only in the
+    former. Texts are generated token by token, here and in transformers.
     """
     out, logits = model(input_ids=ids[:, :begin], use_cache=True), []
     for place in range(begin, begin + count):

@@ -1,4 +1,4 @@
-"""Which modules of a model keep recurrent states, seen in a trial pass, and whether they continue them."""
+"""Finding the modules of a model that keep recurrent states, by a trial pass, and checking that they can continue them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .recurrent import (
     tokens_of,
 )
 
-#: Layers of a cache that is looked through from its first to its last.
+#: Most layers of a cache that a model may iterate over.
 MOST_LAYERS = 4096
 #: Tokens that a layer is tried on.
 TRIED = 6
-#: How far two ways of reading them may differ, relative to the largest number: in one piece and in two, in float32 and in less.
+#: Largest relative difference between reading them in one piece and in two, in float32 and in lower precision.
 IN_PIECES, LOW_IN_PIECES = 1e-3, 2e-2
-#: The same in one piece and token by token. Some designs have two sets of equations for these: Nemotron-H and Zamba2 are 3e-2 apart.
+#: The same for one piece and token by token, for which some designs have two sets of equations: Nemotron-H and Zamba2 differ by 3e-2.
 TOKEN_BY_TOKEN = 0.1
 
 
@@ -43,8 +43,8 @@ class Recurrent:
     """A module that keeps states, as it was called in a trial pass.
 
     Attributes:
-        layer: the number that its states have in the cache.
-        states: what it keeps.
+        layer: index of its states in the cache.
+        states: its states.
     """
 
     layer: int
@@ -54,7 +54,7 @@ class Recurrent:
     keywords: dict[str, Any]
 
     def __call__(self, hidden: Tensor, cache: Cache) -> Tensor:
-        """What the module gives for `hidden` ``[1, n, H]``, called as it was."""
+        """The module's output for `hidden` ``[1, n, H]``, with its other arguments from the trial pass."""
         first = self.tokens
 
         def tensor(value: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ class Recurrent:
         return projections(self.module, lambda hidden: self(hidden, cache_of(self.states, None)[0]), hidden)
 
     def check(self) -> bool:
-        """Whether a text that it has begun can go on with several tokens at once.
+        """Whether it can continue a text with several tokens at once.
 
         Raises:
-            UnsupportedError: it gives something else if it reads a text token by token.
+            UnsupportedError: its results differ if it reads a text token by token.
         """
         like, generator = self.tokens, torch.Generator().manual_seed(0)
         hidden = torch.randn(1, TRIED, like.shape[2], generator=generator).to(like)
@@ -119,7 +119,7 @@ class Recurrent:
 
 
 class StateProbe(LayoutProbe):
-    """Notes which modules update which states, besides what layers store per token."""
+    """Also records which modules update which states."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class StateProbe(LayoutProbe):
 
     @property
     def recurrent(self) -> list[Recurrent]:
-        """All modules that keep states, with what they left."""
+        """All modules that keep states."""
         modules = []
         for layer, (module, args, keywords) in sorted(self._calls.items()):
             states = []
@@ -141,12 +141,12 @@ class StateProbe(LayoutProbe):
         return modules
 
     def note(self, layer: int) -> None:
-        """Notes that the running module has updated a state of this layer."""
+        """Records that the running module has updated a state of this layer."""
         self._calls[layer] = self._running[-1]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Within it, keeps track of the module that runs."""
+        """Tracks the running module."""
 
         def begins(module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
             self._running.append((module, args, keywords))
@@ -166,7 +166,7 @@ class StateProbe(LayoutProbe):
 
 
 class _Noting(list):
-    """The layers of a :class:`StateProbe`, made when they are asked for."""
+    """The layers of a :class:`StateProbe`, created on access."""
 
     def __init__(self, probe: StateProbe, config: Any) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _Noting(list):
 
     @functools.cached_property
     def _usual(self) -> list[Any]:
-        """The layers of transformers' own cache, where it makes them in advance."""
+        """The layers of transformers' own cache, if it creates them in advance."""
         try:
             return list(DynamicCache(config=self._config).layers)
         except (KeyError, TypeError, ValueError):
@@ -206,7 +206,7 @@ def _noting_layer(probe: StateProbe, index: int, states: int) -> LinearAttention
 
 
 def may_keep_states(model: PreTrainedModel) -> bool:
-    """Whether a model's config, or transformers, says that some layers keep a recurrent state."""
+    """Whether some layers keep a recurrent state by the model's config or by transformers."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return keeps_recurrent_state(model) or bool(
         {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"} & set(types)
@@ -214,10 +214,10 @@ def may_keep_states(model: PreTrainedModel) -> bool:
 
 
 def adopt(entries: Sequence[Recurrent]) -> bool:
-    """Makes modules of a private tree run as the pass says that they are called in.
+    """Makes recurrent modules of a private tree run by the pass's :class:`~decoders.engine.model.cache.StatePass`.
 
     Returns:
-        whether all of them read a text in pieces of several tokens.
+        whether all of them can continue a text with several tokens.
 
     Raises:
         UnsupportedError: one of them does not fit.

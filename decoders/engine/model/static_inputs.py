@@ -1,4 +1,4 @@
-"""The tensors inside a strategy's state: found, compared with another call's, and overwritten by its values."""
+"""Finding the tensors inside a strategy's state, comparing them with another call's, and copying its values in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...tree import Topology
 
-#: Objects that are themselves or another, with nothing inside that a call would change.
+#: Types of objects that are compared by identity and not searched.
 _OPAQUE = (
     nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.device, torch.dtype,
     str, bytes, int, float, bool, complex, type(None), Topology,
@@ -20,7 +20,7 @@ _OPAQUE = (
 
 
 class SameObject:
-    """A value that must be the same object in a later call; its inside is not searched."""
+    """A value that must be the same object in a later call; it is not searched."""
 
     __slots__ = ("thing",)
 
@@ -35,10 +35,10 @@ class SameObject:
 
 
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything inside `root`, by the path that leads to it: tensors, and whatever is neither a tensor nor looked into.
+    """Everything inside `root` by its path: tensors, and values that are neither tensors nor searched.
 
-    Lists, tuples, dicts and plain objects' attributes are looked into; functions, modules and classes are not. An object with a
-    method `static_parts` says itself what there is to look at.
+    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. Of an object with a
+    method `static_parts` the result of that method is searched.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -72,26 +72,26 @@ def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]
 
 
 class StaticInputs:
-    """The tensors in `root` as the places where a recording reads and writes.
+    """The tensors in `root` that a recording reads and writes.
 
-    Another call's state fits if it has the same parts: tensors of equal shape, dtype and device, and all else equal. A state with
-    something in it that is made anew for every call, and has no tensors to look at, a closure say, never fits: then the call
-    records for itself, which is slower and right.
+    Another call's state fits if it has the same parts: tensors of equal shape, dtype and device, and equal other values. A state
+    with an object that is created in every call and cannot be searched, such as a closure, never fits: then every call records for
+    itself, which is slower.
     """
 
     def __init__(self, root: Any) -> None:
-        self.root = root  # keeps alive what is compared by identity
+        self.root = root  # keeps objects alive that are compared by identity
         self.tensors, self.others = find_tensors(root)
 
     @property
     def settled(self) -> bool:
-        """Whether these are still the tensors in use. Where steps have replaced one, another call's values cannot be loaded."""
+        """Whether these tensors are still in use. If steps have replaced one, another call's values cannot be loaded."""
         tensors, _ = find_tensors(self.root)
         same = tensors.keys() == self.tensors.keys()
         return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
-        """Copies the values of `root`'s tensors in, or says that it does not fit, with nothing copied."""
+        """Copies the values of `root`'s tensors in; returns False, with nothing copied, if it does not fit."""
         tensors, others = find_tensors(root)
         if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():
             return False
@@ -103,11 +103,11 @@ class StaticInputs:
         return True
 
     def take(self, tensors: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Copies the values of `tensors`, which :func:`find_tensors` has found in something that fits."""
+        """Copies the values of `tensors`, from :func:`find_tensors` of a state that fits."""
         _copy_all(self.tensors, tensors, copy)
 
     def give_back(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """The reverse of :meth:`load`: copies the present values into `root`, which has fitted."""
+        """The reverse of :meth:`load`: copies the present values into `root`, which fits."""
         tensors, _ = find_tensors(root)
         _copy_all(tensors, self.tensors, copy)
 
@@ -144,12 +144,12 @@ def _equal(own: Any, other: Any) -> bool:
         return False
     try:
         return bool(own == other)
-    except Exception:  # no answer is no match
+    except Exception:  # not comparable counts as different
         return False
 
 
 def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` less what an ``expand`` of `like` repeats: it cannot be written to as a whole."""
+    """`tensor` without dimensions that an ``expand`` of `like` repeats, because expanded tensors cannot be written to."""
     like = tensor if like is None else like
     for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if stride == 0 and size > 1:

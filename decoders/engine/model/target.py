@@ -53,8 +53,8 @@ class ForwardResult:
 
     Attributes:
         logits: ``[B, N, V]`` float32.
-        hidden: ``[B, N, H]``, what the output head has read.
-        layers: ``[B, N, T, H]``, what the watched layers gave, None where none is watched.
+        hidden: ``[B, N, H]``, the output head's input.
+        layers: ``[B, N, T, H]``, outputs of the watched layers, None without any.
     """
 
     logits: Tensor
@@ -62,7 +62,7 @@ class ForwardResult:
     layers: Tensor | None = None
 
     def behind(self, count: int) -> ForwardResult:
-        """The same without the states of the first `count` nodes; the logits are those of the others alone."""
+        """The same without the hidden states of the first `count` nodes, for which there are no logits."""
         if not count:
             return self
         layers = self.layers[:, count:] if self.layers is not None else None
@@ -74,9 +74,9 @@ class Invariance:
     """Whether a node has the same bits in every block (:mod:`.invariance`).
 
     Attributes:
-        holds: whether strategies that draft chains write the tokens of plain decoding, bit for bit.
-        differs: the comparisons in which some bits were not the same; one of other branches does not count for `holds`.
-        single: whether a block may have one node in one row; false where that was not compared.
+        holds: whether drafts that are chains give the bits of plain decoding.
+        differs: the comparisons in which bits differed; the one of branches does not count for `holds`.
+        single: whether a block may have one node in one row; False if that was not compared.
     """
 
     holds: bool
@@ -92,42 +92,43 @@ class Invariance:
 class Target:
     """A causal language model whose weights are the user's and whose module tree is private.
 
-    :func:`~decoders.engine.model.self_check.target_of` makes one that is checked.
+    :func:`~decoders.engine.model.self_check.target_of` creates one that is checked.
 
-    The private tree shares every parameter with `model` but has its own config, so that choosing our attention
-    function never shows in a plain ``model.generate`` that another thread may be running. Its matrices are packed for the
-    CPU's kernels once; whatever runs the model runs on that copy.
+    The private tree shares every parameter with `model` but has its own config, so that our attention function does not affect a
+    plain ``model.generate`` that another thread may be running. Its matrices are packed for the CPU's kernels once, and all passes
+    run on that copy.
 
     Attributes:
-        static: whether steps are recorded, for one size each, so that sizes are rounded to buckets.
-        attends: what computes attention: "triton", the kernel for CUDA, or "sdpa".
-        rejected: what was wrong with kernels of ours that were tried and left
-            (:func:`~decoders.engine.model.self_check.target_of`), None elsewhere.
-        longest: how long texts may be for its logits to be the model's; None: however long.
+        static: whether steps are recorded per size, so that sizes are rounded to buckets.
+        attends: the attention: "triton", the kernel for CUDA, or "sdpa".
+        rejected: why a kernel of ours was tried and not used (:func:`~decoders.engine.model.self_check.target_of`), else None.
+        longest: the longest texts for which its logits are the model's; None: any.
         precision: of the matrices and of the cache, where it is not the model's own.
-        groups: layers that read the same input, by path; they are multiplied as one where they are packed or quantized alike.
+        groups: paths of layers that read the same input; they are multiplied as one if they are packed or quantized alike.
         packing: the packed matrices.
-        quantized: the quantized ones.
-        weights: what they were packed from.
-        samples: fingerprints of these values, by which a change is noticed.
-        rounds: whether activations, keys or values are quantized, so that a difference in a last bit may change a quantized value.
-        layers: decoder layers whose outputs its results hold, see :meth:`watching`.
+        quantized: the quantized matrices.
+        weights: state of the weights that were packed.
+        samples: fingerprints of their values, to notice changes.
+        rounds: whether activations, keys or values are quantized, so that a difference in the last bit may change a quantized value.
+        layers: decoder layers whose outputs are in its results, see :meth:`watching`.
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
-        continues: whether these read a text in several passes.
-        counted: what its layers do with the number of tokens in its cache, None if nothing.
-        placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads nothing but text.
-        multiple: blocks and stretches of text have a multiple of so many nodes.
+        continues: whether these can read a text in several passes.
+        counted: how its layers use the number of tokens in its cache, None if they do not.
+        placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text.
+        multiple: blocks and chunks of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
-        check_seconds: that comparing it with the model took.
+        checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
+        check_seconds: time of the check against the model.
         ranks: the processes that share its weights.
 
     Raises:
-        UnsupportedError: the model's design does not fit the loop. Kernels that do not run raise what they like.
+        UnsupportedError: the model's design does not fit the loop. A kernel that does not run may raise any error.
     """
 
     rejected: str | None = None
     longest: int | None = None
     invariance: Invariance | None = None
+    checked: str = ""
     check_seconds: float = 0.0
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:
@@ -170,7 +171,7 @@ class Target:
         ids = placeholder_ids(model)
         self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model)
-        # A token whose state is there cannot be run again, as the same bits in every block would want it.
+        # Multiples need tokens to be run again, which recurrent states do not allow.
         self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             align_activations(self.model)
@@ -178,10 +179,10 @@ class Target:
             self._attend_by("triton")
 
     def _takes_kernel(self, wanted: Attention, own_layers: int) -> bool:
-        """Whether attention is the kernel's. own_layers: how many layers call the attention that they are told to.
+        """Whether our kernel computes attention. own_layers: number of layers that call the configured attention function.
 
         Raises:
-            UnsupportedError: it was asked for by name and does not fit.
+            UnsupportedError: the kernel was asked for by name and does not fit.
         """
         if wanted == "sdpa" or (wanted == "auto" and not kernel.preferred(self.device)):
             return False
@@ -193,7 +194,7 @@ class Target:
         return unfit is None
 
     def check_lengths(self, longest: int, rows: int) -> None:
-        """Raises ContextLengthError if texts of up to `longest` tokens cannot be decoded as the model would, in so many rows."""
+        """Raises ContextLengthError if texts of up to `longest` tokens in so many rows cannot be decoded as by the model."""
         name = type(self.model).__name__
         if self.longest is not None and longest > self.longest:
             raise ContextLengthError(
@@ -218,21 +219,21 @@ class Target:
 
     @functools.cached_property
     def decoder_layers(self) -> int:
-        """How many decoder layers it has; 0 if they cannot be told."""
+        """Number of decoder layers; 0 if they were not found."""
         return len(decoder_layers(self.model))
 
     @property
     def prefill_chunk(self) -> int:
-        """Most prompt tokens per row and pass, where no setting says so."""
+        """Default of the most prompt tokens per row and pass."""
         return DEQUANTIZED_CHUNK if self._dequantizable else PREFILL_CHUNK
 
     @property
     def _dequantizable(self) -> bool:
-        """False in float32, where a text has the same bits whatever is read beside it."""
+        """False in float32, where a text must have the same bits whatever is read with it."""
         return self.dtype != torch.float32 and self.quantized.dequantizable
 
     def dequantizes(self, tokens: int) -> bool:
-        """Whether a text of so many tokens, of all rows, is read with 4-bit matrices that are made wider ones first, uncompiled."""
+        """Whether uncompiled passes over so many tokens, all rows together, dequantize 4-bit matrices first."""
         return tokens >= LONG_TEXT and self._dequantizable
 
     def _products(self, text: Tensor) -> AbstractContextManager:
@@ -247,9 +248,9 @@ class Target:
         ]
 
     def takes_single_nodes(self, rows: int) -> bool:
-        """Whether blocks of so many rows may have one node in each, which then has the bits that it has in longer blocks.
+        """Whether blocks of so many rows may have one node in each, with the same bits as in longer blocks.
 
-        Where sizes are static they are those of buckets.
+        False where sizes are static.
         """
         if self.static:
             return False
@@ -263,7 +264,7 @@ class Target:
         self._head = HeadInputs(self.model.get_output_embeddings())
 
     def sibling(self) -> Target:
-        """The same model on a module tree of its own, with the same weights, packed ones included."""
+        """The same model on another module tree with the same weights, packed ones included."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -273,7 +274,7 @@ class Target:
         return twin
 
     def copied(self) -> PreTrainedModel:
-        """Another module tree, which nothing watches."""
+        """Another module tree without our hooks."""
         model = share_weights(self.model, self.matrices)
         self._head.unwatch(model.get_output_embeddings())
         if self._layer_states is not None:
@@ -285,7 +286,7 @@ class Target:
         """The output head, without the rest of the model.
 
         Raises:
-            UnsupportedError: what it gives is not what the model gives.
+            UnsupportedError: its logits differ from the model's.
         """
         head = OutputHead(self.copied())
         rows = self.buffers(1, 16)
@@ -297,45 +298,52 @@ class Target:
         return head
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What the input embedding gives for `tokens`, ids outside of it taken for some token."""
+        """The input embedding of `tokens`; ids outside the vocabulary are read as some token."""
         return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.embeddings - 1)))
 
     def watching(self, layers: tuple[int, ...]) -> Target:
-        """A :meth:`sibling` whose results hold what these decoder layers gave; it costs keeping them, and a graph of its own."""
+        """A :meth:`sibling` whose results contain the outputs of these decoder layers; it needs a graph of its own."""
         twin = self.sibling()
         twin.layers, twin._layer_states = layers, LayerStates(twin.model, layers)
         return twin
 
     def repack(self, model: PreTrainedModel) -> None:
-        """Packs again what has been written since; compiled code and recorded steps see the new values."""
+        """Packs changed weights again, in place: compiled code and recorded steps see the new values."""
         self.packing.repack()
         self.quantized.repack()
         self.remember(model)
 
     def remember(self, model: PreTrainedModel) -> None:
-        """Notes the present weights of `model` as those that were packed."""
+        """Takes the present weights of `model` for the packed ones."""
         self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
 
     def _quick(self) -> AbstractContextManager:
-        """Inference mode for a pass that neither the compiler nor a recording sees: operations cost less there."""
+        """Inference mode, in which operations cost less, for passes that are neither compiled nor recorded."""
         seen = self.static or torch.compiler.is_dynamo_compiling()
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
     def forward(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText = LeadingText(),
+        text: LeadingText = LeadingText(), root: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
         """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
 
         Args:
             nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") are run as some token. If
-                `tree` has more nodes, these are its last ones, and the others have been run before.
-            base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block starts before the row does:
-                the nodes in front of position 0 are run for nothing, in slots counted from the end of the cache.
+                `tree` has more nodes, these are its last ones, and the others were run before.
+            base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block begins before its row: results of
+                nodes in front of position 0 are unused, and they are written to slots at the end of the cache.
             view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
             text: nodes that the block begins with, for which there are no results.
+            root: ``[B, H]``, the embedding of the node behind them where that is no token.
         """
+        if root is not None:  # it is run, whatever stands for it among the tokens
+            nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
         inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
+        if root is not None:
+            vectors = self.embed(inputs.pop("input_ids")).clone()
+            vectors[:, text.length] = root
+            inputs["inputs_embeds"] = vectors
         kept = torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None
         return self.results(inputs, kept).behind(text.length)
 
@@ -350,7 +358,7 @@ class Target:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """As :meth:`prefill`, with results of all tokens; without `logits` these are those of the first token alone.
+        """As :meth:`prefill`, with results for all tokens; without `logits` only the first token gets logits.
 
         Args:
             valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
@@ -360,7 +368,7 @@ class Target:
             return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
-        """What the model gives for `inputs`, as tensors that strategies and compiled functions may do anything with.
+        """The model's results for `inputs`, as ordinary tensors, which strategies and compiled functions can use.
 
         Args:
             kept: ``[K]`` int64, the nodes that get logits; None: all.
@@ -374,7 +382,7 @@ class Target:
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None
     ) -> dict:  # fmt: skip
-        """:meth:`inputs` for a stretch of text, which recurrent layers read in another way than a block of nodes."""
+        """:meth:`inputs` for a chunk of text, which recurrent layers read in another way than a block of nodes."""
         rows, count = tokens.shape
         text_pass = None
         if buffers.states is not None:
@@ -421,6 +429,6 @@ class Target:
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy if it was made in inference mode."""
+    """`tensor`, or a copy if it was created in inference mode."""
     inference = not torch.compiler.is_dynamo_compiling() and tensor.is_inference()
     return tensor.clone() if inference else tensor

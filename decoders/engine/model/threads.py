@@ -1,8 +1,8 @@
 """The number of threads of a step: torch's, or fewer while other processes use the cores. Also the lock of a model's calls.
 
-Parallel code waits at its end for its slowest thread, hundreds of times in a step. Where another process holds a core, such a wait
-lasts a slice of the scheduler's time: on two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and
-5 ms with one. Results have the same bits either way.
+Parallel code waits for its slowest thread hundreds of times in a step. If another process has a core, such a wait lasts a time slice
+of the scheduler: on two cores beside two busy processes, a compiled step of 3 ms took 46 ms with two threads and 5 ms with one. Results
+have the same bits either way.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from types import TracebackType
 
 import torch
 
-#: A number of threads is judged by so many steps, or by fewer that took so many seconds.
+#: A number of threads is judged by so many steps, or by fewer that take LONG seconds.
 STEPS = 4
 LONG = 0.1
-#: They have waited too long where this share of their time passed without the thread computing (or spinning).
+#: Steps wait too long if the calling thread had no processor for this share of their time.
 WAITING = 0.25
-#: Another number is taken where its steps take this share of the time, or less.
+#: Another number is better if its steps take at most this share of the time.
 BETTER = 0.9
-#: A trial is given up once its steps have taken so many times what as many of the present ones take.
+#: A trial ends early once its steps have taken so many times as long as the present ones.
 GIVEN_UP = 1.5
-#: Seconds of steps until another number is tried again; doubled after each trial in vain.
+#: Seconds of steps until another number is tried again; doubled after each unsuccessful trial.
 AGAIN = 1.0
 LONGEST_AGAIN = 16.0
 
 
 class _TorchsOwn(threading.local):
-    """The number of threads that torch had in this thread before steps were given fewer, and how many calls go by it."""
+    """torch's number of threads in this thread before steps got fewer, and the number of calls that rely on it."""
 
     number, calls = 0, 0
 
@@ -46,13 +46,13 @@ _own = _TorchsOwn()
 
 
 def torchs_own() -> int:
-    """How many threads torch computes with in this thread outside of calls."""
+    """torch's number of threads in this thread outside of calls."""
     return _own.number if _own.calls else torch.get_num_threads()
 
 
 @contextmanager
 def own_number_afterwards() -> Iterator[None]:
-    """A call, whose steps may be given fewer threads. Calls may overlap in any order; after the last, torch's number is as before."""
+    """Surrounds a call whose steps may get fewer threads. Calls may overlap in any order; the last one restores torch's number."""
     if not _own.calls:
         _own.number = torch.get_num_threads()
     _own.calls += 1
@@ -98,12 +98,12 @@ class _Steps:
 class Threads:
     """Chooses the number of threads between two steps of one model on the CPU, from what steps took.
 
-    Where steps wait, half as many threads are tried for a few steps; where fewer than all are in use, twice as many now and then,
-    both in turns where both are due. What is faster stays.
+    If steps wait, half as many threads are tried for a few steps; if fewer than all are in use, twice as many from time to time; in
+    turns if both are due. The faster number is kept.
 
     Attributes:
         most: torch's own number, which is never exceeded.
-        count: the number in use, trials aside.
+        count: the number in use, except in trials.
     """
 
     def __init__(self) -> None:
@@ -121,9 +121,9 @@ class Threads:
         self.most = self.count = most
         self._present = _Steps()
         self._trial: tuple[int, _Steps] | None = None
-        self._first = True  # of its number: in the first step kernels prepare themselves
+        self._first = True  # the first step with a number includes preparation of kernels
         self._until_trial, self._pause = 0.0, AGAIN
-        self._upwards = False  # the last trial was of more threads
+        self._upwards = False  # whether the last trial was of more threads
         self._began = 0.0, 0.0
 
     def use(self) -> None:
@@ -157,7 +157,7 @@ class Threads:
             self._judge_trial(*self._trial, wall, computing)
 
     def _judge_present(self, wall: float, computing: float) -> None:
-        if self._present.count >= 2 * STEPS:  # what counts is how it is now
+        if self._present.count >= 2 * STEPS:  # only recent steps count
             self._present = _Steps()
         self._present.add(wall, computing)
         if not self._present.enough or self._until_trial > 0:
@@ -177,7 +177,7 @@ class Threads:
         if not steps.enough and steps.wall < self._hopeless:
             return
         if steps.enough and steps.mean <= BETTER * self._present.mean:
-            self._upwards = number < self.count  # the next trial goes on in the direction that was faster
+            self._upwards = number < self.count  # the next trial continues in the direction that was faster
             self.count, self._present = number, steps
             self._until_trial = self._pause = AGAIN
             self._trial = None
@@ -186,7 +186,7 @@ class Threads:
 
     @property
     def _hopeless(self) -> float:
-        """Seconds after which a trial is given up."""
+        """Seconds after which a trial ends early."""
         return GIVEN_UP * STEPS * self._present.mean
 
     def _give_up(self) -> None:
@@ -195,7 +195,7 @@ class Threads:
 
 
 def waiting_share(seconds: float = 0.01) -> float:
-    """What share of its time parallel code waits on this machine now: about 0 where nobody else wants the cores."""
+    """Share of its time that parallel code waits on this machine now: about 0 if no other process uses the cores."""
     numbers = torch.zeros(1 << 17)  # enough for several threads
     steps, end = _Steps(), time.perf_counter() + seconds
     while (began := time.perf_counter()) < end:
@@ -206,14 +206,14 @@ def waiting_share(seconds: float = 0.01) -> float:
     return max(steps.waiting, 0.0)
 
 
-#: ``omp_pause_soft`` of OpenMP 5: threads go, settings stay.
+#: ``omp_pause_soft`` of OpenMP 5: ends threads, keeps settings.
 _SOFT = 1
 
 
 def release_threads() -> None:
-    """Ends the calling thread's team; its next parallel region makes a new one, in less than a millisecond.
+    """Ends the calling thread's team; its next parallel region creates a new one in less than a millisecond.
 
-    Does nothing within a parallel region, and where OpenMP is not libgomp.
+    Does nothing within a parallel region, or if OpenMP is not libgomp.
     """
     if (pause := _pause()) is not None:
         pause(_SOFT)

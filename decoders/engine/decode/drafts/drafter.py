@@ -91,8 +91,8 @@ class ModelDrafter(Drafter):
             request = batch.request
             if any(bool((prompt < 0).any()) for prompt in request.prompts):
                 raise UnsupportedError(
-                    "a draft model reads the prompt itself, and the call names no tokens for part of it: pass all of the text as "
-                    "input_ids, the part in past_key_values as well, or take a strategy without a draft model"
+                    "a draft model reads the prompt itself, and the call names no tokens for part of it: name all of the text in "
+                    "input_ids, or take a strategy without a draft model"
                 )
             opened = stack.enter_context(
                 self.engine.sessions.open(

@@ -1,1 +1,1 @@
-"""How passes and functions are compiled: beside decoding, by region and size, in tiers."""
+"""Compiling passes and functions: in the background, by region, in tiers."""

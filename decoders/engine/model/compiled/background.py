@@ -1,4 +1,4 @@
-"""Compiling beside decoding: a thread makes the graph while the loop goes on with the uncompiled function."""
+"""Compiling in the background: a thread compiles while the loop runs the uncompiled function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 from ..threads import set_threads, torchs_own
 from ..torch_compat import traced_by_one_thread
 
-#: Seconds for which a thread may hold the interpreter's lock while something compiles (Python's default is 0.005).
-#: Every operator of a decoding step gives the lock up and waits for it again: a step of 300 operators would take 1.5 s.
+#: Switch interval of the interpreter during compilation, in seconds (Python's default is 0.005). Every operator of a decoding
+#: step releases the lock and waits for it again: with the default a step of 300 operators would take 1.5 s.
 SWITCH_INTERVAL = 2e-5
 
 #: Dynamo and inductor keep process-wide state: one compilation at a time.
@@ -34,16 +34,16 @@ class _ProcessEnds(BaseException):
 
 
 class BackgroundCompile:
-    """Runs `work`, which compiles something, in a daemon thread: ``ready`` when it has succeeded.
+    """Runs `work`, which compiles something, in a daemon thread; ``ready`` when it has succeeded.
 
-    A failure is one warning, given by :meth:`poll` in the thread that asks. Nothing waits for the thread: a process that ends
-    while compiling ends at once. Where :func:`threads_may_compile` says no, the caller compiles and waits.
+    A failure gives one warning, by :meth:`poll` in the calling thread. A process that ends during compilation does not wait for it. If
+    not :func:`threads_may_compile`, the caller compiles and waits.
 
     Attributes:
-        name: what is compiled, for the warning.
-        seconds: what the compilation took, once it is over, its turn not waited for.
-        ready: the graph is there.
-        failed: it will never be.
+        name: of the compiled code, for the warning.
+        seconds: of the compilation, without waiting for its turn.
+        ready: whether it has succeeded.
+        failed: whether it has failed.
     """
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
@@ -65,7 +65,7 @@ class BackgroundCompile:
             set_threads(threads)
 
     def poll(self) -> bool:
-        """Whether the graph can be used from now on; to be asked between two steps."""
+        """Whether the graph can be used from now on; called between two steps."""
         if self.failed and not self._warned:
             self._warned = True
             warnings.warn(
@@ -74,13 +74,13 @@ class BackgroundCompile:
         return self.ready
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, or `timeout` seconds; as :meth:`poll`."""
+        """Waits for the end, or `timeout` seconds; returns as :meth:`poll`."""
         self._over.wait(timeout)
         return self.poll()
 
     def _run(self) -> None:
         inference, threads = self._modes
-        # Graphs are guarded by the mode, and made for as many threads as there may be; a new thread starts with defaults.
+        # Graphs have guards on the mode and are compiled for a number of threads; a new thread starts with defaults.
         torch.set_num_threads(threads)
         started = time.perf_counter()
         try:
@@ -95,7 +95,7 @@ class BackgroundCompile:
         except BaseException as error:
             self._error, self.failed = error, True
             if threading.current_thread() is not self._thread and not isinstance(error, Exception):
-                raise  # Ctrl-C, where the caller compiles
+                raise  # Ctrl-C, if the caller compiles
         finally:
             self.seconds = time.perf_counter() - started
             _running.discard(self)
@@ -104,17 +104,17 @@ class BackgroundCompile:
 
 @functools.cache
 def threads_may_compile() -> bool:
-    """Whether a thread beside the caller's may compile: not with torch built for CUDA where there is no GPU.
+    """Whether background threads may compile: not with torch built for CUDA on a machine without a GPU.
 
-    Tracing there puts a device guard in CUDA's place. With torch 2.11 (2.13 for the CPU is sound) the process then crashes when
-    another thread traces, or calls its first ``backward``: lines of torch alone show it.
+    There tracing replaces CUDA's device guard. With torch 2.11 (2.13 for the CPU is not affected) the process then crashes when another
+    thread traces, or calls its first ``backward``; a few lines of torch reproduce it.
     """
     return not torch.backends.cuda.is_built() or torch.cuda.is_available()
 
 
 @contextmanager
 def compiling() -> Iterator[float]:
-    """Waits for this thread's turn to compile, during which other threads get the interpreter more often; gives the time it began."""
+    """Waits for this thread's turn to compile, and shortens the interpreter's switch interval meanwhile; yields the start time."""
     with _turn:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(min(usual, SWITCH_INTERVAL))
@@ -126,24 +126,23 @@ def compiling() -> Iterator[float]:
 
 
 def worth_compiling(spent: float, expected: float) -> bool:
-    """Whether to begin compiling: once uncompiled steps have taken the seconds that compiling is expected to.
-
-    Processes that end before have paid nothing.
+    """Whether to begin compiling: once uncompiled steps have taken as long as compiling is expected to, so that short processes do
+    not compile.
     """
     return spent >= expected
 
 
 @atexit.register
 def _end_threads() -> None:
-    """Stops compiling threads before the interpreter ends: a thread that ends in the middle of a torch operator would abort
-    the process. A thread that waits for g++ is left alone."""
+    """Stops compiling threads before the interpreter ends, because a thread that is ended within a torch operator aborts the process.
+    A thread that waits for g++ is left alone."""
     threads = [compile._thread for compile in list(_running) if compile._thread.is_alive()]
     for thread in threads:
         if thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_ProcessEnds))
     if threads:
         threads[0].join(0.5)
-        # Or the interpreter would walk through half-made graphs for a second or two. Triton, from 3.9 on, lists on stderr what the
-        # walk has not freed.
+        # Otherwise the interpreter would collect unfinished graphs for a second or two. Triton from 3.9 on prints what this has not
+        # freed.
         if "triton" not in sys.modules:
             gc.freeze()

@@ -1,4 +1,4 @@
-"""The forward pass of a model for all its callers: compiled or not, replayed or not, mixed with a piece of a prompt or not."""
+"""The forward pass of a model for all callers: compiled or uncompiled, replayed or run, with or without a piece of a prompt."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ..target import ForwardResult, Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 
-#: Nodes that get logits where none are needed: for a single one Dynamo would make a graph of its own.
+#: Nodes that get logits if none are needed; for a single one Dynamo would compile a graph of its own.
 FEWEST_LOGITS = 2
 
 
 class ForwardPass(Tiers):
-    """The forward pass of one model, shared by all that runs it: as target, draft model or stage.
+    """The forward pass of one model, shared by all its uses as target, draft model or stage.
 
     Attributes:
-        compiled_passes: how many passes ran compiled so far.
+        compiled_passes: number of passes that ran compiled so far.
     """
 
     def __init__(self, target: Target) -> None:
@@ -40,13 +40,17 @@ class ForwardPass(Tiers):
 
     def __call__(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText = LeadingText(), piece: PromptPiece | None = None,
+        text: LeadingText = LeadingText(), piece: PromptPiece | None = None, root: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
         """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at.
 
         Args:
             piece: is read as well, in the same pass if :meth:`mixes` says so.
+            root: as of :meth:`Target.forward`; one pass of a call at most, which runs uncompiled.
         """
+        if root is not None:
+            with self._counted(nodes):
+                return self.target.forward(nodes, base, tree, buffers, view, text, root)
         if piece is not None:
             compiled, single = self.runs_compiled(several=True), nodes.shape[1] == 1
             faster_alone = self.target.dequantizes(piece.tokens.numel())
@@ -83,7 +87,7 @@ class ForwardPass(Tiers):
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None, recordings: Recordings | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """As :meth:`Target.features`; without `logits` these are those of some tokens. recordings: as of :meth:`prefill`."""
+        """As :meth:`Target.features`; without `logits` some tokens get them. recordings: as of :meth:`prefill`."""
         if recordings is not None:
             key = "features", buffers.place, len(view), logits
 
@@ -103,12 +107,12 @@ class ForwardPass(Tiers):
         self, recordings: Recordings | None, key: Hashable, function: Callable[..., Any], given: tuple, rows: int,
         plan: SamplingPlan | None = None, *, copy: bool,
     ) -> Any:  # fmt: skip
-        """``function(*given)``, which runs this pass over so many rows: as a replay, once it has been recorded.
+        """``function(*given)``, which runs this pass over so many rows, as a replay once it is recorded.
 
         Args:
             key, given: as of :meth:`~decoders.engine.model.recordings.Recordings.run`.
-            plan: by which it draws.
-            copy: whether the result is to outlive the next replay.
+            plan: the plan that it draws with, if any.
+            copy: whether the result must outlive the next replay.
         """
         if recordings is None:
             return function(*given)
@@ -122,7 +126,7 @@ class ForwardPass(Tiers):
     def _run(
         self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor | None = None
     ) -> ForwardResult:  # fmt: skip
-        """A compiled pass. kept: ``[K]`` int64, the nodes that get logits; None: as few as a graph for any number of them gives."""
+        """A compiled pass. kept: ``[K]`` int64, the nodes that get logits; None: as few as a graph with dynamic sizes allows."""
         assert self.regional is not None
         self.compiled_passes += 1
         kept = torch.arange(FEWEST_LOGITS, device=nodes.device) if kept is None else kept
@@ -142,7 +146,7 @@ class ForwardPass(Tiers):
         return mixed.by_row(ForwardResult(*given), rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
-        """Whether a stretch of text is read compiled."""
+        """Whether a chunk of text is read compiled."""
         return (
             not self.target.dequantizes(tokens.numel())
             and tokens.shape[1] >= LEAST_NODES
@@ -151,7 +155,7 @@ class ForwardPass(Tiers):
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Counts the time of an uncompiled pass; of a long one as much as a short one takes: the rest is matrix products."""
+        """Counts the time of an uncompiled pass; a long one counts as a short one: compiling does not speed up matrix products."""
         started = time.perf_counter()
         yield
         share = min(STRETCH / nodes.shape[1], 1.0)

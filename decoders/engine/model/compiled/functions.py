@@ -1,4 +1,4 @@
-"""Functions of tensors compiled beside decoding: uncompiled at once, compiled once that has been worth its time."""
+"""Tensor functions that run uncompiled at first, and compiled once that is worth its time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _serial = itertools.count()
 def private(function: Callable) -> Callable:
     """A copy of `function` (or bound method) with a code object of its own.
 
-    Dynamo keeps compiled graphs per code object. Two models that shared one would see each other's graphs and use up
-    each other's recompilation limit.
+    Dynamo keeps compiled graphs per code object. Two models with the same one would check each other's graphs and share one
+    recompilation limit.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     code = plain.__code__.replace(co_name=f"{plain.__name__}_{next(_serial)}")
@@ -36,10 +36,10 @@ def private(function: Callable) -> Callable:
 
 
 class CompiledFunction:
-    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is told the seconds of calls that made a graph.
+    """A strategy's tensor function, compiled with dynamic sizes; `on_compile` is called with the seconds of calls that compiled.
 
-    Where the compiler fails, after too many shapes for instance, a warning says why, once, and the function runs as it is: for
-    arguments of that kind from then on, and for all if it never could be compiled.
+    If the compiler fails, for instance after too many shapes, there is one warning, and the function runs uncompiled: for arguments of
+    that kind from then on, or for all if it was never compiled.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -79,7 +79,7 @@ class CompiledFunction:
             self._worked = True
             return result
         except (*torch_compat.COMPILER_ERRORS, AssertionError) as error:
-            result = self.function(*args)  # an error of the function's own is raised here, as what it is
+            result = self.function(*args)  # an error of the function itself is raised here
             self._failed.add(kind)
             if not self._warned:
                 name = getattr(self.function, "__name__", repr(self.function))
@@ -89,7 +89,7 @@ class CompiledFunction:
 
 
 def _kind(argument: Any) -> Any:
-    """What graphs are distinguished by in an argument: a tensor's shape, a plain value, or else the type."""
+    """The part of an argument that selects a graph: a tensor's shape, a plain value, or else the type."""
     if isinstance(argument, Tensor):
         return argument.shape
     return argument if isinstance(argument, bool | int | float | str | tuple | SamplingPlan | None) else type(argument)
@@ -102,17 +102,17 @@ def compilations() -> int:
 
 #: Seconds that compiling one is expected to take on two cores.
 FUNCTION_SECONDS = 5.0
-#: Kinds of arguments that one function is compiled for: Dynamo's own limit.
+#: Most kinds of arguments that one function is compiled for: Dynamo's own limit.
 MOST_KINDS = 8
 
 
 class TieredFunction:
-    """Runs `function` uncompiled, and compiles it in the background once it has taken as much time as compiling would.
+    """Runs `function` uncompiled, and compiles it in the background once it has taken as long as compiling would.
 
-    Each kind of arguments (:func:`kind_of`) is compiled by itself, so that a call does not wait where one row becomes several.
+    Each kind of arguments (:func:`kind_of`) is compiled separately, so that a call does not wait when one row becomes several.
 
     Args:
-        due: whether to compile in any case, since what the function is a part of is compiled.
+        due: whether to compile in any case, because the step that the function belongs to is compiled.
     """
 
     def __init__(self, function: Callable, compiled: CompiledFunction, due: Callable[[], bool] = lambda: False) -> None:
@@ -125,7 +125,7 @@ class TieredFunction:
         return self.compiled(*args) if self.is_ready(kind) else self.uncompiled(kind, *args)
 
     def uncompiled(self, kind: Hashable, *args: Any) -> Any:
-        """Runs the function as it is, on arguments of a `kind`; begins to compile for them when that is due."""
+        """Runs the function uncompiled on arguments of a `kind`; begins to compile for them when that is due."""
         started = time.perf_counter()
         result = self.function(*args)
         self._seconds += time.perf_counter() - started
@@ -135,7 +135,7 @@ class TieredFunction:
         return result
 
     def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
-        """Compiles for arguments of a `kind` before it runs, and books the seconds."""
+        """Compiles for arguments of a `kind` first, and books the seconds."""
         if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not devices.recorded():
             started = time.perf_counter()
             self._begin(kind, args).wait()
@@ -143,19 +143,19 @@ class TieredFunction:
         return self(*args)
 
     def _begin(self, kind: Hashable, args: tuple) -> BackgroundCompile:
-        copies = copied(args)  # what the function writes to is the call's
+        copies = copied(args)  # the function may write to its arguments
         name = getattr(self.function, "__name__", "a function")
         self._jobs[kind] = BackgroundCompile(name, lambda: self.compiled(*copies))
         return self._jobs[kind]
 
     def is_ready(self, kind: Hashable) -> bool:
-        """Whether it has been compiled for arguments of a `kind`."""
+        """Whether it is compiled for arguments of a `kind`."""
         job = self._jobs.get(kind)
         return job is not None and job.poll()
 
     @property
     def ready(self) -> frozenset[Hashable]:
-        """The kinds of arguments that it has been compiled for."""
+        """The kinds of arguments that it is compiled for."""
         return frozenset(kind for kind in self._jobs if self.is_ready(kind))
 
     def static_parts(self) -> SameObject:
@@ -164,7 +164,7 @@ class TieredFunction:
 
 
 def kind_of(value: Any) -> Hashable:
-    """What graphs with dynamic sizes are distinguished by: which sizes are 1, types of tensors, and plain values except numbers."""
+    """The part of arguments that selects a graph with dynamic sizes: which sizes are 1, dtypes, and plain values except numbers."""
     if isinstance(value, Tensor):
         return value.dtype, tuple([size == 1 for size in value.shape])
     if isinstance(value, bool | str | SamplingPlan | None):

@@ -29,11 +29,11 @@ EXAMPLE_SLOTS = 176
 
 @contextmanager
 def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
-    """While inside, Dynamo takes every decoder layer for a region of its own and compiles equal ones once.
+    """Makes every decoder layer a region, which Dynamo compiles once for equal layers.
 
-    Which are equal is judged by their graphs: layers with another window, activation or scale are other regions.
+    Layers are equal if their graphs are: another window, activation or scale gives another region.
 
-    Gives the functions that stand for layers. Dynamo drops graphs made of them once they are gone.
+    Yields the functions of the layers. Dynamo drops their graphs once these are garbage-collected.
     """
     regions: dict[Callable, Callable] = {}
     marked = []
@@ -53,15 +53,15 @@ def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
 
 
 def _region(function: Callable) -> Callable:
-    return torch_compat.compiled_region(private(function))  # a copy, since marking writes to the function
+    return torch_compat.compiled_region(private(function))  # a copy, because marking writes to the function
 
 
 class RegionalForward:
     """`function`, a forward pass over `model`, compiled with dynamic sizes and packed weights as inputs of the graph.
 
-    Layers are regions; where that fails, the pass is compiled as a whole, with the same inputs and results. Every size is
-    dynamic, and equal sizes are the same size: call :meth:`compile` first, on arguments whose sizes are pairwise different
-    unless they must be equal, and which :func:`fixed` has been told about. One row makes a graph of its own.
+    Layers are regions; if that fails, the pass is compiled as a whole, with the same inputs and results. Every size is dynamic, and
+    equal sizes are taken for the same size: call :meth:`compile` first, on arguments whose sizes are pairwise different unless they
+    must be equal, after :func:`fixed` for constant ones. One row gets a graph of its own.
 
     Attributes:
         regional: whether layers are regions, None before the first compilation.
@@ -99,37 +99,37 @@ class RegionalForward:
         options = {
             "size_asserts": False,
             "post_grad_custom_pre_pass": torch_compat.EqualOnce(),
-            # What a graph rounds to low precision would else depend on what it fuses, which one row and several do differently.
+            # Otherwise rounding to low precision depends on fusion, which differs between one row and several.
             "emulate_precision_casts": True,
         }
         return torch_compat.compiled_whole(private(self.function), dynamic=True, options=options)
 
 
 def fixed(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Declares dimensions that never vary: heads and widths of the cache, for instance."""
+    """Declares constant dimensions, such as heads and widths of the cache."""
     for tensor, dims in sizes:
         for dim in dims:
             torch_compat.mark_static(tensor, dim)
 
 
 def copied_whole(tensor: Tensor) -> Tensor:
-    """A copy that is no view of anything, with the strides of its shape.
+    """A copy that is no view, with the strides of its shape.
 
-    Dynamo guards strides, and for what it compiles with a view, what that is a view of: other trees would be another graph. Of one row
-    ``contiguous`` gives views and slices back as they are.
+    Dynamo has guards on strides and on the bases of views, so other trees would need another graph. ``contiguous`` is not enough,
+    because of one row it returns views unchanged.
     """
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
 def use_packed_kernels() -> None:
-    """Lets inductor call the kernels of packed and of quantized linears itself."""
+    """Lets inductor call the kernels of packed and quantized linear layers directly."""
     use_quantized_kernels()
     torch_compat.lower_to_packed_kernel(torch.ops.decoders.packed_linear.default)
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target`, to be compiled, on another module tree, since the target's own is in use meanwhile."""
+    """The forward pass of `target` for compilation, on another module tree, because the target's own is in use meanwhile."""
     twin = target.sibling()
 
     def forward(
@@ -141,7 +141,7 @@ def regional_forward(target: Target) -> RegionalForward:
 
 
 def regional_mixed(target: Target) -> RegionalForward:
-    """The same for passes that read a piece of a prompt as well."""
+    """The same for mixed passes."""
     twin = target.sibling()
 
     def forward(
@@ -157,10 +157,10 @@ def _tensors(result: ForwardResult) -> tuple[Tensor, ...]:
 
 
 def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, TreeTensors, CacheBuffers, Tensor, Tensor]:
-    """Arguments to compile for: sizes that may differ are pairwise different, or Dynamo would take one for another.
+    """Arguments to compile for. Sizes that may differ are pairwise different, because Dynamo takes equal sizes for the same size.
 
-    The block is the end of its tree, as where a tree is drafted level by level, and the first of its nodes get no logits; one graph
-    serves that, whole trees and text. A single node is a whole tree. Where attention looks at all slots, there are as many of both.
+    The block is the end of its tree, as in level-by-level drafting, and its first nodes get no logits; one graph serves this, whole
+    trees and text. A single node is a whole tree. Where attention looks at all slots, view and slots are equal.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.embeddings), (rows, count), device=device)
@@ -177,7 +177,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
 
 
 def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTensors, Tensor, PromptPiece, Tensor]:
-    """Likewise for mixed passes, with `count` nodes in each row."""
+    """The same for mixed passes, with `count` nodes in each row."""
     rows = 3
     nodes, base, _, _, view, _ = examples(target, rows, count)
     buffers = target.buffers(rows + 1, EXAMPLE_SLOTS)
@@ -189,13 +189,13 @@ def mixed_examples(target: Target, count: int) -> tuple[Tensor, Tensor, TreeTens
 
 
 def laid_out_piece(piece: PromptPiece) -> PromptPiece:
-    """`piece` as compiled passes take it: with its beginning as a tensor, because each number would get its own graph, and with a view
-    of its own, because one that is the rows' tensor itself would too.
+    """`piece` in the form for compiled passes: with a tensor for its start, because each number would get its own graph, and with a
+    separate view tensor, because sharing the rows' tensor would, too.
     """
     return replace(piece, view=copied_whole(piece.view), latest=0)
 
 
 def laid_out(tree: TreeTensors) -> TreeTensors:
-    """`tree` as compiled passes take it; they read offsets and visibility only."""
+    """`tree` in the form for compiled passes, which read offsets and visibility only."""
     offsets, visible = copied_whole(tree.offsets), copied_whole(tree.visible)
     return TreeTensors(offsets, offsets, visible, visible)

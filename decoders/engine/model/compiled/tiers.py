@@ -1,4 +1,4 @@
-"""In which tier code runs: uncompiled at once, compiled as soon as that has been worth its time."""
+"""The tiers of passes: uncompiled at first, compiled once that is worth its time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import regions
 from .background import BackgroundCompile, worth_compiling
 from .regions import RegionalForward
 
-#: Setting ``compile``: in the background when it pays, before the first step, or never.
+#: Setting ``compile``: "auto" in the background once it pays, True before the first step, False never.
 Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
@@ -29,12 +29,12 @@ FORWARD_SECONDS = 12.0
 
 
 class PassKind(NamedTuple):
-    """What a forward pass is compiled for.
+    """The kinds of passes that have graphs of their own.
 
     Attributes:
-        several_rows: whether it is over more than one row.
-        single_node: whether each row has one node, which gets a graph of its own.
-        mixed: whether it reads a piece of a prompt as well (:mod:`~decoders.engine.model.mixed`).
+        several_rows: more than one row.
+        single_node: one node in each row.
+        mixed: with a piece of a prompt (:mod:`~decoders.engine.model.mixed`).
     """
 
     several_rows: bool
@@ -43,11 +43,11 @@ class PassKind(NamedTuple):
 
 
 class Tier(NamedTuple):
-    """What of a step runs compiled; what was recorded in one tier is not replayed in another.
+    """Which parts of a step run compiled. A recording of one tier is not replayed in another.
 
     Attributes:
-        compiled: the forward pass.
-        draws: plans, and the kinds of arguments for which drawing by them is.
+        compiled: whether the forward pass does.
+        draws: plans with the kinds of arguments for which drawing is compiled.
     """
 
     compiled: bool
@@ -60,8 +60,8 @@ class _Tier:
 
     Attributes:
         seconds: spent in uncompiled passes so far.
-        job: the compilation, under way or over; None before it has begun.
-        booked: whether a report has its seconds.
+        job: the compilation, running or finished; None before it has begun.
+        booked: whether its seconds are in a report.
     """
 
     seconds: float = 0.0
@@ -70,10 +70,10 @@ class _Tier:
 
 
 class Tiers:
-    """When passes of one model run compiled: uncompiled at once, and compiled as soon as that has been worth its time.
+    """Decides whether passes of one model run compiled: uncompiled at first, and compiled once that is worth its time.
 
     The two round differently, so a call stays in the tier in which it began: its tokens do not depend on when the compiler is ready.
-    What a step does beside the pass, in the same tier, is a subclass's (:class:`~decoders.engine.decode.core.StepPass`).
+    A subclass adds the other parts of a step (:class:`~decoders.engine.decode.core.StepPass`).
     """
 
     def __init__(self, target: Target) -> None:
@@ -84,20 +84,20 @@ class Tiers:
         self._allowed: set[Hashable] | None = None
 
     def forget(self) -> None:
-        """Drops compiled code; a compilation under way is left to end by itself."""
+        """Drops compiled code; a running compilation is not interrupted."""
         self.kinds = {PassKind(*kind): _Tier() for kind in product((False, True), repeat=3)}
         self.regional: RegionalForward | None = None
         self.regional_mixed: RegionalForward | None = None
 
     @contextmanager
     def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
-        """A call, or a step of one, that compiles as `mode` says and books what that costs in `report`.
+        """Surrounds a call, or a step of one, that compiles by `mode` and books its costs in `report`.
 
         Args:
-            allowed: as of :meth:`steady_tiers` where the call began; by default as of now, or those of the call that this is a part of.
+            allowed: :meth:`steady_tiers` from the beginning of the call; by default the present ones, or those of an enclosing call.
 
         Raises:
-            UnsupportedError: it must be compiled and is not to be.
+            UnsupportedError: compilation is required and not possible.
         """
         if self.target.recurrent:
             if mode is True:
@@ -118,12 +118,12 @@ class Tiers:
     def steady_tiers(
         self, mode: Compile, plan: SamplingPlan | None = None, *, joined: bool = False
     ) -> set[Hashable] | None:
-        """What a call that begins now may run compiled, kinds of passes and draws; None: what `mode` says.
+        """The kinds of passes and draws that a call beginning now may run compiled; None: those that `mode` gives.
 
         Args:
-            plan: leaves out draws by other ones.
-            joined: whether requests join and leave, so that one's passes are now over its row alone and now over several: both
-                are compiled or none (:meth:`compile_both`).
+            plan: only draws by this plan.
+            joined: whether requests join and leave, so that a request's passes are over one row or several: then both are compiled
+                or neither (:meth:`compile_both`).
         """
         if mode != "auto":
             return None
@@ -133,17 +133,17 @@ class Tiers:
         return kinds | self.draws_ready(plan)
 
     def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
-        """Whether more has been compiled since :meth:`steady_tiers` gave `tiers`."""
+        """Whether more was compiled since :meth:`steady_tiers` returned `tiers`."""
         return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
-        """How a pass over so many rows runs now, and drawing by `plan`; begins to compile when that is due."""
+        """The tier of a pass over so many rows, and of drawing by `plan`; begins to compile when that is due."""
         compiled = self.runs_compiled(rows > 1)
         draws = self.draws_ready(plan) if plan is not None and self.mode else frozenset()
         return Tier(compiled, frozenset(filter(self.allows, draws)))
 
     def draws_ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
-        """What a subclass draws by has been compiled: plans, or the one, with the kinds of arguments they are compiled for."""
+        """The plans, or the one given, with the kinds of arguments for which drawing is compiled; for subclasses."""
         return frozenset()
 
     def compiles(self, several: bool) -> bool:
@@ -151,7 +151,7 @@ class Tiers:
         return bool(self.mode) and (self.mode is True or self.may_take(PassKind(several)))
 
     def runs_compiled(self, several: bool) -> bool:
-        """Whether a pass of this call is to run compiled; begins to compile when that is due."""
+        """Whether a pass of this call runs compiled; begins to compile when that is due."""
         kind = PassKind(several)
         tier = self.kinds[kind]
         if not self.mode:
@@ -169,36 +169,36 @@ class Tiers:
         return self._allowed is None or kind in self._allowed
 
     def ready(self, kind: PassKind) -> bool:
-        """Whether passes of a `kind` have been compiled."""
+        """Whether passes of a `kind` are compiled."""
         job = self.kinds[kind].job
         return job is not None and job.poll()
 
     def may_take(self, kind: PassKind) -> bool:
-        """Whether passes of a `kind` have been compiled, and this call may run them so."""
+        """Whether passes of a `kind` are compiled, and this call may use that."""
         return self.ready(kind) and self.allows(kind)
 
     def worth_compiling(self) -> bool:
-        """Whether passes have been found worth compiling."""
+        """Whether compiling passes has begun."""
         return any(tier.job is not None for tier in self.kinds.values())
 
     def compile(self, several: bool, report: Report, *, single: bool = False) -> bool:
-        """Compiles passes over one row, or over `several`, waits for it, and says whether it succeeded.
+        """Compiles passes over one row, or over `several`, waits for it, and returns whether it succeeded.
 
         Args:
-            single: compile those with one node in each row as well.
+            single: also compile passes with one node in each row.
         """
         ready = self._wait(self._begin(PassKind(several)), report)
         return self._wait(self._begin(PassKind(several, single)), report) if ready and single else ready
 
     def compile_both(self) -> None:
-        """Once passes over one row or over several are being compiled, begins with the other kind."""
+        """Begins to compile passes over one row if those over several are being compiled, and vice versa."""
         kinds = PassKind(False), PassKind(True)
         if self.mode == "auto" and any(self.kinds[kind].job is not None for kind in kinds):
             for kind in kinds:
                 self._begin(kind)
 
     def compile_for(self, rows: int, report: Report) -> None:
-        """Compiles what a batch may need that has up to so many rows at a time, before its first step."""
+        """Compiles everything that a batch of up to so many rows may need, before its first step."""
         for several in (True, False) if rows > 1 else (False,):
             self.compile(several, report, single=self.target.takes_single_nodes(1 + several))
         singles = (False, True) if self.target.takes_single_nodes(2) else (False,)
@@ -206,7 +206,7 @@ class Tiers:
             self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def book_single(self, seconds: float, rows: int) -> None:
-        """Notes a step with one node per row, padded or not; once these have taken long enough, they get a graph."""
+        """Books a step with one node per row, padded or not; once these have taken long enough, they get a graph."""
         kind = PassKind(rows > 1, single_node=True)
         if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
@@ -215,17 +215,17 @@ class Tiers:
         self._spend(kind, seconds)
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
-        """Notes a pass over a prompt that might have been a mixed one; once these have taken long enough, they get a graph."""
+        """Books a pass over a prompt that could have been a mixed one; once these have taken long enough, they get a graph."""
         if rows >= 2 and self._can_mix and self.compiles(several=True):
             self._spend(PassKind(True, single, mixed=True), seconds)
 
     def book_replay(self, seconds: float, rows: int) -> None:
-        """Notes the time of a replay over so many rows, which is not seen otherwise."""
+        """Books the time of a replay over so many rows."""
         if not self.runs_compiled(rows > 1):
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Notes uncompiled passes that a graph of their own would make faster, begins to compile that when it is due, and books it."""
+        """Books uncompiled passes that a graph of their own would make faster, and begins to compile that when it is due."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):
@@ -241,7 +241,7 @@ class Tiers:
             self.report.compilations += 1
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
-        """Waits for the compilation of `tier`, books it, and says whether it succeeded."""
+        """Waits for the compilation of `tier`, books it, and returns whether it succeeded."""
         assert tier.job is not None
         started = time.perf_counter()
         ready = tier.job.wait()
@@ -251,7 +251,7 @@ class Tiers:
         return ready
 
     def _begin(self, kind: PassKind) -> _Tier:
-        """Begins to compile passes of a `kind`, if that has not begun."""
+        """Begins to compile passes of a `kind`, unless that has begun."""
         tier, target = self.kinds[kind], self.target
         if tier.job is not None:
             return tier
@@ -273,21 +273,21 @@ class Tiers:
         return tier
 
     def compiling_beside(self) -> Callable[[int, int], object]:
-        """Compiles, for so many rows and nodes, what a subclass has compiled with each pass."""
+        """Returns the function that compiles a subclass's other parts of a step for so many rows and nodes."""
         return lambda rows, count: None
 
     def runs_single(self, rows: int) -> bool:
-        """Whether the next pass may have one node in each of its rows: uncompiled, or by a graph of its own.
+        """Whether the next pass may have one node in each of its rows: uncompiled, or with a graph of its own.
 
-        The graph for any number of nodes is made for three and more, and dynamic sizes leave one out.
+        The graph with dynamic sizes is for three nodes and more.
         """
         if not self.target.takes_single_nodes(rows):
             return False
         return not self.compiles(rows > 1) or self.may_take(PassKind(rows > 1, single_node=True))
 
     def mixes(self, rows: int, *, single: bool) -> bool:
-        """Whether the next pass of so many rows, with a `single` node in each or more, may read a prompt: uncompiled, or by a graph
-        of its own.
+        """Whether the next pass over so many rows, with a `single` node in each or more, may read a piece of a prompt: uncompiled, or
+        with a graph of its own.
         """
         if rows < 2 or not self._can_mix:
             return False
@@ -298,6 +298,6 @@ class Tiers:
         return can_mix(self.target)
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Says how `blocks` of so many rows are padded, by what the next pass runs as."""
+        """Sets how `blocks` of so many rows are padded, by the tier of the next pass."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.compiles(several=True))
         blocks.single = self.runs_single(rows)

@@ -56,8 +56,8 @@ def device(
         from decoders import bench
         from decoders.bench import machine
         from decoders.bench.call import vocabulary_size
-        from decoders.bench.prompts import read_prompts
         from decoders.cli.bench_run import Subjects
+        from decoders.prompts.reading import read_prompts
 
         from ..device import DeviceBench, exactness, plain_decoding
         from ..scaling import ScaledSubjects

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingsError, UnknownNameError
-from .prompts import Content, Texts, read_rows
+from .reading import Content, Texts, read_rows
 
 #: What SPEED-Bench's file holds in the place of texts that other data sets have to give.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"

@@ -1,0 +1,101 @@
+"""Calls of functions as structural tags: free text up to the calls, which are constrained, with marks of text or special tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..call_formats import CallFormat
+from ..calls import Arguments, Called, CallSpec
+from ..specs import Spec
+from .markers import TOKEN
+from .phases import Free, Inside
+from .specs import Phases, Structure
+
+
+@dataclass(frozen=True)
+class Calls(Structure):
+    """Text, then calls, behind which the text ends.
+
+    Attributes:
+        functions: those that may be called.
+        format: how calls are written; it has a mark, or calls are `required`.
+        required: whether there has to be a call, with nothing but a thought in front.
+        several: whether there may be more than one, where the format has several.
+        budget: tokens after which the call or the answer begins, where these have messages of their own; None for any number.
+    """
+
+    functions: tuple[Called, ...]
+    format: CallFormat
+    required: bool
+    several: bool
+    budget: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "calls of functions"
+
+    @property
+    def key(self) -> str:
+        return self._keyed(repr((self.functions, self.format, self.required, self.several, self.budget)))
+
+    def add_to(self, phases: Phases) -> int:
+        format, behind = self.format, self._behind(phases)
+        if not format.trigger:
+            return self._call(format.opening, phases, behind)
+        openings = [format.opening, *dict.fromkeys(opening for opening, _ in format.also if opening != format.opening)]
+        calls = [(format.begin or self._mark(opening), self._begun(opening, phases, behind)) for opening in openings]
+        if not format.message:
+            triggers = tuple((phases.symbols(marker), phase) for marker, phase in calls)
+            return phases.add(Free(triggers, ends=not self.required, exact=self.required))
+        markers: list[tuple[str, int | None]] = [*calls]
+        next_message, (head, rest) = f"{format.message_end}{format.message}", format.answer
+        if self.required:
+            markers += [(head, None), (f"{next_message}{calls[0][0]}", calls[0][1])]
+        else:
+            text = phases.add(Free())
+            markers += [(f"{head}{rest}", text), (f"{next_message}{head}{rest}", text)]
+        symbols = tuple((phases.symbols(marker), phase) for marker, phase in markers)
+        free = Free(symbols, ends=not self.required, budget=self.budget, closing=len(symbols) - 1, thinks=True)
+        return phases.add(free)
+
+    def _mark(self, opening: str) -> str:
+        return self.format.mark if opening == self.format.opening else opening
+
+    def _begun(self, opening: str, phases: Phases, behind: int) -> int:
+        """The phase behind the mark of the first call."""
+        call, mark = self._call(opening, phases, behind), self._mark(opening)
+        if not self.format.begin or not mark:
+            return call
+        return phases.add(Free(((phases.symbols(mark), call),), ends=False, exact=True))
+
+    def _behind(self, phases: Phases) -> int:
+        """The phase behind a call, which more calls may follow."""
+        format, over = self.format, phases.add(Free(over=True))
+        end = [(format.end, over)] if format.end else []
+        if not self.several or format.between is None:
+            return (
+                phases.add(Free(tuple((phases.symbols(text), phase) for text, phase in end), ends=False, exact=True))
+                if end
+                else over
+            )
+        behind = phases.add(Free(over=True))  # until its markers are there
+        again = [(f"{format.between}{format.mark}", self._call(format.opening, phases, behind)), *end]
+        markers = tuple((phases.symbols(text), phase) for text, phase in again)
+        phases.phases[behind] = Free(markers, ends=not end, exact=True)
+        return behind
+
+    def _call(self, opening: str, phases: Phases, behind: int) -> int:
+        """The phase of a call behind its mark."""
+        format = self.format
+        middles = [middle for first, middle in ((format.opening, format.middle), *format.also) if first == opening]
+        if not any(symbol >= TOKEN for middle in middles for symbol in phases.symbols(middle)):
+            return self._closed(CallSpec(self.functions, format), phases, behind)
+        rest = opening[len(self._mark(opening)) :]
+        arguments = [(each.name, self._closed(Arguments(each), phases, behind)) for each in self.functions]
+        heads = [(f"{rest}{name}{middle}", phase) for name, phase in arguments for middle in middles]
+        return phases.add(Free(tuple((phases.symbols(text), phase) for text, phase in heads), ends=False, exact=True))
+
+    def _closed(self, spec: Spec, phases: Phases, behind: int) -> int:
+        if self.format.closing:
+            return phases.tag(spec, self.format.closing, behind)
+        return phases.add(Inside(phases.compiled(spec), behind))

@@ -1,0 +1,67 @@
+"""Images in the messages of a conversation: data URLs, decoded within limits. Nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .refusals import Refusal
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Most images of a request, and most pixels of all of them: a small file may hold very many.
+MOST, PIXELS = 16, 1 << 24
+#: Formats that are decoded.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Image:
+    """The image in a part of a message, ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}``.
+
+    Args:
+        param: names the part in errors.
+        others: of the same request.
+
+    Raises:
+        Refusal: it is no data URL, no image, or one too many or too large.
+    """
+    if len(others) == MOST:
+        raise _refusal(param, f"there are more than {MOST} images, which is the limit")
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or not url.startswith("data:"):
+        shown = f"not {url[:40]!r}" if isinstance(url, str) else 'in {"image_url": {"url": …}}'
+        raise _refusal(param, f"an image is a data URL (data:image/png;base64,…), since nothing is fetched, {shown}")
+    head, _, content = url.partition(",")
+    try:
+        data = base64.b64decode(content, validate=True) if head.endswith(";base64") else None
+    except (binascii.Error, ValueError):
+        data = None
+    if data is None:
+        raise _refusal(param, "the data URL is not in base64: data:image/png;base64,… is wanted")
+    return _decoded(data, param, PIXELS - sum(image.width * image.height for image in others))
+
+
+def _decoded(data: bytes, param: str, most: int) -> Image:
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the head alone
+        width, height = image.size
+        if width * height > most:
+            raise _refusal(
+                param, f"the image has {width} x {height} pixels; the limit is {PIXELS} in all images of a request"
+            )
+        return image.convert("RGB")
+    except Refusal:
+        raise
+    except Exception as error:  # a decoder raises what it likes
+        raise _refusal(param, f"the image cannot be read ({error}): formats are {', '.join(FORMATS)}") from error
+
+
+def _refusal(param: str, message: str) -> Refusal:
+    return Refusal(400, f"{param}: {message}", param=param, code="invalid_image")

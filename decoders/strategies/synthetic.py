@@ -1,0 +1,120 @@
+"""A drafter that is right as often as it is told, for planning and for load tests: what a drafter of that quality would bring.
+
+vLLM's synthetic verification accepts drafts by chance, whatever they are, so that the text becomes theirs. Here the draft is made up:
+it is what plain decoding writes, wrong from a place that is drawn. It is verified as any other, and the tokens stay those of plain
+decoding.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from ..errors import SettingsError
+from ..settings import Settings
+from ..strategy import Context, Draft, Sequences, Strategy
+
+#: Draft tokens where one number says how often they are right.
+LENGTH = 5
+
+
+class SyntheticSettings(Settings):
+    """How often draft tokens are accepted."""
+
+    acceptance: tuple[float, ...] = Field(
+        min_length=1,
+        max_length=64,
+        description="Share of the drafts whose first token is accepted, whose first two are …: as many draft tokens as shares.",
+    )
+    seed: int = Field(0, description="Of the places where drafts are wrong.")
+
+    @field_validator("acceptance")
+    @classmethod
+    def _shares(cls, acceptance: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= share <= 1 for share in acceptance) or list(acceptance) != sorted(acceptance, reverse=True):
+            raise ValueError("shares are between 0 and 1, and none is larger than the one before")
+        return acceptance
+
+
+@dataclass
+class _State:
+    """What a call keeps.
+
+    Attributes:
+        texts: what each row will write; empty where that is not known.
+        drawn: says where drafts are wrong.
+        vocabulary: size.
+    """
+
+    texts: list[list[int]]
+    drawn: random.Random
+    vocabulary: int
+
+
+class Synthetic(Strategy):
+    """Drafts what a prompt is known to be continued with (:meth:`learn`), wrong from a place that is drawn; else nothing.
+
+    Attributes:
+        texts: what prompts are continued with.
+    """
+
+    name = "synthetic"
+    summary = "Proposes what is known to come, as often as it is told."
+    settings_class = SyntheticSettings
+    rows_apart = False
+
+    def __init__(self, settings: SyntheticSettings | None = None, /, **values: object) -> None:
+        super().__init__(settings, **values)
+        self.texts: dict[tuple[int, ...], list[int]] = {}
+
+    def __str__(self) -> str:
+        return f"{self.name}[{','.join(f'{share:g}' for share in self.settings.acceptance)}]"
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Of ``0.9,0.8,0.6``, shares by position; one number ``p`` is ``p, p², …``, of five draft tokens.
+
+        Raises:
+            SettingsError: they are no shares.
+        """
+        try:
+            shares = [float(part) for part in text.split(",")]
+        except ValueError:
+            raise SettingsError(
+                f"an acceptance is a share, such as 0.8, or one for each draft token, 0.9,0.8,0.6; not {text!r}"
+            ) from None
+        return cls(
+            acceptance=tuple(shares[0] ** n for n in range(1, LENGTH + 1)) if len(shares) == 1 else tuple(shares)
+        )
+
+    def learn(self, prompt: Sequence[int], continuation: Sequence[int]) -> None:
+        """What plain decoding writes behind a prompt."""
+        self.texts[tuple(prompt)] = list(continuation)
+
+    def start(self, context: Context) -> _State:
+        s: SyntheticSettings = self.settings
+        return self.rebatch(_State([], random.Random(s.seed), context.vocab_size), torch.empty(0), context)
+
+    def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
+        given = context.sequences
+        prompts = [] if given is None else zip(given.tokens.tolist(), given.prompt_length.tolist(), strict=True)
+        state.texts = [self.texts.get(tuple(tokens[:prompt]), []) for tokens, prompt in prompts]
+        return state
+
+    def propose(self, state: _State, sequences: Sequences) -> Draft:
+        s: SyntheticSettings = self.settings
+        written = (sequences.length - sequences.prompt_length).tolist()
+        drafts = []
+        for text, begin in zip(state.texts, written, strict=True):
+            draft, chance = text[begin : begin + len(s.acceptance)], state.drawn.random()
+            right = sum(chance < share for share in s.acceptance)
+            if right < len(draft):
+                draft[right] = (draft[right] + 1) % state.vocabulary
+            drafts.append(draft + [-1] * (len(s.acceptance) - len(draft)))
+        return Draft.chain(torch.tensor(drafts, device=sequences.length.device))

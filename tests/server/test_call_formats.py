@@ -1,0 +1,290 @@
+"""Formats of calls: found in a template, written under constraint, and read back by the rules of the format itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+
+from decoders.constraints import FORMATS, LLGuidance, Thinking, Vocabulary, unpack
+from decoders.errors import UnknownNameError
+from decoders.server.bodies import Tool
+from decoders.server.grammars import Calling
+from decoders.server.prompts import Conversations
+from decoders.server.reasoning import Reasoning
+from decoders.server.templates import CallStyle, format_named
+
+from .test_chat import ASKED, ROUTE, post
+
+
+def template(calls: str, ask: str = "<assistant>") -> str:
+    """Messages in plain marks, and the calls of an assistant's message as `calls` has them."""
+    answer = "{% if m.tool_calls %}" + ask + calls + "</s>{% else %}<{{ m.role }}>{{ m.content }}</s>{% endif %}"
+    tools = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    return (
+        tools + "{% for m in messages %}" + answer + "{% endfor %}{% if add_generation_prompt %}" + ask + "{% endif %}"
+    )
+
+
+def each(text: str, between: str = "") -> str:
+    """`text` for each call, which is called c."""
+    joint = "{% if not loop.last %}" + between + "{% endif %}"
+    return "{% for call in m.tool_calls %}{% set c = call.function %}" + text + joint + "{% endfor %}"
+
+
+ARGUMENTS = "{{ c.arguments | tojson }}"
+JSON = '{"name": "{{ c.name }}", "arguments": ' + ARGUMENTS + "}"
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+BEGIN, ONE, SEP, CLOSE, END = DEEPSEEK
+V3 = ONE + "{{ call.type }}" + SEP + "{{ c.name }}\n```json\n{{ '' + c.arguments }}\n```" + CLOSE
+#: Of each format: the calls in a template as it is published, marks that are tokens, and its own rules, as an expression of one call.
+PUBLISHED = {
+    "hermes": (each("<tool_call>\n" + JSON + "\n</tool_call>", "\n"), ["<tool_call>", "</tool_call>"],
+               r'\n?<tool_call>\n\{"name": ?"(?P<n>\w+)", ?"arguments": ?(?P<a>\{.*?\})\}\n</tool_call>'),
+    "mistral": ("[TOOL_CALLS] [" + each(JSON[:-1] + ', "id": "{{ call.id }}"}', ", ") + "]", ["[TOOL_CALLS]"],
+                r'(?:\[TOOL_CALLS\] \[)?\{"name": ?"(?P<n>\w+)", ?"arguments": ?(?P<a>\{.*?\})\}(?:, |\])'),
+    "mistral-tekken": ("[TOOL_CALLS][" + each(JSON, ", ") + "]", ["[TOOL_CALLS]"],
+                       r'(?:\[TOOL_CALLS\]\[)?\{"name": ?"(?P<n>\w+)", ?"arguments": ?(?P<a>\{.*?\})\}(?:, |\])'),
+    "mistral-args": (each("[TOOL_CALLS]{{ c.name }}[ARGS]" + ARGUMENTS), ["[TOOL_CALLS]", "[ARGS]"],
+                     r"\[TOOL_CALLS\](?P<n>\w+)\[ARGS\](?P<a>\{.*?\})(?=$|\[)"),
+    "deepseek-v3": (BEGIN + each(V3, "\n") + END, [*DEEPSEEK],
+                    rf"(?:{BEGIN}|\n){ONE}function{SEP}(?P<n>\w+)\n```json\n(?P<a>\{{.*?\}})\n```{CLOSE}(?:{END})?"),
+    "deepseek-v3.1": (BEGIN + each(ONE + "{{ c.name }}" + SEP + ARGUMENTS + CLOSE) + END, [*DEEPSEEK],
+                      rf"(?:{BEGIN})?{ONE}(?P<n>\w+){SEP}(?P<a>\{{.*?\}}){CLOSE}(?:{END})?"),
+    "harmony": (each(" to=functions.{{ c.name }}<|channel|>commentary json<|message|>" + ARGUMENTS + "<|call|>"),
+                ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
+                r"(?:<\|end\|><\|start\|>assistant)?<\|channel\|>commentary to=functions\.(?P<n>\w+)(?: <\|constrain\|>json)?"
+                r"<\|message\|>"
+                r"(?P<a>\{.*?\})<\|call\|>"),
+    "llama3": (each('{"name": "{{ c.name }}", "parameters": ' + ARGUMENTS + "}"), [],
+               r'\{"name": ?"(?P<n>\w+)", ?"parameters": ?(?P<a>\{.*?\})\}'),
+}  # fmt: skip
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, "</s>", "}"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    Tool.model_validate({"type": "function", "function": {"name": n, "parameters": PARAMETERS}})
+    for n in ("walk", "rest")
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(byte_tokenizer: Callable[..., Any]) -> Callable[[list[str], bool], Any]:
+    """Bytes, and marks that are tokens, special or not."""
+
+    def make(marks: list[str], special: bool) -> Any:
+        fast = byte_tokenizer(["<pad>", "</s>", "<unk>"], unk_token="<unk>", pad_token="<pad>", eos_token="</s>")
+        fast.add_tokens(marks, special_tokens=special)
+        return fast
+
+    return make
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_format_is_found_in_a_template(name: str, tokenizer_of: Callable[..., Any]) -> None:
+    calls, marks, _ = PUBLISHED[name]
+    ask = "<|start|>assistant" if name == "harmony" else "<assistant>"
+    style = Conversations(tokenizer_of(marks, True), template(calls, ask)).style
+    assert style.reads_calls and style.reads_tools and style.special == bool(marks)
+    found = style.format
+    if name == "llama3":  # as any bare JSON, it is read from the template
+        assert (found.opening, found.middle, found.closing) == ('{"name": "', '", "parameters": ', "}")
+    else:
+        assert found == format_named(name)
+    assert style.as_text == (name == "deepseek-v3")
+
+
+def test_a_format_is_named(tokenizer_of: Callable[..., Any]) -> None:
+    assert Conversations(tokenizer_of([], True), None, None, "harmony").style.format.name == "harmony"
+    with pytest.raises(UnknownNameError, match="Unknown format of calls 'hermse'. Did you mean 'hermes'"):
+        format_named("hermse")
+    assert {*PUBLISHED} | {"json"} == {each.name for each in FORMATS}
+
+
+def grammar_of(spec: Any, tokenizer: Any) -> Any:
+    vocabulary = Vocabulary.of(tokenizer, len(tokenizer), [1])
+    return spec.compiled(vocabulary, lambda part: LLGuidance().compile(part.language(), vocabulary)), vocabulary
+
+
+def shown(tokens: list[int], tokenizer: Any) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.removesuffix("</s>")
+
+
+def drawn(matcher: Any, size: int, seed: int, tokens: list[int]) -> list[int]:
+    """A text at random behind `tokens`, with the tokens that are forced."""
+    mask, choose = torch.zeros((size + 31) // 32, dtype=torch.int32), random.Random(seed)
+    tokens = [*tokens]
+    while len(tokens) < 900 and (not tokens or tokens[-1] != 1):
+        matcher.fill_mask(mask)
+        allowed = unpack(mask, size).nonzero()[:, 0].tolist()
+        forced = matcher.forced_tokens(1)
+        token = choose.choice(allowed)
+        if forced:
+            assert allowed == forced
+        if 1 in allowed and len(tokens) > 100:
+            token = 1
+        assert matcher.advance([token]) == 1
+        tokens.append(token)
+    return tokens
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", [*PUBLISHED])
+def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
+    name: str, special: bool, several: bool, tokenizer_of: Callable[..., Any]
+) -> None:
+    _, marks, rules = PUBLISHED[name]
+    if name == "harmony" and not special:
+        marks = []
+    tokenizer, format = tokenizer_of(marks, special), format_named(name)
+    counts = set()
+    for required in (True, False):
+        calling = Calling(tuple(TOOLS), CallStyle(format), required, several)
+        grammar, vocabulary = grammar_of(calling.spec, tokenizer)
+        for seed in range(4):
+            matcher, before = grammar.start(), list[int]()
+            if not required and format.trigger:
+                text = f"Well. {format.trigger}"
+                before = tokenizer(text, add_special_tokens=False).input_ids
+                assert matcher.advance(before) == len(before)
+            elif name == "harmony":
+                before = tokenizer(format.opening, add_special_tokens=False).input_ids
+                assert matcher.advance(before) == len(before)
+            elif not required:
+                before = tokenizer('{"name": ', add_special_tokens=False).input_ids
+                matcher.advance(before)
+            text = shown(drawn(matcher, len(vocabulary), seed, before), tokenizer)
+            written = calling.read(text, ended=True)
+            own = [(found["n"], found["a"]) for found in re.finditer(rules, text.removeprefix("Well. "))]
+            assert own and "".join(m[0] for m in re.finditer(rules, text)) == text.removeprefix("Well. "), text
+            assert [(call.name, call.arguments) for call in written.calls] == own
+            assert all(json.loads(arguments)["a"] in (1, "</s>", "}") for _, arguments in own)
+            assert written.text == ("Well." if text.startswith("Well.") else "")
+            counts.add(len(own))
+            grown = [calling.read(text[:end], ended=False) for end in range(len(text) + 1)]
+            for one, two in itertools.pairwise(grown):
+                assert two.text.startswith(one.text) and len(two.calls) >= len(one.calls)
+                assert all(b.arguments.startswith(a.arguments) for a, b in zip(one.calls, two.calls, strict=False))
+    assert (max(counts) > 1) == (several and format.between is not None)
+
+
+def test_harmony_keeps_thoughts_calls_and_answers_apart(tokenizer_of: Callable[..., Any]) -> None:
+    tokenizer = tokenizer_of(PUBLISHED["harmony"][1], True)
+    markers, format = Conversations(tokenizer, None, None, "harmony").thinking, format_named("harmony")
+    assert markers is not None
+    reasoning = Reasoning(markers, None)
+    thought, message = "<|channel|>analysis<|message|>so to=functions.x", "<|end|><|start|>assistant"
+    preamble = f"{message}<|channel|>commentary<|message|>One moment."
+    call = f'{message}<|channel|>commentary to=functions.walk <|constrain|>json<|message|>{{"a": 1}}<|call|>'
+    calling = Calling(tuple(TOOLS), CallStyle(format), False, True)
+    split, answer = reasoning.split(thought + preamble + call, True)
+    written = calling.read(answer or "", True)
+    assert (split, written.text, [call.name for call in written.calls]) == (
+        "so to=functions.x",
+        "One moment.",
+        ["walk"],
+    )
+    assert reasoning.split(f"{thought}{message}<|channel|>final<|message|>yes<|return|>", True) == (
+        "so to=functions.x",
+        "yes",
+    )
+    # Under constraint: a thought is free, its budget ends it, and where a call is required there is no answer.
+    for required, budget in ((True, None), (False, None), (True, 20), (False, 20)):
+        calling = Calling(tuple(TOOLS), CallStyle(format), required, True)
+        thinking = Thinking(budget, markers.begin, markers.end)
+        vocabulary = Vocabulary.of(tokenizer, len(tokenizer), [1])
+        spec: Any = thinking.around(calling.spec, tokenizer("a").input_ids, vocabulary, tokenizer)
+        grammar, _ = grammar_of(spec, tokenizer)
+        matcher, ids = (
+            grammar.start(),
+            tokenizer("<|channel|>analysis<|message|>so I walk, ", add_special_tokens=False).input_ids,
+        )
+        assert matcher.advance(ids) == (len(ids) if budget is None else budget)
+        if budget is not None:
+            forced = shown(matcher.forced_tokens(99), tokenizer)
+            ends = "<|channel|>commentary to=functions." if required else "<|channel|>final<|message|>"
+            assert forced == f"<|end|><|start|>assistant{ends}"
+            continue
+        final = tokenizer("<|end|><|start|>assistant<|channel|>final", add_special_tokens=False).input_ids
+        assert (matcher.advance(final) == len(final)) == (not required)
+        if required:  # the last letter of what may not be written is another marker's
+            (instead,) = {*matcher.replacements().values()} - {matcher.grammar.next_token(matcher.place.phase, 0)} or {
+                None
+            }
+            matcher.rollback(4)
+            assert shown([matcher.grammar.next_token(matcher.place.phase, matcher.place.node)], tokenizer) == "c", (
+                instead
+            )
+
+
+@pytest.mark.parametrize("name", ["harmony", "deepseek-v3"])
+def test_a_server_speaks_a_format(name: str, served: Any, service_of: Any, stream: Any, tokenizer_of: Any) -> None:
+    calls, marks, _ = PUBLISHED[name]
+    harmony = name == "harmony"
+    tokenizer = tokenizer_of(marks, harmony)
+    ask = "<|start|>assistant<|channel|>analysis<|message|>" if harmony else "<assistant><think>"
+    markers = None if harmony else ("<think>", "</think>")
+    service = service_of(chat_template=template(calls, ask), tokenizer=tokenizer, thinking=markers)
+    body: dict[str, Any] = {
+        "tools": [tool.model_dump() for tool in TOOLS], "max_tokens": 150, "thinking_budget": 4, "temperature": 1,
+    }  # fmt: skip
+    with served(service) as client:
+        for choice, names in {
+            "required": {"walk", "rest"},
+            "rest": {"rest"},
+            "allowed": {"walk"},
+        }.items():
+            asked: Any = {"type": "function", "function": {"name": choice}} if choice == "rest" else choice
+            if choice == "allowed":
+                tool = {"type": "function", "function": {"name": "walk"}}
+                asked = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool]}}
+            (whole,) = post(client, **body, tool_choice=asked, seed=2)["choices"]
+            message = whole["message"]
+            assert message["reasoning_content"] and not message["content"]
+            assert {call["function"]["name"] for call in message["tool_calls"]} <= names
+            assert all(json.loads(call["function"]["arguments"])["a"] for call in message["tool_calls"])
+            assert whole["finish_reason"] == ("stop" if choice == "rest" else "tool_calls")
+        parts = [
+            c for chunk in stream(client, ROUTE, **ASKED, **body, tool_choice=asked, seed=2) for c in chunk["choices"]
+        ]
+        deltas = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+        texts = [
+            "".join(d["function"]["arguments"] for d in deltas if d["index"] == n)
+            for n in range(len(message["tool_calls"]))
+        ]
+        assert texts == [call["function"]["arguments"] for call in message["tool_calls"]] and len(deltas) > 2 * len(
+            texts
+        )
+        thoughts = [part["delta"]["reasoning_content"] for part in parts if "reasoning_content" in part["delta"]]
+        assert "".join(thoughts) == message["reasoning_content"]
+        for choice in ("auto", "none"):
+            (whole,) = post(client, **body, tool_choice=choice, seed=2)["choices"]
+            assert whole["finish_reason"] in ("stop", "length") and "tool_calls" not in whole["message"]
+        call = {"id": "call_1", "type": "function", "function": {"name": "walk", "arguments": '{"a": 1}'}}
+        messages = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "call_1", "content": "walked"}]  # fmt: skip
+        assert (
+            post(client, messages=messages, tools=body["tools"], tool_choice="none", max_tokens=2)["usage"][
+                "prompt_tokens"
+            ]
+            > 80
+        )
