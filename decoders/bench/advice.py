@@ -29,12 +29,20 @@ from .verdict import AUTO, Verdict, pooled, times, verdicts
 #: What is tried without a draft model, and with one.
 STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")
 DRAFTED = ("speculative", "threshold")
+#: Settings that are tried of the one that wins: shorter and longer drafts. ``auto`` finds out by itself.
+TUNED = {
+    "prompt_lookup": ("length=4", "length=16"),
+    "suffix": ("nodes=12", "alpha=8"),
+    "token_recycling": ("nodes=8", "nodes=48"),
+    "speculative": ("length=3", "length=8"),
+    "threshold": ("threshold=0.2", "threshold=0.6"),
+}
 #: New tokens of a text: most, as many as are taken for the sake of another prompt, and fewest on a slow machine; of a call that packs.
 MOST, SOME, FEWEST, FEW = 96, 48, 16, 2
 #: Share of the fastest method's speed that is about as fast, after so few texts.
 ABOUT = 0.9
-#: Share of the time for the comparison; the rest is for compiling, and for what steps of several nodes cost.
-COMPARISON = 0.6
+#: Shares of the time: for the comparison, until the end of that of settings, and of that of compiled steps.
+COMPARISON, SETTINGS, COMPILED = 0.55, 0.7, 0.9
 #: A draft model that is supposed: its size and time beside the target's, and how often it is right.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
 #: Heads that are supposed: nodes of their tree, tokens that a step brings, time beside a step of the target.
@@ -164,6 +172,17 @@ def advise(
 
     uncompiled = compared(methods, begin + COMPARISON * seconds)
     (verdict,) = verdicts(uncompiled, ABOUT) or [_failed(uncompiled)]
+    if (tuned := TUNED.get(verdict.method)) and time.monotonic() - begin < COMPARISON * seconds:
+        variants = [f"{verdict.method}[{setting}]" for setting in tuned]
+        ours = strategy_methods(model, variants, assistant_model, None, {"compile": False}, generate.tokenizer)
+        again = [method for method in methods if not method.ours or method.name in (PLAIN, verdict.method)]
+        tried = compared([*again, *ours], begin + SETTINGS * seconds)
+        fastest = max(variants, key=lambda name: _speed(tried, name))
+        if ABOUT * _speed(tried, fastest) > _speed(tried, verdict.method):  # clearly faster
+            others = {verdict.method, *variants} - {fastest}
+            (verdict,) = verdicts([r for r in tried if r.method not in others], ABOUT)
+            methods += ours
+        uncompiled += [r for r in tried if r.method in variants]
     records, outlooks, gain = list(uncompiled), list[Outlook](), None
     context = int(median(workload.input_ids.shape[1] for workload in chosen)) + new_tokens
     compiled = list[Record]()
@@ -172,7 +191,7 @@ def advise(
         best = {verdict.method or AUTO, AUTO, PLAIN}
         again = [method for method in methods if not method.ours or method.name in best]
         again = [replace(m, arguments=_compiled(m.arguments)) if m.ours else m for m in again]
-        compiled = [replace(r, compiled_share=1.0) for r in compared(again, begin + 0.9 * seconds)]
+        compiled = [replace(r, compiled_share=1.0) for r in compared(again, begin + COMPILED * seconds)]
         records += compiled
         if of_compiled := verdicts(compiled, ABOUT):
             (verdict,) = of_compiled

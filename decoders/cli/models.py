@@ -62,8 +62,22 @@ def known_strategies(names: list[str] | None) -> list[str] | None:
     return names and [known_strategy(name) for name in names]
 
 
+def known_place(name: str) -> str:
+    """`name` of a model that is ours, or that a folder or the hub may have; mistakes show before torch is imported.
+
+    Raises:
+        ModelLoadError: as :func:`load`.
+    """
+    if name.partition(":")[0] != DEMO:
+        _check_name("Model", name)
+    return name
+
+
 #: Arguments and options that several commands have.
-ModelName = Annotated[str, typer.Argument(help='Folder, hub name or GGUF file of a causal language model, or "demo".')]
+ModelName = Annotated[
+    str,
+    typer.Argument(callback=known_place, help='Folder, hub name or GGUF file of a causal language model, or "demo".'),
+]
 Dtype = Annotated[
     str, typer.Option(callback=known_dtype, help="float32, bfloat16, float16 or auto (the checkpoint's).")
 ]
@@ -96,7 +110,7 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
             name.partition(":")[2] or "target", None if isinstance(torch_dtype, str) else torch_dtype
         )
         return _placed(model), tokenizer
-    options = _check_name("Model", name)
+    options = _where_to_look("Model", name)
     try:
         tokenizer = load_tokenizer(name, **options)
         model = load_model(name, torch_dtype, **options)
@@ -112,7 +126,7 @@ def load_processor(name: str) -> Any:
     from transformers import AutoProcessor
 
     try:
-        processor = AutoProcessor.from_pretrained(name, **_check_name("Model", name))
+        processor = AutoProcessor.from_pretrained(name, **_where_to_look("Model", name))
     except (OSError, ValueError, ImportError):  # no processor, or one for which packages are missing
         return None
     return processor if getattr(processor, "image_processor", None) is not None else None
@@ -124,33 +138,32 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelLoadError: no such tokenizer.
     """
-    options = _check_name("Tokenizer", name)
+    options = _where_to_look("Tokenizer", name)
     try:
         return load_tokenizer(name, **options)
     except (OSError, ValueError) as error:
         raise _load_error("Tokenizer", name, error, options) from error
 
 
-def _check_name(kind: str, name: str) -> dict[str, bool]:
-    """The arguments of ``from_pretrained`` for what is called `name`: where the hub does not answer, its cache alone is looked at.
+def _where_to_look(kind: str, name: str) -> dict[str, bool]:
+    """The arguments of ``from_pretrained`` for what is called `name`: where the hub does not answer, its cache alone is looked at."""
+    _check_name(kind, name)
+    return {} if Path(name).exists() or _hub_answers() else {"local_files_only": True}
 
-    Raises:
-        ModelLoadError: there is nothing at `name` and no hub could have it, or it is a folder without a model.
-    """
+
+def _check_name(kind: str, name: str) -> None:
+    """Raises ModelLoadError where there is nothing at `name` and no hub could have it, or a folder without a model."""
     place = Path(name)
     repository = str(place.parent) if is_gguf(name) else name
     if place.is_dir() and kind == "Model" and not any((place / file).exists() for file in _CONFIGS):
         files = sorted(file.name for file in place.glob("*.gguf"))
         hint = f": name one of its GGUF files, as in {place / files[0]}" if files else ""
         raise ModelLoadError(f"Model {name!r} cannot be loaded: the folder has no {_CONFIGS[0]}{hint}")
-    if place.exists():
-        return {}
-    if not _HUB_NAME.fullmatch(repository):
+    if not place.exists() and not _HUB_NAME.fullmatch(repository):
         raise ModelLoadError(
             f"{kind} {name!r} cannot be loaded: there is no such {'file' if is_gguf(name) else 'folder'} here, and names on the hub "
             "are like owner/name"
         )
-    return {} if _hub_answers() else {"local_files_only": True}
 
 
 def _hub_answers() -> bool:

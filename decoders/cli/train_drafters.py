@@ -179,6 +179,9 @@ def dflash(
     out: Output = Path("dflash-model"),
     held: Held = None,
     test: TestText = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="Folder of a draft model to go on with. Default: a new one.")
+    ] = None,
     block: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted in one pass.")] = DFLASH.block,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Decoder layers of the draft model.")] = DFLASH.depth,
     layers: ReadLayers = None,
@@ -222,8 +225,8 @@ def dflash(
     texts = texts_of(model, data, held, test, EDIT_TASKS)
     loaded, tokenizer = load(model, dtype)
     figures = train_dflash(
-        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, command=command_line(),
-        resume=resume, checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
+        loaded, tokenizer, texts.texts, out, run=training, held=texts.held, test=texts.test, start=start,
+        command=command_line(), resume=resume, checkpoint_minutes=checkpoint_minutes, console=None if as_json else plain_console(),
     )  # fmt: skip
     conclude(figures, out, as_json)
 
@@ -301,7 +304,8 @@ def conclude(figures: dict[str, Any], out: Path, as_json: bool) -> None:
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
     """How often drafts are right: those of heads and layers by text, those of a model by how tokens are drawn."""
     if "parameters" in figures:
-        yield f"{figures['parameters']:,} parameters, the target has {figures['target_parameters']:,}"
+        beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
+        yield f"{figures['parameters']:,} parameters{beside}"
     texts = {f"{which}, {kind}": facts for which in ("held", "test") for kind, facts in figures.get(which, {}).items()}
     for name, facts in (texts | {name: figures[name] for name in ("greedy", "sampled") if name in figures}).items():
         if "top1" in facts:

@@ -1,4 +1,4 @@
-"""Prompt lookup decoding (Saxena 2023): what followed the same words before is likely to follow them again."""
+"""Prompt lookup decoding (Saxena 2023): the continuation of earlier occurrences of the last tokens is likely to be repeated."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ class PromptLookupSettings(Settings):
 
 
 class PromptLookup(Strategy):
-    """Proposes what followed the most recent occurrence of the longest matching suffix, in prompt and output.
+    """Proposes the continuation of the most recent occurrence of the longest matching suffix in prompt and output.
 
-    With several branches the next best occurrence is taken whose first token differs, so that the branches are
-    genuinely different. A match that runs into the end of the row is continued periodically: inside a loop of any
-    period the whole proposal is useful, not only the part that has been written yet.
+    Each further branch is the continuation of the next best occurrence whose first token differs from those of the other branches. A
+    continuation that reaches the end of the row is repeated periodically, so that drafts inside a loop have their full length.
     """
 
     name = "prompt_lookup"
@@ -48,7 +47,7 @@ class PromptLookup(Strategy):
         return context.compile(continuations)
 
     def rebatch(self, state: Callable[..., tuple[Tensor, Tensor]], rows: Tensor, context: Context) -> Any:
-        return state  # all is looked up in the rows themselves
+        return state  # everything is looked up in the rows themselves
 
     def propose(self, state: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings
@@ -59,15 +58,15 @@ class PromptLookup(Strategy):
 def continuations(
     tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int, count: int, branches: int
 ) -> tuple[Tensor, Tensor]:
-    """Looks the suffix of every row up in the row itself.
+    """Looks up the suffix of every row in the row itself.
 
     Args:
         tokens: ``[B, L]`` int64.
         length: ``[B]`` int64, valid tokens per row.
 
     Returns:
-        ``[B, branches, count]`` int64; ``-1`` where there is no (further) match. And ``[B, branches * count]`` int64, for
-        every token how long the match is, 0 where there is none.
+        ``[B, branches, count]`` int64; ``-1`` where there is no (further) match. And ``[B, branches * count]`` int64, the length of the
+        match of every token, 0 if there is none.
     """
     rows, slots = tokens.shape
     end = torch.arange(slots, device=tokens.device)[None]  # candidate position of the suffix's last token

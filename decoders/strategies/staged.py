@@ -1,4 +1,4 @@
-"""Staged speculative decoding (Spector & Ré 2023, arXiv 2308.04623): the draft model is helped by a drafter of its own."""
+"""Staged speculative decoding (Spector & Ré 2023, arXiv 2308.04623): the draft model has a drafter of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
 from .draft_model import DraftModelSettings, DraftModelStrategy, best_nodes, depth_bound
 
-#: Nodes of the tree where nothing says otherwise, root excluded: the paper's size.
+#: Default size of the tree, root excluded, as in the paper.
 NODES = 36
 
 
 class StagedSettings(DraftModelSettings):
-    """What helps the draft model, and what is made of its tokens."""
+    """The drafter of the draft model, and the tree that is built from the draft model's tokens."""
 
     stage: str = Field(
         "ngram", description="Strategy that drafts for the draft model: a registry name, a+b merges. staged nests."
@@ -41,15 +41,15 @@ class StagedSettings(DraftModelSettings):
 
 @dataclass
 class _State:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
         drafter: the draft model.
-        collect: the function of this file, compiled.
-        leaves: likewise.
+        collect: :func:`collect`, compiled.
+        leaves: :func:`path_with_leaves`, compiled.
         fixed: the tree's shape if it does not vary.
-        nodes: budget of a tree that does.
-        own_nodes: of the last draft, root included.
+        nodes: node budget of a tree that varies.
+        own_nodes: nodes of the last draft, root included.
     """
 
     drafter: Drafter
@@ -61,11 +61,11 @@ class _State:
 
 
 class Staged(DraftModelStrategy):
-    """The draft model decodes in the shared loop itself, with any strategy as its drafter: what that strategy drafts right
-    costs the draft model no pass of its own. Drafts therefore grow longer at equal cost.
+    """The draft model itself decodes in the shared loop, with any strategy as its drafter. It needs no pass of its own for tokens that
+    this strategy drafts right, so that drafts are longer at equal cost.
 
-    The tokens that the draft model settles on form a path; its next best tokens at every node, which come out of the same
-    passes, become leaves beside it. The `nodes` likeliest of them all are put to the target.
+    The tokens that the draft model chooses form a path. Its next best tokens at every node, known from the same passes, become leaves
+    beside it. The target verifies the `nodes` likeliest of all these.
     """
 
     name = "staged"
@@ -78,7 +78,7 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
         nodes = draft_budget(context.costs, s.nodes, NODES)
-        # Unless coupled, which leaves there are must not depend on what was drawn: the same number everywhere.
+        # Unless coupled, the leaves must not depend on what was drawn: every node has the same number.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
         children, fixed = drafter.children, None  # a small vocabulary has fewer
@@ -87,13 +87,13 @@ class Staged(DraftModelStrategy):
         return _State(drafter, context.compile(collect), context.compile(path_with_leaves), fixed, nodes)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        return state  # all that belongs to rows is the drafter's
+        return state  # only the drafter keeps state per row
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         s: StagedSettings = self.settings
         drafter = state.drafter
         drafter.begin(sequences)
-        # One place more than needed: what comes behind the last place goes there.
+        # Tokens beyond the last place are written to one additional place.
         shape = (len(drafter.length), s.length + 1, drafter.children)
         tokens = torch.full(shape, -1, dtype=torch.int64, device=drafter.length.device)
         weights = torch.full(shape, float("-inf"), device=tokens.device)
@@ -128,7 +128,7 @@ class Staged(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        # Of the accepted nodes only a leaf is not where it belongs, and that is the last one: read again in any case.
+        # Only a leaf can be accepted in the wrong slot. It is the last accepted node, which is read again in any case.
         state.drafter.observe(step, state.own_nodes)
 
 
@@ -136,13 +136,13 @@ def collect(
     path: Tensor, emitted: Tensor, written: Tensor, tokens: Tensor, weights: Tensor, scores: Tensor | None,
     all_tokens: Tensor, all_weights: Tensor, all_scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Puts the continuations found along a pass's accepted path behind those of the passes before.
+    """Appends the continuations found along a pass's accepted path to those of earlier passes.
 
     Args:
         path: ``[B, n]``, accepted node per depth.
-        emitted, written: ``[B]``, tokens of this pass and of those before.
+        emitted, written: ``[B]``, tokens of this pass and of earlier ones.
         tokens, weights: ``[B, n, C]`` and scores ``[B, n, V]`` of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]`` and all_scores ``[B, L+1, V]``, what has been collected; the last place is waste.
+        all_tokens, all_weights: ``[B, L+1, C]`` and all_scores ``[B, L+1, V]``, collected so far; the last place is unused.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
@@ -160,7 +160,7 @@ def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, 
     """The likeliest `nodes` nodes of a path and the other continuations of its nodes; result as :func:`best_nodes`.
 
     Args:
-        path: ``[B, L]``, -1 behind its end.
+        path: ``[B, L]``, -1 after its end.
         tokens, weights: ``[B, L+1, C]``; entry ``[:, d, 0]`` is the path's own.
         depth: ``L`` or more, see :func:`best_nodes`.
     """

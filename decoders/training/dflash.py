@@ -9,7 +9,9 @@ Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` token
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.layers import decoder_layers
 from ..common.transformers_compat import set_attention
+from ..errors import SettingsError
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
 from ..heads.dflash import DFlashConfig, DFlashNetwork
-from ..heads.dflash_files import head_of, save_draft_model
+from ..heads.dflash_files import DFlashFiles, head_of, load_draft_model, save_draft_model
 from .cards import dflash_card
 from .feature_heads import (
     Acceptance,
@@ -35,7 +38,7 @@ from .feature_heads import (
     train_head,
 )
 from .recipes import BlockTraining
-from .texts import Texts, stop_tokens
+from .texts import Texts, digest, stop_tokens
 from .trainer import soft_cross_entropy
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ def train_dflash(
     run: BlockTraining = BlockTraining(),
     held: Sequence[str] = (),
     test: Sequence[str] = (),
+    start: Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
     command: str | None = None,
     resume: bool = True,
@@ -62,23 +66,33 @@ def train_dflash(
 
     Args:
         test: measured on at the end, for the card.
+        start: folder of a draft model to begin with; its mask and draft vocabulary are kept. None: a new one.
 
     Returns:
         The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.
 
     Raises:
         TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
-        SettingsError: layers that the model does not have, or a draft vocabulary larger than the model's.
+        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a draft model to begin with
+            that is of another shape.
     """
     layers = run.layers_of(len(decoder_layers(model)))  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
+    given = load_draft_model(start, model.device, torch.float32) if start is not None else None
 
     def make(train: Texts, judged: Texts) -> BlockLearner:
         ids = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model)).to(model.device)
         counts = torch.bincount(train.ids.flatten(), minlength=shape.vocab_size)
         # The mask is a token that texts do without.
-        draft = new_draft_model(model, run, block_config(run, shape, layers, size, int(counts.argmin())))
-        return BlockLearner(run, draft, Teacher(model, layers, run.bf16), ids, train, judged)
+        config = block_config(run, shape, layers, size, int(counts.argmin()))
+        if given is None:
+            draft = new_draft_model(model, run, config)
+        else:
+            draft = begin_with(given, config)
+            ids = ids if given.vocabulary is None or given.vocabulary.ids is None else given.vocabulary.ids
+        learner = BlockLearner(run, draft, Teacher(model, layers, run.bf16), ids, train, judged)
+        learner.identity = {} if given is None else {"start": digest(draft)}
+        return learner
 
     def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
         assert isinstance(learner, BlockLearner)
@@ -137,6 +151,38 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
     return draft.to(model.device)
+
+
+def begin_with(given: DFlashFiles, config: DFlashConfig) -> BlockDraft:
+    """A draft model to go on with.
+
+    Raises:
+        SettingsError: it differs from `config`, or has an embedding or a whole output head of its own.
+    """
+    layer, vocab = copy.deepcopy(given.config.layer), config.layer.vocab_size
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a checkpoint of a draft model need not say them
+        setattr(layer, name, getattr(config.layer, name))
+    set_attention(layer, "sdpa")
+    own = replace(given.config, layer=layer)
+    draft = BlockDraft(own)
+    wanted = {name: tensor.shape for name, tensor in BlockDraft(config).state_dict().items()}
+    parts = {"network": given.network, "head": given.head}
+    state = {f"{part}.{name}": t for part, of in parts.items() if of is not None for name, t in of.state_dict().items()}
+    if (
+        {name: tensor.shape for name, tensor in state.items()} != wanted
+        or (own.layers, own.block_size, own.from_last) != (config.layers, config.block_size, config.from_last)
+        or (own.draft_vocab_size or vocab) != config.draft_vocab_size
+        or any(own.causal)
+        or layer.sliding_window is not None
+        or given.embed is not None
+        or (given.lm_head is not None and given.vocabulary is None)
+    ):
+        raise SettingsError(
+            "dflash: the draft model to begin with differs from the one to train: in its shape, in the layers that it reads, by causal "
+            "layers or windows, or by an embedding or output head of its own"
+        )
+    draft.load_state_dict(state)
+    return draft.to(next(given.network.parameters()).device)
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:

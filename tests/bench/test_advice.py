@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,32 @@ def test_it_says_what_to_use_and_how_fast_that_is(model: Any, draft: Any, tokeni
     assert advised.outlooks == (), "a draft model was tried"
     assert told[0] == "one short text" and any("round 1" in what for what in told)
     json.dumps(advised.as_dict(), default=str)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("speed", "setting"), [(1.0, {}), (0.5, {"length": 16})])
+def test_settings_of_the_winner_are_tried_and_stand_in_the_call(
+    speed: float, setting: dict[str, int], model: Any, draft: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls take times that are made up: seconds, by method."""
+    seconds = {"transformers": 4.0, "prompt_lookup": 1.0, "prompt_lookup[length=16]": speed}
+
+    def turns(entries: Any, *arguments: Any, **options: Any) -> None:
+        take_turns(entries, *arguments, **options)
+        for entry in entries:
+            per_call = seconds.get(entry.method.name, 3.0)
+            entry.samples = [replace(sample, seconds=per_call) for sample in entry.samples]
+
+    take_turns = advice.take_turns
+    for name, value in (("take_turns", turns), ("STRATEGIES", ("autoregressive", "prompt_lookup")), ("DRAFTED", ())):
+        monkeypatch.setattr(advice, name, value)
+    advised = decoders.advise(
+        model, ["one two one"], tokenizer=tokenizer, assistant_model=draft, seconds=60, compile=False
+    )
+    assert advised.verdict.arguments == {"strategy": "prompt_lookup"} | (
+        {"strategy_config": setting} if setting else {}
+    )
+    assert {"prompt_lookup[length=4]", "prompt_lookup[length=16]"} <= {r.method for r in advised.records}
 
 
 @pytest.mark.usefixtures("short")

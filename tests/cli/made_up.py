@@ -158,7 +158,7 @@ def print_training(console: Console) -> None:
             "held": {"text": heads, "the model's own": heads},
             "trees": {"nodes": 63, "searched": 2.341, "default": 2.187},
         },
-        {"held": {"text": reached}, "test": {"text": reached, "the model's own": reached}},
+        {"parameters": 1_967_104, "held": {"text": reached}, "test": {"text": reached, "the model's own": reached}},
         {"parameters": 1_234_567, "target_parameters": 15_234_567, "greedy": reached, "sampled": reached},
     ]
     for each in figures:

@@ -100,9 +100,9 @@ def test_listings_and_mistakes_need_no_torch(monkeypatch: pytest.MonkeyPatch) ->
         *listings, *(f"{name} --json" for name in listings), "grammars uuid", "--help",
         "config lookahead", "generate demo hi -g nope.json", "gen", "generate demo hi --num-beams 2",
         "generate demo hi -s lookahed", "serve demo --dtype float8", "train draft --model demo --dtype float8",
-        "warmup demo -s suffix+lookahed", "bench laod",
+        "warmup demo -s suffix+lookahed", "bench laod", "serve ../nowhere", "generate . hi",
     )  # fmt: skip
-    assert [command["code"] for command in done] == [0] * 13 + [2] * 8, [command["error"] for command in done]
+    assert [command["code"] for command in done] == [0] * 13 + [2] * 10, [command["error"] for command in done]
     for name, table, listed in zip(listings, done[:5], done[5:10], strict=True):
         expected = json.loads(run(name, "--json").stdout)  # of the registry, not of a file
         assert json.loads(listed["stdout"]) == expected
@@ -113,6 +113,7 @@ def test_listings_and_mistakes_need_no_torch(monkeypatch: pytest.MonkeyPatch) ->
     assert "Did you mean 'generate'?" in no_command
     assert "Beam search is none of the strategies" in no_option
     meant = ("lookahead", "float32", "float32", "lookahead", "load")
+    assert "there is no such folder here" in others.pop(-2) and "has no config.json" in others.pop()
     assert [near for near, said in zip(meant, others, strict=True) if f"Did you mean '{near}'?" not in said] == []
 
 

@@ -161,9 +161,12 @@ def test_what_is_trained_is_better_and_its_card_says_so(tmp_path, model, word_to
 def test_interrupted_run_ends_where_a_whole_one_does(
     tmp_path, model, word_tokenizer, counting_texts, monkeypatch, vocabulary
 ) -> None:
-    def train(name: str, **options):
-        training = run(own_share=0.0, draft_vocab=vocabulary)
-        train_dflash(model, word_tokenizer, counting_texts, tmp_path / name, run=training, dtype=FULL, **options)
+    def train(name: str, start=None, checkpoint_minutes=1.0, **changes):
+        training = run(**{"own_share": 0.0, "draft_vocab": vocabulary, **changes})
+        train_dflash(
+            model, word_tokenizer, counting_texts, tmp_path / name, run=training, dtype=FULL, start=start,
+            checkpoint_minutes=checkpoint_minutes,
+        )  # fmt: skip
         files = load_draft_model(tmp_path / name, CPU, FULL)
         return files, {**files.network.state_dict(), **files.head.state_dict()}
 
@@ -183,6 +186,12 @@ def test_interrupted_run_ends_where_a_whole_one_does(
     monkeypatch.undo()
     _, cut = train("cut")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    _, on = train("on", start=tmp_path / "whole", rate=0.0)
+    assert all(torch.equal(whole[name], on[name]) for name in whole)
+    assert (tmp_path / "on" / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
+    for wrong in (dict(block=5), dict(depth=1), dict(rank=5), dict(draft_vocab=50)):
+        with pytest.raises(SettingsError, match="to begin with differs from the one to train: in its shape"):
+            train("no", start=tmp_path / "whole", **wrong)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a caller has computed of prompts: the layers of a transformers cache, put into the slots of rows."""
+"""Copies the keys, values and states of a transformers cache, which a caller has computed of prompts, to the slots of rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ADVICE = "Pass the whole text as input_ids without it, or call generate without
 
 @dataclass(frozen=True)
 class GivenPrompts:
-    """Prompts of which a transformers cache holds the beginnings. It is read and never written to.
+    """Prompts whose beginnings are in a transformers cache. It is read and never written to.
 
     Attributes:
         cache: keys, values and states; None if there are none.
         length: tokens that it holds, padding included.
         sources: per prompt, its row of the cache.
-        padding: per prompt, how many of its first tokens there are left padding.
-        last: ``[B, H]``, what the input embedding would give for the last token of each prompt, which is none.
+        padding: per prompt, the number of left padding tokens in that row.
+        last: ``[B, H]``, the input embedding of the last place of each prompt if no token stands there, else None.
     """
 
     cache: Cache | None
@@ -35,7 +35,7 @@ class GivenPrompts:
 
     @property
     def reach(self) -> list[int]:
-        """Per prompt, how many of its tokens the cache holds."""
+        """Per prompt, the number of its tokens in the cache."""
         return [max(self.length - padding, 0) for padding in self.padding]
 
     @property
@@ -44,7 +44,7 @@ class GivenPrompts:
         return [count + (self.last is not None) for count in self.reach]
 
     def put(self, target: Target, buffers: CacheBuffers) -> None:
-        """Puts the prompts' beginnings into the slots of the first rows."""
+        """Copies the prompts' beginnings to the slots of the first rows."""
         if self.cache is None:
             return
         for row, (source, padding) in enumerate(zip(self.sources, self.padding, strict=True)):
@@ -55,7 +55,7 @@ def cached_tokens(cache: Cache) -> int:
     """How many tokens a cache holds, padding included.
 
     Raises:
-        UnsupportedError: it cannot be told.
+        UnsupportedError: layers differ, or cannot be read.
     """
     lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
     if len(lengths) > 1:
@@ -66,10 +66,10 @@ def cached_tokens(cache: Cache) -> int:
 
 
 def check_cache(target: Target, cache: Cache) -> int:
-    """The number of a cache's rows, if each of its layers holds what the model looks back at.
+    """The number of a cache's rows, if each of its layers holds all that the model looks back at.
 
     Raises:
-        InputError: it is no cache of such a model. UnsupportedError: part of it is lost.
+        InputError: it does not fit the model. UnsupportedError: part of the text is missing in it.
     """
     layers, length, rows = _layers(cache), cached_tokens(cache), set()
     stored = [_stored(layer) for layer in layers]
@@ -116,15 +116,15 @@ def check_cache(target: Target, cache: Cache) -> int:
 def put_cache(
     target: Target, buffers: CacheBuffers, row: int, cache: Cache, *, source: int = 0, padding: int = 0
 ) -> int:  # fmt: skip
-    """Copies what a transformers cache holds of one text to the first slots of a row; says how many tokens are in place then.
+    """Copies what a transformers cache holds of one text to the first slots of a row; returns the number of tokens.
 
-    Of layers with a window, the slots that nothing looks back at stay as they are: the text must not be cut to fewer tokens.
+    For layers with a window, slots that are not looked back at stay as they are, so the text must not be shortened later.
 
     Args:
         buffers: of the rows.
-        cache: one that :func:`check_cache` has let pass.
-        source: the text's row there.
-        padding: how many of that row's first tokens are left padding.
+        cache: one that passed :func:`check_cache`.
+        source: the text's row of the cache.
+        padding: the number of left padding tokens in that row.
     """
     length, layers = cached_tokens(cache), _layers(cache)
     count = max(length - padding, 0)
@@ -164,16 +164,16 @@ def _layers(cache: Cache) -> list[Any]:
 
 
 def _stored(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """The last keys and values that a layer holds, ``[B, heads, k, d]`` each; None where it holds none."""
+    """The last keys and values that a layer holds, ``[B, heads, k, d]`` each; None if it holds none."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
         return None
-    count = min(int(layer.get_seq_length()), keys.shape[2])  # a static one has room for more
+    count = min(int(layer.get_seq_length()), keys.shape[2])  # static layers have room for more
     return keys[:, :, :count], values[:, :, :count]
 
 
 def _state(layers: list[Any], number: int, spec: StateSpec) -> Tensor | None:
-    """A recurrent state of a layer, ``[B, …]``; None where the cache has none."""
+    """A recurrent state of a layer, ``[B, …]``; None if the cache has none."""
     try:
         return getattr(layers[number], spec.part)[spec.index]
     except (AttributeError, IndexError, KeyError, TypeError):

@@ -1,20 +1,20 @@
-"""The same bits for a node whatever else is in its block: the sizes on which CPU kernels agree, and a check of them.
+"""The same bits for a node whatever else is in its block: the sizes for which CPU kernels agree, and a check of a model.
 
-Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen), one to three threads; :func:`check` measures the model at hand:
+Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads; :func:`check` measures a given model:
 
-- oneDNN's packed products give a row the same bits for any number of rows from two up. A single row takes another kernel.
+- oneDNN's packed products give a row the same bits for any number of rows from two up. A single row is computed by another kernel.
 - The products with quantized weights (:mod:`~decoders.engine.model.weights.quantized`) give a row the same bits for any number of rows,
   one included.
-- Fused attention works on 32 query rows of a head at a time; one to three left over are summed in another order. Blocks
-  and stretches of text therefore come in multiples of four (:func:`~decoders.engine.model.buckets.row_multiple`).
+- Fused attention works on 32 query rows of a head at a time; a remainder of one to three is summed in another order. Blocks
+  and chunks of text therefore have a multiple of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
 - Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
   :func:`~decoders.engine.model.buckets.view_bucket`.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
-  :func:`align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
-- Softmax sums by slot modulo 16 and the product with the values by groups of slots, so that a path has its bits only where
-  its nodes lie in slots ``base + depth``, that is in a chain or on a tree's first branch. Tokens accepted on other branches
-  are run again in front of the next block (:func:`branch_length`). What was chosen there may be a near-tie's other token.
-- Experts that see a single row take that other kernel too, and how many rows an expert sees depends on the block.
+  :func:`~decoders.engine.model.weights.same_bits.align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
+- Softmax sums by slot modulo 16, and the product with the values by groups of slots. A path therefore has the same bits only if its
+  nodes are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches are run again
+  in front of the next block (:func:`branch_length`); the token chosen there may be the other one of a near-tie.
+- Experts that see a single row use the kernel for one row, too, and how many rows an expert sees depends on the block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .target import Invariance, Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
-    """How many of the last tokens of any row were accepted in other slots than ``base + depth``; path: ``[B, N]`` int64."""
+    """How many of the last tokens of some row were accepted in slots other than ``base + depth``; path: ``[B, N]`` int64."""
     longest = 0
     for nodes, count in zip(path.tolist(), emitted, strict=True):
         moved = next((depth for depth in range(count) if nodes[depth] != depth), count)
@@ -40,17 +40,16 @@ def branch_length(path: Tensor, emitted: list[int]) -> int:
     return longest
 
 
-#: The comparison of branches, whose nodes lie in other slots.
+#: Name of the comparison of branches, whose nodes are in other slots.
 BRANCHES = "the branch of a tree"
-#: That of a block of one node in one row, which quantized weights alone may have.
+#: Name of the comparison with a block of one node in one row, which only quantized weights may use.
 SINGLE = "whether a block has one node"
 
 
 def brief_check(target: Target) -> Invariance | None:
-    """The comparisons that are most likely to differ, where bits matter, in as few passes as that takes; ``decoders doctor MODEL``
-    makes all of them.
+    """The comparisons that are most likely to differ, in as few passes as they take; ``decoders doctor MODEL`` makes all of them.
 
-    None in float32, and of models with recurrent layers, whose steps keep to no sizes for it.
+    None in float32, where bits matter little, and for models with recurrent layers, whose steps do not keep to such sizes.
     """
     if target.recurrent or not low_precision(target.dtype, target.rounds):
         return None
@@ -64,7 +63,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
     Args:
         length: of the text, in tokens.
-        comparisons: how many are made; None is all.
+        comparisons: number of comparisons; None: all.
     """
     compared: dict[str, bool] = {}
     for what, left, right in islice(_comparisons(target, length), comparisons):
@@ -144,11 +143,11 @@ def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:
 
 
 def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What is compared, and the two results. length: of the text, in tokens."""
+    """Names of comparisons, each with its two results. length: of the text, in tokens."""
     text = _Text(target, length)
     read, run, cached = text.read, text.run, text.cached
     plain = read(length)
-    # What is most likely to differ comes first: a brief check stops here.
+    # The comparisons most likely to differ come first, since a brief check stops after some.
     yield "how text is divided into passes", cached(read(12, length - 12)), cached(plain)
     chained = run(plain, CHAIN, DEPTHS)
     if _takes_single(target):

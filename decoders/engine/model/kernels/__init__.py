@@ -1,4 +1,4 @@
-"""Kernels of our own, in Triton: what CUDA runs in the place of masked attention and of products with few rows."""
+"""Our Triton kernels, which replace masked attention and products with few rows on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on tensors of any device: how they are tested without a GPU."""
+    """Whether Triton's interpreter runs the kernels, on tensors of any device. Tests without a GPU use it."""
     return os.environ.get("TRITON_INTERPRET") == "1" and _installed()
 
 
@@ -24,7 +24,7 @@ def _installed() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether kernels run on `device`: on CUDA where Triton is installed, which builds of torch for CUDA bring along on Linux."""
+    """Whether kernels run on `device`: on CUDA if Triton is installed, which is part of CUDA builds of torch on Linux."""
     return _installed() and (device.type == "cuda" or interpreted())
 
 
@@ -34,12 +34,12 @@ _library = torch.library.Library("decoders", "FRAGMENT")
 def operator(schema: str, function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function`, which launches kernels and writes to none of its arguments, as an operator of torch.
 
-    Compilers do not see into it: they call it, and CUDA graphs record its kernels. So no graph is made for certain sizes because a
-    kernel is launched otherwise for them.
+    The operator is opaque to compilers: they call it, and CUDA graphs record its kernels. Otherwise they would make a graph for each
+    size for which a kernel is launched differently.
 
     Args:
         schema: its name in ``torch.ops.decoders``, arguments and result.
-        fake: what it gives, without values.
+        fake: returns a result without values.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -51,7 +51,7 @@ def operator(schema: str, function: Callable[..., Tensor], fake: Callable[..., T
 
 
 def _without_bfloat16(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` with float32 in the place of bfloat16: the interpreter multiplies it as if it were integers."""
+    """`function` with float32 instead of bfloat16, which Triton's interpreter multiplies as if it were integers."""
 
     def widened(*arguments: Any) -> Tensor:
         narrow = [isinstance(value, Tensor) and value.dtype == torch.bfloat16 for value in arguments]

@@ -1,10 +1,10 @@
-"""Attention of a block of nodes to the slot cache, on CUDA: its cost follows each row's length, and no mask over all slots is made.
+"""Attention of a block of nodes to the slot cache, on CUDA. Its cost depends on each row's length, and it needs no mask over all slots.
 
-What the layers need to know travels as a small 4-D tensor in the place of the mask, which model code hands through untouched
-(:func:`pack_mask`). The operator is opaque to the compiler: compiled steps call it, and CUDA graphs record its kernels.
+What layers need to know about the block is passed as a small 4-D tensor in place of the mask (:func:`pack_mask`), which model code
+passes on unchanged. The operator is opaque to the compiler: compiled steps call it, and CUDA graphs record its kernels.
 
-Keys are split among programs at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/) and the parts added in a fixed
-order, so a query's result does not depend on how many queries or rows there are, nor on the capacity of the cache.
+Keys are split among programs at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/) and the parts are added in a
+fixed order, so that a query's result depends neither on the number of queries or rows nor on the capacity of the cache.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from ..cache import LayerSpec
 from . import operator, runs_kernels
 
 NAME = "decoders_kernel"
-#: Bits of a word of visibility.
+#: Bits per word of visibility.
 WORD = 64
-#: Widths of heads that the kernel takes; the products of its tiles are 16 numbers wide at least, and padded to that.
+#: The widest heads that the kernel takes. Narrower ones than 16 are padded.
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Slots of a split in the first two octaves, and splits per octave: parts of 32,768 slots have at most 1,024.
+#: Slots of a split in the first two octaves, and splits per octave: of 32,768 slots, a split has at most 1,024.
 FIRST_SPLIT, OCTAVE = 128, 16
-#: Rows of a tile: one tensor-core instruction's, so that a query's products are the same instructions in every block.
+#: Rows of a tile: those of one tensor-core instruction, so that a query's products use the same instructions in every block.
 ROWS = 16
-#: Rows of a tile of text: prompts are bound by their products.
+#: Rows of a tile of text, more because the time of prompts is that of their products.
 TEXT_ROWS = 64
-#: Text with so many programs keeps a device busy by its queries alone: its keys are not split.
+#: Text whose queries make this many programs keeps a device busy without splitting keys.
 ENOUGH_PROGRAMS = 128
-#: Bytes of the parts that one launch may leave; several rows with long texts are attended to one after the other.
+#: Bytes of the parts of one launch; beyond that, rows are attended to one after the other.
 MOST_SCRATCH = 256 << 20
 
 
 def preferred(device: torch.device) -> bool:
-    """Whether the kernel is what attention='auto' takes on `device`, where it fits."""
+    """Whether attention='auto' means this kernel on `device`, if it fits the model."""
     return device.type == "cuda"
 
 
 def unfit(layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
-    """Why the kernel cannot attend for a model whose cache has this `layout`; None if it can.
+    """Why the kernel cannot be used for a model whose cache has this `layout`; None if it can.
 
     Args:
-        own_layers: how many layers call the attention that they are told to, and not one of their own.
+        own_layers: number of layers that call the attention that their config names, and not their own.
     """
     with_keys = [spec for spec in layout if spec.key_heads]
     if not runs_kernels(device):
@@ -68,12 +68,12 @@ def unfit(layout: Sequence[LayerSpec], own_layers: int, device: torch.device) ->
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """``[B, 1, K, words + 2]`` int64: per node of a block the bits of the nodes that it sees, its offset, and its row's base.
+    """``[B, 1, K, words + 2]`` int64, per node of a block: bits for the nodes that it sees, its offset, and its row's base.
 
     Args:
         base: ``[B]`` int64, slot and position of node 0. It may be negative.
         offsets: ``[B, K]`` int64, positions of the nodes behind `base`.
-        visible: ``[B, N, K]`` bool, for the last ``N`` nodes; None for text, whose tokens see what is in front of them: no words.
+        visible: ``[B, N, K]`` bool, for the last ``N`` nodes. None for text, whose tokens see all tokens in front of them: no words.
     """
     rows, nodes = offsets.shape
     columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]
@@ -86,7 +86,7 @@ def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def split_count(view: int) -> int:
-    """How many splits cover `view` slots; see :func:`~decoders.engine.model.kernels.attention_triton.split_start`."""
+    """The number of splits for `view` slots; see :func:`~decoders.engine.model.kernels.attention_triton.split_start`."""
     first = FIRST_SPLIT * OCTAVE
     octave = max((view - 1) // first, 0).bit_length()
     size = FIRST_SPLIT << max(octave - 1, 0)
@@ -105,7 +105,7 @@ def attend(
         key: ``[B, Hkv, view, D]``, with the block's own keys in their slots.
         value: ``[B, Hkv, view, Dv]``.
         mask: of :func:`pack_mask`.
-        sinks: ``[Hq]``, one more score per head with no value behind it.
+        sinks: ``[Hq]``, an additional score per head that has no value.
         kind: how far the layer looks back.
         scale: of the scores; ``D ** -0.5`` by default.
         softcap: bound of the scores, by tanh.
@@ -118,7 +118,7 @@ def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Same contract as :func:`decoders.engine.model.attention.tree_attention`, with a mask of :func:`pack_mask`."""
+    """As :func:`decoders.engine.model.attention.tree_attention`, with a mask of :func:`pack_mask`."""
     refuse_position_bias(module, given)
     sinks, softcap = given.get("s_aux"), given.get("softcap")
     return attend(query, key, value, attention_mask, sinks, kind_of(module), scaling, softcap), None
@@ -126,16 +126,16 @@ def kernel_attention(
 
 @dataclass(frozen=True)
 class Launch:
-    """How a layer attends: what it may see, and how its queries and keys are dealt out to programs.
+    """What a layer may attend to, and how its queries and keys are distributed to programs.
 
     Attributes:
-        tile: rows of a tile, of queries and heads of one group.
-        tiles: of one row of the batch and key head.
-        splits: of the keys, 0 where they are not split.
-        window: positions that each query looks back, 0 for all.
-        chunk: likewise.
+        tile: rows of a tile: queries times heads of one group.
+        tiles: number of tiles per row of the batch and key head.
+        splits: number of splits of the keys, 0 if they are not split.
+        window: positions that each query looks back, 0: all.
+        chunk: length of the chunks beyond which queries do not look back, 0: none.
         scale: of the scores.
-        softcap: their bound, 0 for none.
+        softcap: bound of the scores, 0: none.
     """
 
     tile: int

@@ -1,8 +1,8 @@
 """The device code of :mod:`.attention`: one program per query tile and split of the keys, and a second kernel that merges splits.
 
 Queries of a GQA group are rows of one tile: row ``r`` is query ``r // G`` of head ``h * G + r % G``. A tile of keys begins at a fixed
-multiple of ``BN`` slots and a split at a fixed slot, so a query's sums run in one order whatever else is in its block or batch. Tiles
-that a query does not see change nothing: their probabilities are zeros.
+multiple of ``BN`` slots and a split at a fixed slot, so that a query's sums have the same order whatever else is in its block or batch.
+Tiles that a query does not see change nothing, since their probabilities are zero.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Sizes that differ from call to call: one binary serves all of them.
+#: Sizes that vary from call to call and are not compiled in.
 VARYING = ("window", "chunk", "view", "nodes", "queries", "splits", "smb", "smn", "rows")
 
 
@@ -27,7 +27,7 @@ def seen_slots(
     base, tile, view, nodes, queries, window, chunk, G: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, TEXT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The first slot, a multiple of ``BN``, and the end of those that some query of a tile may see."""
+    """The range of slots that some query of a tile may see: the first, rounded down to a multiple of ``BN``, and the end."""
     earliest, end = base, base + nodes
     if TEXT:
         earliest = base + tile * M // G
@@ -85,7 +85,7 @@ def attend_kernel(
         )
         score = tl.dot(q, k, input_precision="ieee" if IEEE else None) * scale
         if CAP:
-            # tanh by the exponential function, which every backend of Triton has
+            # tanh written with exp, which every backend of Triton has
             small = tl.exp(-2.0 * tl.abs(score / softcap))
             bent = softcap * (1.0 - small) / (1.0 + small)
             score = tl.where(score < 0, -bent, bent)
@@ -94,7 +94,7 @@ def attend_kernel(
         if TEXT:
             seen = slot[None, :] <= position_q[:, None]
         else:
-            # A tile of 64 slots holds the bits of at most two words, since BN is at most 64.
+            # BN is at most 64, so that a tile of slots has the bits of at most two words.
             word = (tl.zeros([M], tl.int32) + start - base) >> 6
             low = tl.load(own_mask + word, mask=valid & (word >= 0) & (word < WORDS), other=0)
             high = tl.load(own_mask + word + 1, mask=valid & (word >= -1) & (word + 1 < WORDS), other=0)
@@ -111,7 +111,7 @@ def attend_kernel(
             seen = seen & (position_q[:, None] // chunk == position_k[None, :] // chunk)
         score = tl.where(seen & inside[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf less -inf is no number
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
         p = tl.exp(score - finite[:, None])
         shrink = tl.exp(top - finite)
         v = tl.load(
@@ -134,7 +134,7 @@ def attend_kernel(
             shrink = tl.exp(top - finite)
             acc = acc * shrink[:, None]
             total = total * shrink + tl.exp(sink - finite)
-        # Queries in front of a row's beginning see nothing and get zeros.
+        # Queries before the start of a row see nothing and get zeros.
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(
             OUT + b * sob + query[:, None] * son + head[:, None] * soh + dv[None, :], out,
@@ -149,7 +149,7 @@ def merge_kernel(
     BN: tl.constexpr, FIRST: tl.constexpr, OCTAVE: tl.constexpr, TEXT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what the splits of one row gave, an octave of them at a time, from the first slots to the last."""
+    """Adds up the results of the splits of one row, one octave at a time, from the first slots to the last."""
     row, pair = tl.program_id(0), tl.program_id(1)
     b, h = (pair // HEADS).to(tl.int64), pair % HEADS
     base = tl.load(MASK + b * smb + WORDS + 1).to(tl.int32)

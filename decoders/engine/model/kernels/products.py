@@ -1,15 +1,14 @@
-"""Products of few rows, ``x @ matrix.T + bias``, and root-mean-square norms in which a row has the same bits however many rows there
-are.
+"""Products of few rows, ``x @ matrix.T + bias``, and root-mean-square norms, in which a row has the same bits for any number of rows.
 
-cuBLAS takes another kernel for another number of rows, which splits and adds a sum's terms in another order. Here the order of a sum
-depends on the matrix alone: its terms are cut into stretches at fixed places (:func:`plan`), tensor cores add up a stretch from its
-beginning to its end, 16 rows at a time and by the same instruction whatever is beside them, and the stretches are added in their order.
+cuBLAS chooses its kernel by the number of rows, and another kernel adds the terms of a sum in another order. Here the order depends
+only on the matrix: terms are cut into stretches at fixed places (:func:`plan`), tensor cores add up each stretch from beginning to end,
+16 rows at a time by the same instruction whatever the rows are, and the stretches are added in order.
 
-A program reads its part of the matrix once, for up to 128 rows whose sums it holds in registers. Rows are read again for every block
-of outputs, mostly from the second-level cache: 32 or 64 of them are as much as the block's own part of the matrix.
+A program reads its part of the matrix once, for up to 128 rows, whose sums it holds in registers. Rows are read again for every block
+of outputs, mostly from the second-level cache: 32 or 64 rows are as much data as the block's part of the matrix.
 
-PyTorch's mean deals a row of a norm out to more or fewer threads by the number of rows, and inductor chooses the loops of a reduction
-by timing. Here a row is one program, and its width alone decides how that adds up.
+PyTorch's mean distributes a row of a norm to threads depending on the number of rows, and inductor chooses the loops of a reduction by
+timing. Here each row is one program, and the order of its sum depends only on its width.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from . import operator
 
 #: Rows that a tensor core multiplies at once. Fewer cost the same.
 TILE = 16
-#: Row tiles of one program, at most.
+#: Most row tiles of one program.
 MOST_TILES = 8
-#: Products of more rows, of long texts and of large batches, are PyTorch's: there cuBLAS is as fast as the device computes.
+#: PyTorch computes products of more rows (long texts, large batches), for which cuBLAS is as fast as the device allows.
 MOST_ROWS = TILE * MOST_TILES
-#: How many programs a product should have: about two for each of the 132 multiprocessors of an H100. It decides about bits, so that it
-#: is the same on every device.
+#: Programs that a product should have: about two for each of the 132 multiprocessors of an H100. It is the same on every device, since
+#: bits depend on it.
 PROGRAMS = 256
-#: No stretch of a sum is shorter: what it costs to begin one would be more than what it saves.
+#: Shortest stretch of a sum: shorter ones cost more than they save.
 LEAST_STRETCH = 256
 #: Bytes of a row that a program reads at once.
 STEP_BYTES = 128
-#: Steps that are read ahead by number of row tiles, such that two programs fit into a multiprocessor's shared memory.
+#: Steps that are read ahead, by number of row tiles, so that the shared memory of a multiprocessor holds two programs.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
 
 
 class Plan(NamedTuple):
-    """How a product is dealt out to programs.
+    """How a product is distributed to programs.
 
     Attributes:
-        outputs: of one program.
-        stretches: how many parts the sums are cut into.
-        stretch: terms of each but the last.
+        outputs: outputs per program.
+        stretches: number of stretches of a sum.
+        stretch: terms of each stretch but the last.
         step: terms that are read at once.
     """
 
@@ -60,9 +59,9 @@ class Plan(NamedTuple):
 def plan(outputs: int, inputs: int, itemsize: int) -> Plan:
     """How a matrix ``[outputs, inputs]`` is multiplied, by any number of rows.
 
-    Large matrices make programs enough in blocks of 64 outputs, which read the rows half as often as blocks of 32. Small ones are
-    cut along their sums until there are about :data:`PROGRAMS`. 3072 x 2048 becomes 96 blocks of 4 stretches, 2048 x 8192 64 of 4,
-    16384 x 2048 256 of 1.
+    Large matrices have enough programs with blocks of 64 outputs, which read the rows half as often as blocks of 32. The sums of
+    smaller ones are cut into stretches until there are about :data:`PROGRAMS`. 3072 x 2048 becomes 96 blocks of 4 stretches,
+    2048 x 8192 64 of 4, and 16384 x 2048 256 of 1.
     """
     block = 64 if outputs >= 64 * PROGRAMS else 32
     blocks, stretches, step = triton.cdiv(outputs, block), 1, STEP_BYTES // itemsize
@@ -78,7 +77,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     WHOLE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: there is no other stretch."""
+    """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: it is the only stretch."""
     block, part = tl.program_id(0), tl.program_id(1)
     output = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, TILE)
@@ -119,7 +118,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
 def _add_stretches(  # type: ignore[no-untyped-def]
     parts, bias, out, count, outputs, STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr
 ):
-    """``[STRETCHES, count]`` → ``[count]``, in their order; count: rows times outputs."""
+    """``[STRETCHES, count]`` → ``[count]``, added in order; count: rows times outputs."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = place < count
     total = tl.zeros([BLOCK], tl.float32)
@@ -139,14 +138,14 @@ def _few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((*x.shape[:-1], outputs))
     whole, given = stretches == 1, bias is not None
     parts = out if whole else x.new_empty((stretches, rows, outputs), dtype=torch.float32)
-    added = flat if bias is None else bias  # a kernel wants some tensor
+    added = flat if bias is None else bias  # the kernel needs some tensor here
     tiles = 1
     while tiles < MOST_TILES and tiles * TILE < rows:
         tiles *= 2
     _multiply[(triton.cdiv(outputs, block), stretches)](
         flat, matrix, added, parts, rows, outputs, inputs, matrix.stride(0), matrix.stride(1), stretch,
         TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given,
-        # A warp for each 16 outputs: how many there are changes no bits, since none of them has a part of a sum.
+        # A warp per 16 outputs. Their number changes no bits, since no sum is shared by warps.
         num_warps=block // 16, num_stages=STAGES[tiles], enable_fp_fusion=True,
     )  # fmt: skip
     if not whole:

@@ -1,1 +1,1 @@
-"""The weights of a model: packed, fused, quantised and freed; and how changes are noticed."""
+"""The weights of a model: packed, fused, quantized and freed; and how changes to them are noticed."""

@@ -1,5 +1,5 @@
-"""What tells that tensors have been written to: PyTorch's counter, and samples of the contents for what it does not count
-(writes through ``.data``, numpy, under inference mode).
+"""Detects that tensors have been written to: by PyTorch's counter, and by samples of the contents for writes that it does not count
+(through ``.data``, through numpy, in inference mode).
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 from ..torch_compat import local_part, with_parts, writes_counted
 
-#: A sample is so many stretches of at least so many entries, spread evenly, the first and the last entry included. Stretches,
-#: since a cache line costs the same as one entry of it.
+#: A sample has this many stretches of at least this many entries, evenly spaced, including the first and the last entry. Reading a
+#: stretch costs no more than reading one entry, since both load a cache line.
 STRETCHES, ENTRIES = 4, 16
 
 
 def _content_of(tensor: Tensor) -> Callable[[], bytes]:
-    """Reads a sample of a tensor on the CPU; it does not keep the tensor's memory alive. tensor: see :func:`sampled`."""
+    """A function that reads a sample of a tensor on the CPU, without keeping the memory alive. tensor: see :func:`sampled`."""
     rows, width, step = _stretches(tensor)
     size = tensor.element_size()
     memory = (ctypes.c_char * (tensor.numel() * size)).from_address(tensor.data_ptr())
-    # NaNs and signed zeros count: bytes are compared, not numbers.
+    # Bytes are compared, not numbers, so that NaNs equal themselves and signed zeros differ.
     return np.ndarray((rows, width * size), np.uint8, memoryview(memory), strides=(step * size, 1)).tobytes
 
 
 class DeviceSamples:
-    """Samples of tensors of one device and entry size, compared all at once because reading a result waits for the device."""
+    """Samples of tensors of one device and entry size. They are compared together, since each comparison waits for the device."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors, self._pointers = tensors, [t.data_ptr() for t in tensors]
@@ -48,10 +48,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprints:
-    """Samples of all of a model's tensors that can be sampled.
+    """Samples of those of a model's tensors that can be sampled.
 
-    They are looked at in every call, so that what is cheap to know is left to the caller: :attr:`changed` may be asked only
-    while the tensors have the memory that they had.
+    Every call compares them, so this does not check again that the tensors still have the same memory: the caller must know that
+    before it reads :attr:`changed`.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -67,7 +67,7 @@ class Fingerprints:
 
     @property
     def changed(self) -> bool:
-        """Whether any sample differs from what it was."""
+        """Whether any sample differs from the first one."""
         return [look() for look in self._look] != self._content or any(group.changed for group in self._elsewhere)
 
 
@@ -75,7 +75,7 @@ class Snapshot:
     """The state of tensors at one time. Every copy of weights has one, and is renewed when the tensors have changed since.
 
     Attributes:
-        tensors: whose values these are.
+        tensors: the tensors.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -86,22 +86,22 @@ class Snapshot:
 
     @property
     def changed(self) -> bool:
-        """Whether a tensor has been written to since, counted by PyTorch or not, or has other memory."""
+        """Whether a tensor has been written to since, noticed by PyTorch or not, or has other memory."""
         return [state_of(part) for part in self._parts] != self._states or self._samples.changed
 
     def shows(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether it was taken of these tensors, with their present values."""
+        """Whether this is the state of these very tensors, with their present values."""
         return [*map(id, tensors)] == [*map(id, self.tensors)] and not self.changed
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
-    """Where this process has the values of `tensor`, and how often PyTorch saw them being written to."""
+    """The address of this process's part of `tensor`, and how many writes PyTorch has counted."""
     own = local_part(tensor)
     return own.data_ptr(), writes_counted(own)
 
 
 def sampled(tensor: Tensor) -> bool:
-    """Whether the content of `tensor` lies in one piece of memory that can be looked at."""
+    """Whether the content of `tensor` lies in one piece of memory that can be read."""
     if type(tensor) not in (nn.Parameter, nn.Buffer, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -109,7 +109,7 @@ def sampled(tensor: Tensor) -> bool:
 
 
 def _stretches(tensor: Tensor) -> tuple[int, int, int]:
-    """How many stretches, of how many entries, how far apart: the last one ends with the last entry."""
+    """Number of stretches, entries of each, and the distance between their starts. The last one ends with the last entry."""
     n = tensor.numel()
     if n <= STRETCHES * (ENTRIES + STRETCHES):
         return 1, n, 0

@@ -1,4 +1,4 @@
-"""Dense weights that only packed layers need: freed, refused to all that read them, and given back."""
+"""Frees dense weights that only packed layers need, raises errors for whoever reads them meanwhile, and gives them back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .packing import PackedWeight, Packing, freed_error
 
 
 class FreedParameter(nn.Parameter):
-    """Takes the place of a freed weight in a model: it has shape, type and device, and every other use is an error.
+    """Takes the place of a freed weight in a model. It has its shape, type and device; every other use raises an error.
 
     Attributes:
-        freed: true, for those that may not know this class.
+        freed: true, for code that must not import this class.
     """
 
     freed = True
@@ -60,7 +60,7 @@ def _name_of(func: Callable) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
-#: What may be asked of a freed weight.
+#: Attributes and methods that a freed weight has.
 _TOLD = {
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta", "is_sparse",
     "is_quantized", "is_nested", "is_cuda", "is_cpu", "is_mkldnn", "names", "itemsize", "nbytes", WRITE_COUNTER, "size", "dim",
@@ -74,20 +74,20 @@ class FreedWeights:
     """The dense weights that :func:`free_originals` took from a model, and what is needed to give them back.
 
     Attributes:
-        places: the module and the name that a weight has there, the parameter, what stands in for it, its packed copy, and
-            which of that copy's sources it is.
+        places: per weight the module, its name there, the parameter, its stand-in, its packed copy, and its number among that copy's
+            sources.
     """
 
     places: list[tuple[nn.Module, str, nn.Parameter, FreedParameter, PackedWeight, int]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """Memory that the dense weights took."""
+        """Bytes that the dense weights took."""
         return sum({id(weight): weight.dense_nbytes for *_, weight, _ in self.places}.values())
 
 
 class ReadParameters(TorchFunctionMode):
-    """Collects the ids of parameters whose values are read while it is entered. Packed layers read none: they multiply by copies."""
+    """While entered, collects the ids of parameters whose values are read. Packed layers read none: they multiply by copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,14 +101,14 @@ class ReadParameters(TorchFunctionMode):
 
 @torch.no_grad()
 def free_originals(model: nn.Module, packing: Packing, read: Container[int] = ()) -> FreedWeights:
-    """Frees the dense copy of every weight of `model` that only packed layers use; `packing` is of a twin of its tree.
+    """Frees the dense copy of every weight of `model` that only packed layers use.
 
-    Until :func:`restore_originals`, the model itself cannot run, change or be saved: its weights are
-    :class:`FreedParameter`, which say so. Weights that are also looked up (tied embeddings) stay. What ends this halfway leaves the
-    model as it was.
+    Until :func:`restore_originals`, the model itself cannot run, change or be saved: its weights are :class:`FreedParameter`, which
+    raise errors that say so. Weights that are also used as embeddings stay. If this fails, the model is as it was.
 
     Args:
-        read: ids of parameters whose values others than their layers read (:class:`ReadParameters`); they stay, too.
+        packing: of the model's private twin.
+        read: ids of parameters that something besides their layers reads (:class:`ReadParameters`); they stay, too.
     """
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -135,7 +135,7 @@ def free_originals(model: nn.Module, packing: Packing, read: Container[int] = ()
 def _free(
     weight: PackedWeight, places: list[tuple[str, nn.Module, str]], packing: Packing, freed: FreedWeights
 ) -> None:
-    """Frees one matrix in all its `places` (path, module, name), noted in `freed` before anything is lost."""
+    """Frees one matrix in all its `places` (path, module, name). Each is added to `freed` before anything is lost."""
     stands: dict[int, FreedParameter] = {}
     for path, module, name in places:
         original = own_parameters(module)[name]
@@ -145,7 +145,7 @@ def _free(
         twin, _, place = packing.layers[path]
         freed.places.append((module, name, original, stand_in, weight, place))
         own_parameters(module)[name] = stand_in
-        # Layers read the shape, type and device of their weight; the values are never used.
+        # The twin's layers read the shape, type and device of their weight, never its values.
         nothing = torch.full((1, 1), torch.nan, dtype=original.dtype).expand(original.shape)
         own_parameters(twin)[name] = nn.Parameter(nothing, requires_grad=False)
     for _, _, original, _, freed_weight, _ in freed.places:
@@ -157,7 +157,7 @@ def _free(
 
 @torch.no_grad()
 def restore_originals(freed: FreedWeights, packing: Packing) -> None:
-    """Puts the same parameter objects back, with their values bit for bit; parameters set since by others stay."""
+    """Puts the same parameter objects back, with their values bit for bit. Parameters that someone has set since stay."""
     dense: dict[int, list[Tensor]] = {}
     for module, name, original, stand_in, weight, place in freed.places:
         with torch.inference_mode(original.is_inference()):

@@ -1,7 +1,7 @@
 """Linear layers that read the same input, multiplied as one: queries, keys and values; gate and up.
 
-A call of a kernel costs some 15 microseconds whatever it multiplies, and threads meet at its end. A model of 30 small layers
-makes 211 calls in a step, of which 90 can be spared.
+A kernel call costs some 15 microseconds whatever it multiplies, and its threads wait for each other at the end. A model of 30 small
+layers makes 211 calls per step; fusing saves 90 of them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Group = tuple[str, ...]
 
 
 class SharedInputs:
-    """While entered, layers of a module tree give zeros without computing, and it is noted which layer reads which tensor.
+    """While entered, layers of a module tree return zeros without computing, and which layer reads which tensor is noted.
 
     Args:
-        layers: by path; each has one input and gives as many outputs as its weight has rows, or columns (``Conv1D``).
+        layers: by path; each has one input, and an output per row of its weight, or per column (``Conv1D``).
     """
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
@@ -47,7 +47,7 @@ class SharedInputs:
         return x.new_zeros((*x.shape[:-1], outputs))
 
     def groups(self) -> list[Group]:
-        """Layers that were given the same tensor. One that ran twice is in no group, and no two groups ran at the same time."""
+        """Layers that read the same tensor. Layers that ran twice are in no group, and the calls of two groups do not interleave."""
         times = Counter(path for path, _ in self._calls)
         readers: dict[int, list[int]] = {}
         for place, (_, x) in enumerate(self._calls):
@@ -63,12 +63,12 @@ class SharedInputs:
 
 
 def outputs_of(layer: nn.Module) -> int:
-    """How many numbers a linear layer, or GPT-2's ``Conv1D``, gives."""
+    """The number of outputs of a linear layer or of GPT-2's ``Conv1D``."""
     return int(layer.out_features if isinstance(layer, nn.Linear) else layer.nf)  # type: ignore[arg-type]
 
 
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
-    """The parts of groups that can be multiplied as one: consecutive layers of the same `kind`, which is not None."""
+    """The parts of groups that can be multiplied as one: consecutive layers whose `kind` is equal and not None."""
     for what, paths in (part for group in groups for part in itertools.groupby(group, kind)):
         part = tuple(paths)
         if what is not None and len(part) > 1:
@@ -82,7 +82,7 @@ def columns_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class Latest(threading.local):
-    """The last result of each thread for a tensor: layers that read the same tensor compute it once."""
+    """Keeps each thread's last result for a tensor, so that layers that read the same tensor compute it once."""
 
     source: Tensor | None = None
     writes = -1
@@ -90,7 +90,7 @@ class Latest(threading.local):
     result: Any = None
 
     def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
-        """``compute(x)``, or the last result if that was for the same `x`, unwritten since, and the same `by`, both by identity."""
+        """``compute(x)``, or the last result if `x` and `by` are the same objects as then and `x` was not written to since."""
         writes = torch_compat.writes_counted(x)
         if self.source is not x or self.by is not by or self.writes != writes:
             self.source, self.writes, self.by, self.result = x, writes, by, compute(x)
@@ -100,19 +100,19 @@ class Latest(threading.local):
         self.source = self.by = self.result = None
 
 
-#: Products of several layers, each until the last of these has its share.
+#: The joint product of several layers, until the last of them has taken its columns.
 _products = Latest()
 
 
 def share_of(x: Tensor, packed: Tensor, columns: tuple[int, int], multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """One layer's columns of the product that several make: the first one computes it.
+    """One layer's columns of the joint product of several layers, which the first of them computes.
 
     Args:
-        packed: tells whose product it is.
-        columns: first, and one behind the last.
+        packed: identifies the product.
+        columns: the first, and the one behind the last.
         multiply: ``[…, in]`` → ``[…, out]`` of all layers.
     """
-    if torch.compiler.is_dynamo_compiling():  # the compiler leaves one of the equal products
+    if torch.compiler.is_dynamo_compiling():  # the compiler merges the equal products
         return multiply(x)[..., columns[0] : columns[1]]
     product: Tensor = _products.of(x, packed, multiply)
     if columns[1] == product.shape[-1]:

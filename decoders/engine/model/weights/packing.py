@@ -1,6 +1,6 @@
-"""Weight matrices packed once for oneDNN, shared by uncompiled steps, compiled graphs and every use of a model as a draft.
+"""Weight matrices packed once for oneDNN, shared by uncompiled steps, compiled graphs and every use of the model as a draft model.
 
-On CUDA matrices are multiplied as they are, by a kernel of ours (:mod:`.same_bits`): there is nothing to pack, to free or to renew.
+On CUDA a kernel of ours multiplies matrices as they are (:mod:`.same_bits`): there is nothing to pack, free or renew.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """:func:`packed_linear` of any type of `x` and `bias`; the product is computed in that of `packed`."""
+    """:func:`packed_linear` for any type of `x` and `bias`; the product is computed in the type of `packed`."""
     if x.dtype == packed.dtype:
         return packed_linear(x, packed, bias, out_features)
     wide = None if bias is None else bias.to(packed.dtype)
@@ -58,13 +58,13 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) 
 
 
 class _Packed:
-    """What the layers below have in common.
+    """Base of the layers below.
 
     Attributes:
-        packed: ``[out, in]``, opaque; of several layers where these are multiplied as one (:mod:`.fused`).
-        columns: which outputs of that are this layer's; None is all.
-        packed_bias: ``[out]``, of all of them.
-        packed_from: the type of the weight, of which inputs must be and outputs are; `packed` may be of a wider one.
+        packed: ``[out, in]``, opaque; the matrix of several layers if these are multiplied as one (:mod:`.fused`).
+        columns: this layer's columns of the product; None: all.
+        packed_bias: ``[out]``, of all these layers.
+        packed_from: the type of the weight, of inputs and of outputs; `packed` may have a wider type.
     """
 
     packed: Tensor
@@ -80,7 +80,7 @@ class _Packed:
 
 
 class PackedLinear(_Packed, nn.Linear):
-    """An ``nn.Linear`` that multiplies by the packed copy of its weight; ``weight`` and ``bias`` stay for those who read them."""
+    """An ``nn.Linear`` that multiplies by the packed copy of its weight. ``weight`` and ``bias`` can still be read."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.packed_from:
@@ -99,7 +99,7 @@ class PackedConv1D(_Packed, Conv1D):
         return self.product(x, self.nf)
 
 
-#: How a kind of layer is packed: the class that stands in for it, and the matrix ``[out, in]`` that its weight holds.
+#: Per kind of layer: the class that replaces it, and how its weight becomes a matrix ``[out, in]``.
 _KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]] = {
     nn.Linear: (PackedLinear, lambda weight: weight),
     Conv1D: (PackedConv1D, lambda weight: weight.t()),
@@ -118,7 +118,7 @@ class WeightCopy:
         self.settle()
 
     def settle(self) -> None:
-        """Notes that the copy is up to date with the parameters, or is all that is left of them if they were freed."""
+        """Notes that the copy has the parameters' present values, or that these were freed and only the copy is left."""
         self._made_of = Snapshot((*self.sources, *self._more))
 
     @property
@@ -127,13 +127,13 @@ class WeightCopy:
         return self._made_of.changed
 
     def repack(self) -> None:
-        """Copies the parameters' present values into the same tensors: graphs that hold them see them."""
+        """Copies the parameters' present values into the same tensors, which graphs hold."""
         raise NotImplementedError
 
 
 @torch.no_grad()
 def renew(copies: Iterable[WeightCopy]) -> int:
-    """Renews the stale ones in place; returns how many there were."""
+    """Renews stale copies in place; returns how many there were."""
     stale = [copy for copy in copies if copy.stale]
     with torch.inference_mode(False):
         for copy in stale:
@@ -142,11 +142,11 @@ def renew(copies: Iterable[WeightCopy]) -> int:
 
 
 class PackedWeight(WeightCopy):
-    """A matrix in oneDNN's layout, or several that are multiplied as one, below each other.
+    """A matrix in oneDNN's layout, or several that are multiplied as one, stacked by rows.
 
     Attributes:
-        packed: ``[out, in]``, opaque, of the parameters' type or a wider one; the same object for life.
-        bias: ``[out]``, of several layers that have one; likewise, of the type of `packed`.
+        packed: ``[out, in]``, opaque, of the parameters' type or a wider one; always the same object.
+        bias: ``[out]``, of the type of `packed`, for several layers with a bias; always the same object.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class PackedWeight(WeightCopy):
 
     @property
     def dense_nbytes(self) -> int:
-        """Memory of the parameters."""
+        """Bytes of the parameters."""
         return self.packed.numel() * self.sources[0].dtype.itemsize
 
     def dense(self) -> list[Tensor]:
         """The weights in their original layout, bit for bit."""
         whole = self.packed.to_dense().to(self.sources[0].dtype)
-        # Of one matrix no second copy is made, of several each gets memory of its own.
+        # A single matrix is not copied again; each of several gets its own memory.
         parts = [whole] if len(self.sources) == 1 else [part.clone() for part in whole.split(self._rows)]
         return [self._matrix(part).contiguous() for part in parts]
 
@@ -194,7 +194,7 @@ _in_use: weakref.WeakValueDictionary[tuple, PackedWeight] = weakref.WeakValueDic
 
 
 class PackedLayer(NamedTuple):
-    """A module that was packed, and which of its matrix's sources is its own."""
+    """A packed module, its matrix, and the number of its own weight among the matrix's sources."""
 
     module: nn.Module
     weight: PackedWeight
@@ -207,7 +207,7 @@ class Packing:
 
     Attributes:
         weights: one per distinct matrix.
-        layers: every module that was packed, by its path.
+        layers: every packed module, by path.
     """
 
     weights: list[PackedWeight] = field(default_factory=list)
@@ -218,7 +218,7 @@ class Packing:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the packed copies."""
+        """Bytes of the packed copies."""
         return sum(weight.packed.nbytes for weight in self.weights)
 
     def repack(self) -> int:
@@ -230,17 +230,17 @@ class Packing:
 def pack(
     model: nn.Module, smallest: int | None = None, groups: Sequence[Group] = (), exact_products: bool = True
 ) -> Packing:
-    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights, or by a kernel of ours,
-    which on CUDA takes the place of norms, too.
+    """Makes the linear layers of `model`, a private tree, multiply by packed copies of their weights. On CUDA, kernels of ours
+    replace linear layers and norms.
 
-    Packed are plain linear layers with dense weights on the CPU in a type that oneDNN multiplies on this machine. Left
-    alone is all else: subclasses and layers whose ``forward`` was exchanged, quantized and distributed weights,
-    parametrized layers, batched experts, other devices.
+    Only plain linear layers with dense weights on the CPU are packed, of a type that oneDNN multiplies on this machine. Everything
+    else is left alone: subclasses, layers with another ``forward``, quantized and distributed weights, parametrized layers,
+    batched experts, other devices.
 
     Args:
-        smallest: matrices with fewer elements are left alone; None is :data:`SMALLEST`.
-        groups: layers that read the same input. Those of which all are packed alike are multiplied as one.
-        exact_products: whether layers on CUDA give a row the same bits for any number of few rows.
+        smallest: matrices with fewer elements are left alone; None: :data:`SMALLEST`.
+        groups: layers that read the same input. They are multiplied as one if all are packed alike.
+        exact_products: whether layers on CUDA give a row the same bits for any number of rows, as long as these are few.
     """
     smallest = SMALLEST if smallest is None else smallest
     packing = Packing()
@@ -267,13 +267,13 @@ def pack(
 
 
 def _kind(module: Any, smallest: int) -> object:
-    """What layers that are packed as one have in common; None for one that is not packed."""
+    """A value that is equal for layers that can be packed as one; None for a layer that is not packed."""
     kind = packable(module, smallest)
     return None if kind is None else (kind, module.weight.dtype, module.bias is None)
 
 
 def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Module], weight: PackedWeight) -> None:
-    """Makes `layers` of `kind`: they multiply by `weight`, which holds the matrices of all."""
+    """Turns `layers` into layers of `kind`, which multiply by `weight`, the matrices of all of them."""
     if weight not in packing.weights:
         packing.weights.append(weight)
     columns = columns_of([outputs_of(module) for module in layers.values()])
@@ -286,7 +286,7 @@ def _stand_in(packing: Packing, layers: dict[str, nn.Module], kind: type[nn.Modu
 
 
 def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callable[[Tensor], Tensor]] | None:
-    """The class that replaces a plain layer, and how to get its matrix; None if the layer is not plain."""
+    """The class that replaces a plain layer, and how its weight becomes a matrix; None if the layer is not packed."""
     weight = _plain_weight(module)
     if weight is None or weight.device.type != "cpu" or weight.numel() < smallest:
         return None
@@ -294,7 +294,7 @@ def packable(module: nn.Module, smallest: int) -> tuple[type[nn.Module], Callabl
 
 
 def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
-    """The class that stands in for a plain layer, or a norm, on CUDA."""
+    """The class that replaces a plain layer, or a norm, on CUDA; None if none does."""
     weight = _plain_weight(module)
     if weight is None:
         return same_bits.norm_kind(module)
@@ -303,7 +303,7 @@ def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
 
 def _plain_weight(module: nn.Module) -> Tensor | None:
     """The dense weight of a plain linear layer; None for other modules."""
-    weight = torch_compat.own_parameters(module).get("weight")  # of a parametrized or pruned one none
+    weight = torch_compat.own_parameters(module).get("weight")  # parametrized and pruned layers have none
     if type(module) not in _KINDS or weight is None or "forward" in vars(module):
         return None
     plain = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided and weight.dim() == 2
@@ -311,7 +311,7 @@ def _plain_weight(module: nn.Module) -> Tensor | None:
 
 
 def _shared(sources: list[Tensor], matrix: Callable[[Tensor], Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
-    """The packed copy of `sources`; one that this process has already is shared."""
+    """The packed copy of `sources`, shared with others in this process that use it."""
     key = (matrix, *map(place_of, biases))
     return shared_copy(_in_use, sources, key, lambda: PackedWeight(sources, matrix, biases))
 
@@ -322,10 +322,10 @@ Copy = TypeVar("Copy", bound=WeightCopy)
 def shared_copy(
     in_use: weakref.WeakValueDictionary[tuple, Copy], sources: Sequence[Tensor], key: tuple, make: Callable[[], Copy]
 ) -> Copy:
-    """The copy of `sources` that is in use, else a new one by `make`. key: what distinguishes copies of the same sources."""
+    """The copy of `sources` that is in use, else a new one by `make`. key: distinguishes different copies of the same sources."""
     key = (*key, len(sources), *map(place_of, sources))
     copy = in_use.get(key)
-    # The copy's own parameters keep the memory from being used by another, unless their data have been exchanged.
+    # The copy keeps its parameters, and thereby their memory, unless their data have been exchanged.
     moved = copy is not None and [s.data_ptr() for s in copy.sources] != [s.data_ptr() for s in sources]
     if copy is None or copy.stale or moved:
         with torch.inference_mode(False):
@@ -334,7 +334,7 @@ def shared_copy(
 
 
 def place_of(tensor: Tensor) -> tuple:
-    """The memory that a tensor shows, and its layout."""
+    """The address of a tensor's memory, and its type and layout."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

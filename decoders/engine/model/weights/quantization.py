@@ -1,4 +1,4 @@
-"""Which matrices are quantized: those that a library quantized, and all where the setting asks for it."""
+"""Chooses the matrices that are quantized: those that a library has quantized, and all others if the setting asks for it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Scheme = Literal["int8", "int4"]
 
 
 def scheme_of(weights: str) -> Scheme | None:
-    """What the setting `weights` asks to be quantized to; None: nothing."""
+    """The quantization that the setting `weights` asks for; None: none."""
     return weights if weights in get_args(Scheme) else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """In which precision an engine keeps what it holds for a model, None for the model's own, and how it adds up.
+    """The precision of what an engine holds for a model; None: the model's own.
 
     Attributes:
         weights: of the packed matrices.
@@ -52,11 +52,11 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """Whether it is lower than the model's own."""
+        """Whether it is lower than the model's."""
         return self.weights is not None or self.cache is not None
 
     def check(self, device: torch.device, weights: str = "weights") -> None:
-        """Raises UnsupportedError where `device` has no kernels for it. weights: the setting that asks for them."""
+        """Raises UnsupportedError if `device` has no kernels for it. weights: name of the setting in the message."""
         for setting, value in ((weights, self.weights), ("kv_cache", self.cache)):
             if value is not None and device.type != "cpu":
                 raise UnsupportedError(
@@ -67,17 +67,17 @@ class Precision:
 
 @dataclass(frozen=True)
 class Made:
-    """A quantized matrix: the class of layer that multiplies by it, and the attributes that this has."""
+    """A quantized matrix: the class of layer that multiplies by it, and the attributes of that layer."""
 
     layer: type[nn.Module]
     attributes: dict[str, Any]
 
 
 class QuantizedWeight(WeightCopy):
-    """A matrix as a kernel wants it.
+    """A matrix in the form that a kernel takes.
 
     Attributes:
-        made: layer and attributes; tensors in it are the same objects for life.
+        made: layer and attributes; its tensors are always the same objects.
     """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], Made]) -> None:
@@ -96,13 +96,13 @@ class QuantizedWeight(WeightCopy):
         self.settle()
 
 
-#: In use anywhere in the process: two engines that share a parameter share its quantized copy.
+#: Copies in use anywhere in the process: two engines that share a parameter share its quantized copy.
 _in_use: weakref.WeakValueDictionary[tuple, QuantizedWeight] = weakref.WeakValueDictionary()
 
 
 @dataclass
 class Quantized:
-    """What :func:`quantize` did to a module tree. layers: every module that was exchanged, by path, with its matrix."""
+    """What :func:`quantize` did to a module tree. layers: every replaced module, by path, with its matrix."""
 
     layers: dict[str, tuple[nn.Module, QuantizedWeight]] = field(default_factory=dict)
 
@@ -112,12 +112,12 @@ class Quantized:
         return list({id(weight): weight for _, weight in self.layers.values()}.values())
 
     def repack(self) -> None:
-        """Quantizes again, in place, what has been written to since."""
+        """Quantizes weights that were written to again, in place."""
         renew(self.weights)
 
     @functools.cached_property
     def dequantizable(self) -> bool:
-        """Whether long texts are read faster with some of the matrices made wider ones first."""
+        """Whether long texts are read faster if some of the matrices are dequantized first."""
         kinds = WeightInt4Linear | WeightInt4Conv1D
         return any(isinstance(module, kinds) and module.dequantizable for module, _ in self.layers.values())
 
@@ -132,13 +132,13 @@ def quantize(
 ) -> Quantized:
     """Makes layers of `model`, a private tree, multiply by quantized matrices.
 
-    Layers whose weights a library has quantized keep those very values and get a kernel for them, if there is one. With a
-    `scheme`, dense layers get quantized copies of their weights as well: ``int8`` all of them, ``int4`` all whose sizes the
-    kernel takes but the output `head`, the others ``int8``.
+    Layers that a library has quantized keep its very values and get a kernel for them, if there is one. With a `scheme`, dense layers
+    get quantized copies of their weights. ``int8`` applies to all of them; ``int4`` to all but the output `head` and those whose
+    sizes the kernel does not take, which get ``int8``.
 
     Args:
-        smallest: matrices with fewer elements are left alone; None is that of packing.
-        groups: layers that read the same input. Those of which all are quantized alike by the `scheme` are multiplied as one.
+        smallest: matrices with fewer elements are left alone; None: as for packing.
+        groups: layers that read the same input. They are multiplied as one if the `scheme` quantizes all alike.
     """
     smallest = SMALLEST if smallest is None else smallest
     quantized = Quantized()
@@ -166,7 +166,7 @@ def quantize(
 
 
 def rounds_activations(model: nn.Module) -> bool:
-    """Whether a library's layers of `model` round what they read: to int8, say."""
+    """Whether layers of `model` that a library has quantized round their inputs, to int8 for instance."""
     quantized = ("act_quant_kwargs", "activation_quantization")
     for module in model.modules():
         weight = torch_compat.own_parameters(module).get("weight")
@@ -182,7 +182,7 @@ def _shared(sources: list[Tensor], key: tuple, make: Callable[[], Made]) -> Quan
 
 
 def _kind(module: Any, scheme: Scheme, smallest: int) -> tuple | None:
-    """What layers that are quantized as one have in common: how they are packed, their type, whether 4 bits will do."""
+    """A value that is equal for layers that can be quantized as one: how they are packed, their type, whether 4 bits are possible."""
     kind = packable(module, smallest)
     if kind is None:
         return None
@@ -191,7 +191,7 @@ def _kind(module: Any, scheme: Scheme, smallest: int) -> tuple | None:
 
 
 def _asked_for(modules: list[nn.Module], scheme: Scheme, smallest: int) -> QuantizedWeight | None:
-    """Quantized copies of dense layers' weights, as one matrix; several layers are of one kind."""
+    """The quantized weights of dense layers of one kind, as one matrix."""
     kind = _kind(modules[0], scheme, smallest)
     if kind is None:
         return None
@@ -222,7 +222,7 @@ def _int8(levels: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool, g
     """The fastest layer for int8 weights ``[out, in]`` with one scale per output, float32.
 
     Args:
-        given: a library's, whose roundings count. In float32 activations in two bytes would be too coarse for them.
+        given: whether a library quantized them, whose results must be met; activations of two bytes are too coarse for float32.
     """
     if torch_compat.multiplies_int8():
         packed, zero = torch_compat.reorder_int8(levels.contiguous()), torch.zeros(len(scale), dtype=torch.int32)
@@ -238,9 +238,10 @@ def _int8(levels: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool, g
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:
-    """The quantized weight that a layer has already, if there is a kernel for its format.
+    """The weight of a layer that a library has quantized, if there is a kernel for its format.
 
-    Told by what the weight holds: ``qdata``, ``scale`` and ``block_size``, as torchao's do, and no quantized activations.
+    The format is recognized by attributes of the weight: ``qdata``, ``scale`` and ``block_size``, as in torchao, and no quantized
+    activations.
     """
     weight: Any = torch_compat.own_parameters(module).get("weight") if isinstance(module, nn.Linear) else None
     levels, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
@@ -268,7 +269,7 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
         packed = torch_compat.reorder_int4(levels.to(torch.int32) + 8)
         return Made(WeightInt4Linear, dict(packed=packed, scale=scales, group=block[1]))
 
-    # Where no kernel is fast without rounding more than the library does, its own layer stays.
+    # If every fast kernel rounds more than the library does, the library's layer stays.
     fast = dtype == torch.bfloat16 or torch_compat.multiplies_int8()
     if target == torch.int8 and zeros and block in ((1, columns), (rows, columns)) and fast:
         return _shared(sources, ("given int8", dtype), int8)

@@ -10,13 +10,13 @@ kernel             weights                                    activations
 ``weight_int4``    4 bits, step and offset per group          in bfloat16
 =================  =========================================  ==============================================
 
-``int8`` is oneDNN's product of bytes, whose sums are whole numbers. With one byte per activation, outliers leave little of the
-rest (SmolLM2-135M: a KL divergence of 0.045 per token, 4 bits per weight cost 0.013); with two, 0.002 is left. A row then counts
-as two rows of bytes, which is still the fastest of the products with int8 weights where there is VNNI.
+``int8`` is oneDNN's product of bytes, whose sums are integers. With one byte per activation, outliers leave few levels for the other
+numbers (SmolLM2-135M: a KL divergence of 0.045 per token, where 4 bits per weight cost 0.013); with two bytes it is 0.002. A row then
+counts as two rows of bytes, which is still the fastest product with int8 weights on CPUs with VNNI.
 
-The others multiply bfloat16 alone: of other types PyTorch's kernels take one number at a time, and 30 times as long. ``weight_int4``
-takes as long for every row as for the one before. Long texts are read otherwise where that pays
-(:func:`dequantized_products`): the matrix is made one of bfloat16 or float32, and multiplied by as such.
+The others multiply only bfloat16: for other types PyTorch's kernels work on one number at a time and take 30 times as long. The time
+of ``weight_int4`` is proportional to the number of rows. For long texts the matrix is therefore dequantized to bfloat16 or float32
+first where that is faster (:func:`dequantized_products`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from transformers.pytorch_utils import Conv1D
 from .. import torch_compat
 from .fused import Latest, share_of
 
-#: Weights of one row that share a step and an offset: the smallest that the kernel knows.
+#: Weights of one row that share a step and an offset: the smallest number that the kernel supports.
 GROUP = 32
-#: Tokens from which on a text is long: what making a wider matrix costs is 40 rows of the kernel, and products take the rest.
+#: Number of tokens from which on a text is long: dequantizing costs as much as 40 rows of the kernel, and the products the rest.
 LONG_TEXT = 96
-#: Numbers of what is computed on the way that are in memory at a time: above 32 MiB the C library fetches new pages for each.
+#: Largest temporary tensor, in elements: above 32 MiB the C library fetches new pages for each.
 TEMPORARY = 2**20
-#: Shares of a group's range that are tried for its 16 values: outliers may be cut off where the sum of squares gains.
+#: Shares of a group's range that are tried for its 16 values: cutting off outliers may reduce the sum of squares.
 CUTS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 
 _library = torch.library.Library("decoders", "FRAGMENT")
@@ -67,7 +67,7 @@ def _(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
 
 
 def use_quantized_kernels() -> None:
-    """Lets inductor call the kernels itself."""
+    """Makes inductor call the kernels directly."""
     operators = torch.ops.decoders
     torch_compat.lower_to_quantized_kernels(
         operators.multiply_int8.default, operators.multiply_weight_int8.default, operators.multiply_int4.default
@@ -75,23 +75,24 @@ def use_quantized_kernels() -> None:
 
 
 def kernel(name: str) -> Any:
-    """A kernel of :mod:`~decoders.engine.model.torch_compat`, as an operator while it is traced."""
+    """A kernel of :mod:`~decoders.engine.model.torch_compat`, or its operator during tracing."""
     # Not is_compiling(): in torch 2.13 that is true in every thread while one of them compiles.
     return getattr(torch.ops.decoders if torch.compiler.is_dynamo_compiling() else torch_compat, name)
 
 
 def quantize_activations(x: Tensor, digits: int = 2) -> tuple[Tensor, Tensor]:
-    """Rows of `x` ``[rows, in]`` as whole numbers of two or three bytes, and what 1 stands for, ``[rows, 1]`` float32.
+    """Rows of `x` ``[rows, in]`` as integers of two or three bytes.
 
     Returns:
-        ``[digits·rows, in]`` uint8, first all upper bytes, the lowest ones last; 128 is the zero of each.
+        ``[digits·rows, in]`` uint8, first all upper bytes, the lowest ones last; 128 stands for zero in each. And the value of 1,
+        ``[rows, 1]`` float32.
     """
-    most = 127 * 256 ** (digits - 1)  # the upper byte then is at most 127
+    most = 127 * 256 ** (digits - 1)  # so that the upper byte is at most 127
     step = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-20) / most
     left, parts = (x / step).round_(), []
     for place in range(digits - 1, 0, -1):
         unit = 256**place
-        below = 128 * (unit - 1) // 255  # what all bytes below it can take away at most
+        below = 128 * (unit - 1) // 255  # the most that all lower bytes can subtract
         parts.append(left.add(below).div_(unit).floor_())
         left = left.sub_(parts[-1], alpha=unit)
     return torch.cat([*parts, left]).add_(128).to(torch.uint8), step
@@ -104,19 +105,19 @@ def _quantized(x: Tensor, digits: int) -> tuple[Tensor, Tensor]:
     def rows(x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_activations(x.reshape(-1, x.shape[-1]), digits)
 
-    if torch.compiler.is_dynamo_compiling():  # the compiler sees for itself what is computed twice
+    if torch.compiler.is_dynamo_compiling():  # the compiler merges equal computations
         return rows(x)
     result: tuple[Tensor, Tensor] = _activations.of(x, digits, rows)
     return result
 
 
 class _Quantized:
-    """What the layers below have in common.
+    """Base of the layers below.
 
     Attributes:
-        packed: the matrix; of several layers where these are multiplied as one (:mod:`.fused`).
-        scale: what its numbers stand for, of the same layers.
-        columns: which outputs of that are this layer's; None is all.
+        packed: the matrix; that of several layers if these are multiplied as one (:mod:`.fused`).
+        scale: the scales of `packed`.
+        columns: this layer's columns of the product; None: all.
     """
 
     packed: Tensor
@@ -134,9 +135,9 @@ class _Quantized:
 
 class _Int8(_Quantized):
     zero: Tensor
-    #: ``[out]`` of the type of the activations: multiplies what has been rounded to that type, as torchao's product does.
+    #: ``[out]`` of the type of the activations: a scale applied after rounding to that type, as in torchao.
     after: Tensor | None
-    #: Bytes of an activation: three where a library's float32 counts to the last bit.
+    #: Bytes per activation: three for a library's float32 results to the last bit.
     digits: int
 
     def product(self, x: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class _Int8(_Quantized):
         return product.reshape(*x.shape[:-1], self.scale.shape[0])
 
     def _product(self, x: Tensor, rows: Tensor, step: Tensor) -> Tensor:
-        """``[rows, out]``. rows, step: `x` as :func:`quantize_activations` has it."""
+        """``[rows, out]``. rows, step: of :func:`quantize_activations`."""
         out = self.scale.shape[0]
         sums = kernel("multiply_int8")(rows, self.packed, self.scale, self.zero, out).view(self.digits, -1, out)
         product = sums[-1]
@@ -175,7 +176,7 @@ _reading = _Reading()
 
 @contextmanager
 def dequantized_products() -> Iterator[None]:
-    """Within it this thread dequantizes 4-bit matrices before it multiplies by them; this rounds otherwise than the kernel."""
+    """Within it this thread dequantizes 4-bit matrices before it multiplies, which rounds differently from the kernel."""
     before, _reading.dequantizes = _reading.dequantizes, True
     try:
         yield
@@ -188,14 +189,14 @@ class _WeightInt4(_Quantized):
 
     @property
     def dequantizable(self) -> bool:
-        """Whether dequantized products are faster for long texts, and the layout of this matrix allows them."""
+        """Whether the layout of this matrix allows dequantizing it, and that is faster for long texts."""
         if torch_compat.dequantized_type() is None:
             return False
         block = torch_compat.int4_block()
         return block > 0 and self.scale.shape[1] % block == 0
 
     def _dequantizes(self, x: Tensor) -> bool:
-        # Of a long text the head is given a few tokens, and an expert some.
+        # Even of a long text, the output head and experts read only a few tokens.
         return self.dequantizable and x.numel() >= LONG_TEXT * x.shape[-1]
 
     def product(self, x: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class _WeightInt4(_Quantized):
 
 
 class Int8Linear(_Int8, nn.Linear):
-    """An ``nn.Linear`` with int8 weights, multiplied by bytes."""
+    """An ``nn.Linear`` with int8 weights and quantized activations."""
 
 
 class WeightInt8Linear(_WeightInt8, nn.Linear):
@@ -244,7 +245,7 @@ def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     for cut in CUTS:
-        # What the kernel multiplies by is bfloat16: rounded first, the levels fit what it has.
+        # The kernel's steps and offsets are bfloat16: they are rounded first, so that the levels fit them.
         step = ((high - low) * cut / 15).clamp_min(1e-20).to(torch.bfloat16).float()
         middle = ((high + low) / 2 + step / 2).to(torch.bfloat16).float()
         levels = ((groups - middle) / step + 8).round().clamp(0, 15)

@@ -1,4 +1,4 @@
-"""Layers that stand in for a model's own so that a row has the same bits whatever else is in its block."""
+"""Layers that replace a model's own so that a row has the same bits whatever else is in its block."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .. import torch_compat
 from ..kernels import runs_kernels
 from .twin import share_weights
 
-#: ATen gives a thread at least so many elements, and whole multiples of two vectors are never computed one by one.
+#: ATen gives each thread at least GRAIN elements, and never computes whole multiples of TWO_VECTORS with scalar code.
 GRAIN, TWO_VECTORS = 32768, 64
-#: Activations of torch that work by element and have both a vector form and another scalar one.
+#: Elementwise activations of torch whose vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
 
 
 class _FewRows:
-    """Base of the layers below. They read their parameters in place, so that no copy can go stale."""
+    """Base of the layers below. They read their parameters directly, so that there is no copy that could be stale."""
 
     def matrix(self) -> Tensor:
         """``[out, in]``, of any strides."""
@@ -35,7 +35,7 @@ class _FewRows:
 
         matrix = self.matrix()
         if x.dtype != matrix.dtype:
-            return super().forward(x)  # type: ignore[misc]  # of the layer that it stands in for
+            return super().forward(x)  # type: ignore[misc]  # of the layer that it replaces
         return few_rows_linear(x, matrix, self.bias)  # type: ignore[attr-defined]
 
 
@@ -50,31 +50,31 @@ class FewRowsConv1D(_FewRows, Conv1D):
         return self.weight.t()
 
 
-#: By the kind of layer: the class that stands in for it.
+#: Per kind of layer, the class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether the kernel takes a matrix: in 16 bits, on a device that has its instructions. The CPU's products are packed ones.
+    """Whether the kernel multiplies by a matrix: in 16 bits, on a device that has its instructions. On the CPU matrices are packed.
 
-    In float32 a sum's order decides next to nothing, and the kernel would be slow.
+    In float32 the order of a sum hardly matters, and the kernel would be slow.
     """
     return weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device)
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether the kernel runs on `device`; NVIDIA's have had its instructions since Ampere."""
+    """Whether the kernel runs on `device`; NVIDIA GPUs since Ampere have its instructions."""
     if device.type != "cuda" or not runs_kernels(device):
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-#: What the constant of a norm is called.
+#: Names of the epsilon in norms of transformers and torch.
 EPSILONS = ("variance_epsilon", "eps")
 
 
 class Formula(NamedTuple):
-    """In which way a norm computes ``x / sqrt(mean(x²) + epsilon) * weight``.
+    """How a norm computes ``x / sqrt(mean(x²) + epsilon) * weight``.
 
     Attributes:
         epsilon: the constant.
@@ -87,7 +87,7 @@ class Formula(NamedTuple):
     rounded_first: bool
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As models of transformers compute it. x: ``[…, H]``, weight: ``[H]``."""
+        """The norm as models of transformers compute it. x: ``[…, H]``, weight: ``[H]``."""
         wide = x.float()
         quotient = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         factor = 1.0 + weight.float() if self.one_added else weight
@@ -95,7 +95,7 @@ class Formula(NamedTuple):
 
 
 def norm_kind(module: nn.Module) -> type[nn.Module] | None:
-    """The class that stands in for a root-mean-square norm in 16 bits on a device that has the kernel; None for all else."""
+    """The class that replaces a root-mean-square norm in 16 bits on a device that has the kernel; None for other modules."""
     own, epsilons = (
         torch_compat.own_parameters(module),
         [vars(module)[name] for name in EPSILONS if name in vars(module)],
@@ -115,7 +115,7 @@ def norm_kind(module: nn.Module) -> type[nn.Module] | None:
 
 @torch.no_grad()
 def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
-    """The formula of which `module` gives the bits on random numbers, with a random weight: its own may be ones."""
+    """The formula with the same bits as `module` on random numbers. It is tried with a random weight, since its own may be ones."""
     weight = torch_compat.own_parameters(module)["weight"]
     assert weight is not None
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +124,7 @@ def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
     torch_compat.own_parameters(tried)["weight"] = nn.Parameter(scale[0])
     try:
         out = type(module).forward(tried, x)
-    except Exception:  # it takes something else
+    except Exception:  # it has other arguments
         return None
     formulas = (Formula(epsilon, one_added, first) for one_added in (False, True) for first in (True, False))
     return next((f for f in formulas if isinstance(out, Tensor) and torch.equal(out, f(x, scale[0]))), None)
@@ -143,7 +143,7 @@ def _stand_in(plain: Any, formula: Formula) -> type[nn.Module]:
 
 
 def align_activations(model: nn.Module) -> None:
-    """Makes the activations of a private twin give an element the same bits wherever it lies in its tensor."""
+    """Makes the activations of a private twin give an element the same bits wherever it is in its tensor."""
     for module in model.modules():
         plain = type(module)
         elementwise = plain in ELEMENTWISE or sys.modules.get(plain.__module__) is activations
@@ -153,7 +153,7 @@ def align_activations(model: nn.Module) -> None:
 
 @functools.cache
 def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that stands in for `plain`: it pads what would leave a thread a part of a vector."""
+    """The class that replaces `plain`: it pads its input so that every thread has whole vectors."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -161,7 +161,7 @@ def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
         count = x.numel()
         threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
         spare = -count % (TWO_VECTORS * threads)
-        # A strided input is computed row by row.
+        # Strided inputs are computed row by row.
         if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
             return plain.forward(self, x)
         return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)

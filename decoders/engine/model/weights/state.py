@@ -1,4 +1,4 @@
-"""Notices changes of a model: its weights, its modules, the code that they run, the values of its config."""
+"""Notices changes to a model: to its weights, its modules, the code that they run, and the values of its config."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, m
 from .fingerprints import state_of
 from .twin import DEPTH, HELPERS, INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 
-#: Attributes that no state of a model has.
+#: Attributes that are not part of a model's state.
 _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
-#: How many entries of one container are looked at.
+#: Of larger containers only the size is compared.
 _ENTRIES = 1000
-#: Of how many numbers of an array it is seen that they have changed.
+#: Numbers of an array that are compared, about.
 _SAMPLES = 65_536
-#: Packages whose hooks keep what is no user's.
+#: Packages whose hooks hold nothing of the user's.
 _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "decoders"}
 
 
 @dataclass(frozen=True)
 class WeightState:
-    """A model's weights and modules as they were when they were looked at.
+    """A model's weights and modules at one time.
 
     Attributes:
-        modules: changes whenever a weight is exchanged for another tensor, resized or cast, whenever a module is exchanged,
-            hooked or switched, whenever an attribute of one is set to something else, and whenever a value of a config is.
-        code: changes whenever a function that they run is exchanged, or one is hooked to all modules there are.
-        contents: changes whenever something is written into what attributes hold (dicts, lists, tensors, helper objects), or a plain
-            value that a hook reads is another one.
-        values: changes whenever a weight is written in place or gets other data, or a tensor that a hook reads is.
+        modules: changes when a weight is replaced by another tensor, resized or cast, when a module is replaced, gets a hook or
+            another mode, and when an attribute of a module or a value of a config is set to something else.
+        code: changes when a function that they run is replaced, or when a hook for all modules is registered.
+        contents: changes when something is written into the objects that attributes hold (dicts, lists, tensors, helper objects), or
+            when a plain value that a hook reads changes.
+        values: changes when a weight, or a tensor that a hook reads, is written in place or gets other data.
     """
 
     modules: tuple
@@ -84,12 +84,12 @@ class WeightState:
         return cls((shapes, tuple(modules)), code, tuple(held), tuple(map(state_of, (*tensors, *loose))))
 
     def replaces(self, other: WeightState) -> bool:
-        """Whether only values and contents differ from `other`, which running the model sees without further work."""
+        """Whether only values and contents differ from `other`: the model then runs with them without further work."""
         return self.modules == other.modules and self.code == other.code
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """All tensors that modules of `model` hold, this process's parts of them: parameters, buffers, and plain attributes."""
+    """This process's parts of all tensors that modules of `model` hold: parameters, buffers, and plain attributes."""
     loose = [
         value
         for module in model.modules()
@@ -100,7 +100,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _content(value: Any, depth: int) -> object:
-    """Something that differs whenever what `value` holds does."""
+    """A key that changes when the content of `value` does."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -124,7 +124,7 @@ def _content(value: Any, depth: int) -> object:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object keeps, in slots too."""
+    """The attributes of an object, including those in slots."""
     slots = [name for kind in type(value).__mro__ for name in _names_of(vars(kind).get("__slots__", ()))]
     return {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
 
@@ -138,7 +138,7 @@ def _other_content(value: Any) -> object:
 
 
 def read_by(hook: Any, depth: int = HELPERS) -> list[object]:
-    """What a user's hook reads besides its arguments: tensors and plain values, also those inside objects that it holds."""
+    """The tensors and plain values that a user's hook reads besides its arguments, including those in objects that it holds."""
     if isinstance(hook, functools.partial):
         kept: list[Any] = [hook.func, *hook.args, *hook.keywords.values()]
     elif isinstance(hook, types.MethodType):
@@ -164,7 +164,7 @@ def read_by(hook: Any, depth: int = HELPERS) -> list[object]:
 
 @functools.cache
 def _opaque(kind: type) -> bool:
-    """Whether objects of this class are not looked into: modules, configs, functions, and what libraries made."""
+    """Whether the content of such objects is not compared: modules, configs, functions, and objects of libraries."""
     if issubclass(kind, (dict, list, tuple, set, frozenset, bytearray, types.SimpleNamespace, Tensor)):
         return False
     made_by = kind.__module__.partition(".")[0]
@@ -188,12 +188,12 @@ _VALUES = frozenset(PLAIN)
 
 
 def config_state(config: PreTrainedConfig, other: Callable[[Any], object], depth: int = DEPTH) -> tuple[object, ...]:
-    """Something that differs whenever a value of `config`, or of a config in it, does.
+    """A key that changes when a value of `config`, or of a config in it, does.
 
-    It is asked for before every call, hence no copy and no ``to_dict``: some five microseconds.
+    It is computed before every call, so it makes no copy and calls no ``to_dict``, and takes some five microseconds.
 
     Args:
-        other: the same for what is neither a plain value nor a container nor a config.
+        other: the key of a value that is neither plain nor a container nor a config.
     """
     return tuple(
         [
@@ -212,7 +212,7 @@ def _state(value: Any, other: Callable[[Any], object], depth: int) -> object:
     if isinstance(value, PreTrainedConfig):
         return id(value), config_state(value, other, depth - 1)
     if isinstance(value, (list, tuple)):
-        # Entries for each layer: a kind of attention, a window.
+        # Often values per layer, such as kinds of attention or windows.
         return (
             tuple(value) if _VALUES.issuperset(map(type, value)) else tuple(_state(v, other, depth - 1) for v in value)
         )
@@ -223,15 +223,15 @@ def _state(value: Any, other: Callable[[Any], object], depth: int) -> object:
     return other(value)
 
 
-#: What a place holds now: functions with their code and defaults, classes and other callables, plain values.
+#: What the watched places hold: functions with their code and defaults, classes and other callables, plain values.
 Code = tuple[object, ...]
 
 
 class _Watched:
-    """The places of the functions that the forward pass of one class names, and what was last found there.
+    """The attributes and globals that the forward pass of one class refers to.
 
     Attributes:
-        code: what lies there, functions of the class first.
+        code: what they held when this was created, those of the class first.
     """
 
     def __init__(self, kind: type[nn.Module]) -> None:
@@ -253,9 +253,8 @@ _watched: dict[type, _Watched] = {}
 def forward_code(kinds: Iterable[type[nn.Module]]) -> tuple[Code, ...]:
     """The functions that modules of these classes run: ``forward``, methods that it calls, and functions of their modeling files.
 
-    It differs whenever one of them, or its code, was exchanged, or a plain value that they name in their class or file. Functions of
-    torch, and those of transformers outside its modeling files, are taken as they are named there: what they call themselves is
-    not looked at.
+    It changes when one of them, or its code, is replaced, and when a plain value does that they refer to in their class or file.
+    Functions that torch calls internally, or transformers outside its modeling files, are not compared.
     """
     return tuple([_code_of(kind) for kind in kinds])
 
@@ -266,9 +265,9 @@ def _code_of(kind: type[nn.Module]) -> Code:
         try:
             if known.read() == known.code:
                 return known.code
-        except (AttributeError, KeyError):  # taken away since
+        except (AttributeError, KeyError):  # deleted since
             pass
-    known = _watched[kind] = _Watched(kind)  # what runs now may name others
+    known = _watched[kind] = _Watched(kind)  # the code that runs now may refer to others
     return known.code
 
 
@@ -277,7 +276,7 @@ def _several(getter: Callable[..., Callable[[Any], Any]], names: list[str]) -> C
 
 
 def _places(kind: type[nn.Module]) -> tuple[list[str], list[tuple[dict[str, Any], list[str]]]]:
-    """The attributes of `kind`, and names by the globals they are in, that hold what its forward pass may call."""
+    """The attributes of `kind`, and the names in each dict of globals, that its forward pass may refer to."""
     attributes = {"forward": None}
     spaces: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
     waiting: list[Any] = [kind.forward]
@@ -307,7 +306,7 @@ def _places(kind: type[nn.Module]) -> tuple[list[str], list[tuple[dict[str, Any]
 
 
 def _plain(value: Any) -> types.FunctionType | None:
-    """The Python function that a call of `value` runs, if there is one."""
+    """The Python function that calling `value` runs, if there is one."""
     while isinstance(value, (functools.partial, types.MethodType)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     return value if isinstance(value, types.FunctionType) else None
@@ -329,7 +328,7 @@ def _looked_into(function: types.FunctionType) -> bool:
 
 
 def global_names(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a function's code, and in that of functions within."""
+    """The names of globals and attributes in a function's code and in the functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

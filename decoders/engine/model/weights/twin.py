@@ -1,4 +1,4 @@
-"""A model's private twin: modules of its own over the same weights; and one cut off behind its first layers."""
+"""A model's private twin, with other modules over the same weights; and a twin that has only the first layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ....errors import SettingsError, UnsupportedError
 
 #: Attributes that every module has.
 INTERNAL = frozenset(vars(nn.Module()))
-#: Attributes that generating sets: no part of the network.
+#: Attributes that ``generate`` sets, which are not part of the network.
 OF_GENERATION = SET_BY_GENERATE | {"generate", "__getstate__", "generation_config"}
-#: How the names of attributes begin that a tool of ours has set.
+#: Prefix of attributes that our tools set.
 OURS = "decoders_"
-#: Types of values that hold nothing else.
+#: Types of values that hold no other objects.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-#: How deep containers are looked at, and how deep the helper objects of a closure may lie in each other.
+#: How deep containers are searched, and how deep helper objects of a closure may be nested.
 DEPTH, HELPERS = 6, 3
 
 Tree = TypeVar("Tree", bound=nn.Module)
@@ -33,21 +33,21 @@ Tree = TypeVar("Tree", bound=nn.Module)
 def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
     """A copy of the module tree with its own config, in evaluation mode. Everything else is shared.
 
-    Parameters, buffers, `packed` weights, and whatever modules keep in attributes (tensors, dicts, helper objects) are the
-    very same objects: what is written into them later counts here as well.
+    Parameters, buffers, `packed` weights, and what modules keep in attributes (tensors, dicts, helper objects) are the same objects,
+    so that later writes to them have effect in both trees.
     """
     twin = _Twin(model, packed).of(model)
-    # What other tools hung on the instance (an overridden generate, a lock) is not part of the network.
+    # Attributes that other tools have set on the instance (an overridden generate, a lock) are not part of the network.
     for name in [name for name in vars(twin) if name in OF_GENERATION or name.startswith(OURS)]:
         del vars(twin)[name]
-    # Where a trainer computes with autocast, accelerate has wrapped `forward`. Calls compute in the model's own precision.
+    # For autocast in a trainer, accelerate wraps `forward`; our calls compute in the model's own precision.
     if (forward := vars(twin).pop("_original_forward", None)) is not None:
         vars(twin)["forward"] = forward
     return twin.eval()
 
 
 class _Twin:
-    """Copies a tree of modules. Containers are copied only where they hold modules, configs or bound methods of the tree."""
+    """Copies a tree of modules. Containers are copied only if they hold modules, configs or bound methods of the tree."""
 
     def __init__(self, model: nn.Module, packed: Sequence[Tensor]) -> None:
         self.own = {id(module) for module in model.modules()}
@@ -83,7 +83,7 @@ class _Twin:
         return twin
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """A function made for a module of the tree (tensor parallelism exchanges ``forward``), made for its counterpart."""
+        """The counterpart of a function whose closure holds parts of the tree, such as a ``forward`` of tensor parallelism."""
         cells = [types.CellType() for _ in function.__closure__ or ()]
         twin = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
@@ -97,7 +97,7 @@ class _Twin:
         return twin
 
     def _captured(self, value: Any, depth: int = HELPERS) -> Any:
-        """The counterpart of a value in a closure. Helper objects there are copied, unlike those in attributes of modules."""
+        """The counterpart of a value in a closure. Helper objects in closures are copied, unlike those in attributes of modules."""
         if not self._captures(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # not copy.copy: accelerate's wrapper of a forward refuses it
@@ -105,7 +105,7 @@ class _Twin:
         return twin
 
     def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
-        """Whether a helper object holds something of the tree, as deep as `within` in containers and functions."""
+        """Whether a helper object holds part of the tree, searched as deep as `within` in containers and functions."""
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False
@@ -124,7 +124,7 @@ class _Twin:
         return {key: self.of(entry) for key, entry in value.items()}
 
     def _touches(self, value: Any, depth: int = DEPTH) -> bool:
-        """Whether `value` holds something of the tree that the twin has for itself."""
+        """Whether `value` holds part of the tree that the twin has its own copy of."""
         if isinstance(value, nn.Module):
             return id(value) in self.own
         if isinstance(value, PreTrainedConfig):
@@ -146,20 +146,20 @@ class _Twin:
         return isinstance(value, (list, tuple, set)) and any(self._touches(entry, depth - 1) for entry in value)
 
 
-#: A cell of a closure that holds nothing yet; it equals no other.
+#: An empty cell of a closure; it equals no cell with a value.
 _EMPTY = types.CellType()
 
 
 def captured(function: types.FunctionType) -> Iterator[Any]:
-    """The closure values of a function that was made within another one, by a decorator for example."""
+    """The values in the closure of a function."""
     return (cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY)
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """`model` with its first `count` decoder layers only, then its own last norm and output head. Weights are shared, modules are not.
+    """`model` with only its first `count` decoder layers, followed by its last norm and output head. Only weights are shared.
 
     Raises:
-        UnsupportedError: its layers cannot be told. SettingsError: it does not have more layers than `count`.
+        UnsupportedError: its decoder layers are not found. SettingsError: it does not have more layers than `count`.
     """
     name, twin = type(model).__name__, share_weights(model)
     layers = decoder_layers(twin)
