@@ -20,16 +20,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..errors import suggest
-from . import chat, completions
+from . import chat, completions, responses
 from .answers import Answer, EventStream, gone, settled
-from .bodies import Body, ChatBody, CompletionBody
+from .bodies import Asked, Body, ChatBody, CompletionBody
 from .limits import CLIENT, SPENT, TOKENS, App, Arrival, Gate, Receive, Scope
 from .refusals import Refusal, client_gone, parsed
+from .response_bodies import ResponseBody
 from .service import LARGE, Service
 
+A = TypeVar("A", bound=Asked)
 B = TypeVar("B", bound=Body)
 _READ = ["GET", "HEAD"]
-_ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models")
+_ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses")
 
 
 def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> App:
@@ -87,6 +89,24 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
     async def converse(request: Request) -> Response:
         return await _answered(service, request, ChatBody, chat.start)
 
+    kept = responses.Kept()
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        start = functools.partial(responses.start, kept)
+        return await _answered(service, request, ResponseBody, start, functools.partial(responses.conversation, kept))
+
+    @app.api_route("/v1/responses/{name}", methods=[*_READ, "DELETE"])
+    async def response(name: str, request: Request, cache_salt: str | None = None) -> Response:
+        owner = Arrival(request.scope.get(CLIENT, "")).salt(cache_salt)
+        try:
+            if request.method != "DELETE":
+                return JSONResponse(kept.response(owner, name))
+            kept.delete(owner, name)
+        except Refusal as error:
+            return _refused(error)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
     @app.exception_handler(HTTPException)
     async def wrong(request: Request, error: Any) -> Response:
         path = request.url.path
@@ -104,9 +124,14 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
 
 async def _answered(
-    service: Service, request: Request, kind: type[B], start: Callable[[Service, B, Arrival], Answer]
-) -> Response:
-    """Reads a body, submits what it asks for, and answers when all is generated, or streams."""
+    service: Service, request: Request, kind: type[A], start: Callable[[Service, B, Arrival], Answer],
+    converted: Callable[[A, Arrival], B] | None = None,
+) -> Response:  # fmt: skip
+    """Reads a body, submits what it asks for, and answers when all is generated, or streams.
+
+    Args:
+        converted: what a body stands for.
+    """
     endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
 
     def submit(body: B) -> Answer:
@@ -116,8 +141,9 @@ async def _answered(
             raise Refusal(400, "something in the body is nested too deeply", code="invalid_value") from error
 
     def begin(content: bytes) -> B | Answer:
-        body = parsed(kind, content, service.list_checks)
-        service.check(body)
+        asked = parsed(kind, content, service.list_checks)
+        service.check(asked)
+        body = converted(asked, arrival) if converted is not None else cast(B, asked)
         return body if len(content) <= LARGE and service.takes_long(body) else submit(body)
 
     def counted(error: BaseException | None) -> Refusal | None:

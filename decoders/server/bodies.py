@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,8 +16,8 @@ INSTEAD = {
     "audio": "text only",
     "modalities": "text only",
     "prediction": "strategy='prompt_lookup' or 'suffix' drafts from the text",
-    "reasoning_effort": "thoughts are told from answers in /v1/chat/completions",
-    "thinking_budget": "thoughts are told from answers in /v1/chat/completions",
+    "reasoning_effort": "thoughts are told from answers in /v1/chat/completions and /v1/responses",
+    "thinking_budget": "thoughts are told from answers in /v1/chat/completions and /v1/responses",
     "verbosity": "say in the messages how long answers are to be",
     "web_search_options": "there is no search",
     "guided_json": 'use response_format={"type": "json_schema", …}',
@@ -31,6 +31,7 @@ INSTEAD = {
 }
 #: Efforts of reasoning, and the share of all new tokens that a thought may have; None for any.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 #: Values of these that ask for nothing; so does ``best_of``, where it is n.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
 #: What fields of several shapes may hold.
@@ -131,14 +132,17 @@ Format = Annotated[
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Body(Part):
-    """What both routes take. Fields without a value are as the model's generation config has them."""
+class Asked(Part):
+    """What all routes take. Fields without a value are as the model's generation config has them.
+
+    Attributes:
+        instead: fields that are refused, with what to do instead.
+    """
+
+    instead: ClassVar[dict[str, str]] = INSTEAD
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    n: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -149,7 +153,6 @@ class Body(Part):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    response_format: Format | None = None
     # Ours:
     strategy: str | None = Field(None, max_length=200)
     strategy_config: dict[str, Any] | None = None
@@ -174,7 +177,7 @@ class Body(Part):
         for name, check in (info.context or {}).items():
             if isinstance(given.get(name), list):
                 check(given[name])
-        known, no_ops = cls.model_fields.keys() | INSTEAD.keys(), NO_OPS | {"best_of": given.get("n") or 1}
+        known, no_ops = cls.model_fields.keys() | cls.instead.keys(), NO_OPS | {"best_of": given.get("n") or 1}
         nulls = {name for name in known if name in given and given[name] is None}
         silent = {name for name, value in no_ops.items() if name in given and given[name] == value}
         return {name: value for name, value in given.items() if name not in nulls | silent}
@@ -183,6 +186,15 @@ class Body(Part):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class Body(Asked):
+    """What the routes of completions and conversations take."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1)
+    response_format: Format | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -277,6 +289,7 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatBody(Body):
@@ -290,7 +303,7 @@ class ChatBody(Body):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     thinking_budget: int | None = Field(None, ge=0)
 
     @property

@@ -22,7 +22,7 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
     Raises:
         Refusal, and what :meth:`decoders.Scheduler.submit` raises.
     """
-    return Chat(service, body, *submitted(service, body, arrival, "chatcmpl"))
+    return Chat(service, body, *submitted(service, body, arrival, "chatcmpl-"))
 
 
 def submitted(

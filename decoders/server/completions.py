@@ -29,7 +29,7 @@ def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completio
         )
     service.check_count(body, len(body.prompts))  # before any of them costs anything
     prompts = [_ids(service, prompt) for prompt in body.prompts]
-    job = service.start("cmpl", body, prompts, arrival, wanted_of(body, service.conversations.style), DEFAULT_TOKENS)
+    job = service.start("cmpl-", body, prompts, arrival, wanted_of(body, service.conversations.style), DEFAULT_TOKENS)
     return Completion(service, body, job)
 
 

@@ -157,6 +157,8 @@ class Conversations:
             return plain
         if calls:
             plain["tool_calls"] = [self.style.call(name, arguments, id) for name, arguments, id in calls]
+        if message.reasoning_content is not None:  # as templates call it
+            plain |= {"reasoning_content": message.reasoning_content, "thinking": message.reasoning_content}
         if message.tool_call_id is not None:
             plain["tool_call_id"] = message.tool_call_id
         if message.name is not None:

@@ -26,7 +26,7 @@ from ..errors import (
     UnknownNameError,
     shortened,
 )
-from .bodies import INSTEAD, SHAPES, Body
+from .bodies import SHAPES, Asked
 
 log = logging.getLogger("decoders.server")
 
@@ -102,7 +102,7 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
     return Refusal(500, "the request failed on the server; its log says why", code="internal_error")
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=Asked)
 
 
 def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[Any]], None]] | None = None) -> B:
@@ -144,17 +144,20 @@ def _is_mismatch(error: dict[str, Any]) -> bool:
     return bool(loc) and _is_label(loc[-1]) and (kind.endswith("_type") or kind == "literal_error")
 
 
-def _explained(kind: type[Body], error: dict[str, Any], count: int) -> Refusal:
+def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
     place = [str(step) for step in error["loc"] if not _is_label(step)]
-    if place[:1] == ["response_format"]:
-        del place[1:2]  # pydantic says which kind of format it is
+    for nested in (["response_format"], ["text", "format"]):
+        if place[: len(nested)] == nested:
+            del place[len(nested) : len(nested) + 1]  # pydantic says which kind of format it is
     param, name = ".".join(place) or None, place[-1] if place else ""
     more = f" ({count - 1} more)" if count > 1 and error["type"] == "extra_forbidden" else ""
     if error["type"] == "json_invalid":
         return Refusal(400, f"the body is no JSON: {error['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
     if error["type"] == "extra_forbidden":
-        if len(place) == 1 and name in INSTEAD:
-            return Refusal(400, f"{name} is not supported: {INSTEAD[name]}", param=param, code="unsupported_parameter")
+        if len(place) == 1 and name in kind.instead:
+            return Refusal(
+                400, f"{name} is not supported: {kind.instead[name]}", param=param, code="unsupported_parameter"
+            )
         known = _fields(kind, place[:-1])
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}? " if near else ""

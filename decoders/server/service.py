@@ -25,7 +25,7 @@ from ..plugins import registry, resolve_strategy
 from ..serving.generation import Generation
 from ..strategy import Strategy
 from .arguments import callbacks, sampling, wrapped
-from .bodies import Body
+from .bodies import Asked, Body
 from .client_settings import ClientSettings
 from .grammars import wanted_of
 from .limits import LONGEST_HOLD, Arrival, Limits, Pace, digest
@@ -156,7 +156,7 @@ class Service:
         _ = self.strategies
         release_threads()
 
-    def check(self, body: Body) -> None:
+    def check(self, body: Asked) -> None:
         """Checks what needs no look at the rest of the body.
 
         Raises:
@@ -256,7 +256,7 @@ class Service:
             if len(given) > self.limits.prompt_tokens:
                 raise self._too_long(f"more than {len(given)}")
 
-        return {"prompt": prompt, "messages": messages}
+        return {"prompt": prompt, "messages": messages, "input": messages}
 
     def _check_texts(self, count: int) -> None:
         most = min(self.limits.choices, self.limits.queue + self.limits.rows)
@@ -295,7 +295,7 @@ class Service:
             prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
         grammar, to_judge = (prepared.grammar, prepared.judges) if prepared is not None else (None, False)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
-        job = Job(f"{kind}-{secrets.token_hex(12)}", [], body.stops, arrival, seconds)
+        job = Job(f"{kind}{secrets.token_hex(12)}", [], body.stops, arrival, seconds)
         try:
             for index in range(count):
                 arrival.check(seconds)

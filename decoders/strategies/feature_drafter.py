@@ -21,7 +21,7 @@ from .draft_model import DraftTree
 
 
 class FeatureWindow(ABC):
-    """A source of trees (:class:`Expands`) by a network that reads a window of the target's last hidden states.
+    """A source of trees (:class:`.draft_model.Expands`) by a network that reads a window of the target's last hidden states.
 
     Args:
         features: width ``F`` of the features of a node.

@@ -172,7 +172,7 @@ def followers(
         context: ``[B, 0 … 2]`` int64, the most recent token first; -1 for none.
         text_weight: weight of an occurrence in the text relative to one in the table.
         scratch: ``[B, V]`` int32, overwritten.
-        table: tensors of :class:`NgramOrder`, order by order.
+        table: tensors of :class:`~decoders.strategies.ngram_table.NgramOrder`, order by order.
 
     Returns:
         ``[B, width]`` int64, best first, all different, -1 if there are no more; the context behind the first; and for each the length

@@ -157,7 +157,7 @@ def context(
     """A :class:`~decoders.Context` as ``Strategy.start`` takes it, without a call and, unless one is given, without a model.
 
     Draft models, strategies by name, and the target's embedding and head exist only in a call: using them raises UnsupportedError.
-    Nothing is compiled. This is for tests of what a strategy proposes; :func:`check_strategy` checks the tokens.
+    Nothing is compiled. This is for tests of what a strategy proposes; :func:`~decoders.testing.check_strategy` checks the tokens.
 
     Args:
         rows: number of rows ``B``.

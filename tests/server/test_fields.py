@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETE, CHAT, RESPOND = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 FUNCTION = {"name": "walk", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
             "strict": False}  # fmt: skip
 COMMON: dict[str, Any] = {
@@ -29,6 +29,18 @@ BODIES: dict[str, dict[str, Any]] = {
         "max_completion_tokens": 1, "logprobs": True, "top_logprobs": 2, "tools": [{"type": "function", "function": FUNCTION}],
         "tool_choice": "auto", "parallel_tool_calls": True, "chat_template_kwargs": {"a": 1},
     },
+    RESPOND: {name: value for name, value in COMMON.items() if name not in ("max_tokens", "n", "response_format")} | {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "i", "name": "walk", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "i", "output": "a"},
+        ],
+        "instructions": "a", "max_output_tokens": 1, "tools": [FUNCTION | {"type": "function"}], "parallel_tool_calls": True,
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "walk"}]},
+        "text": {"format": {"type": "text"}}, "include": ["message.output_text.logprobs"], "top_logprobs": 2,
+        "reasoning": {"effort": "low", "summary": "auto"}, "chat_template_kwargs": {"a": 1}, "previous_response_id": None,
+    },
 }  # fmt: skip
 #: Bodies that have other fields in the place of some.
 OTHERS: dict[str, list[dict[str, Any]]] = {
@@ -42,6 +54,8 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
          "strategy_config": {"suffix": {"alpha": 1.0, "nodes": 4, "min_probability": 0.1}}},
         {"stream": True, "stream_options": {"include_usage": True}, "strategy": "threshold", "strategy_config": {"threshold": 0.3}},
     ],
+    RESPOND: [{"input": "a", "tools": [], "tool_choice": "none", "text": {"format": {"type": "json_schema", "name": "n", "schema": {
+        "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 3}}}}}}],
     CHAT: [{"tool_choice": {"type": "allowed_tools", "allowed_tools": {
         "mode": "auto", "tools": [{"type": "function", "function": {"name": "walk"}}]}}}],
 }  # fmt: skip
@@ -120,7 +134,7 @@ def test_extreme_values_of_plain_fields_are_answered_or_refused(client: Any, rou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", [COMPLETE, CHAT])
+@pytest.mark.parametrize("route", [COMPLETE, CHAT, RESPOND])
 def test_extreme_values_at_every_place_are_answered_or_refused(client: Any, route: str, caplog: Any) -> None:
     assert not failures(client, cases(route), route)
     assert not [record for record in caplog.records if record.name == "decoders.server"]

@@ -90,7 +90,10 @@ class Calibrator:
         self.line = StepLine()
 
     def ratios(self, rows: int) -> dict[bool, SizeRatios]:
-        """How steps of so many rows differ from the curve, by tier; updated by :class:`StepCosts`. Not kept in files."""
+        """How steps of so many rows differ from the curve, by tier. Not kept in files.
+
+        :class:`~decoders.costs.StepCosts` updates it.
+        """
         return self._ratios.setdefault(rows, {})
 
     def known(self, folder: Path | None) -> CostCurve | None:

@@ -129,7 +129,7 @@ class Session:
             self.recordings.clear()
 
     def put(self, row: int, text: Tensor, shift: int = 0) -> None:
-        """Writes a text's tokens; its keys and values are still to be computed. shift: see :class:`CacheBuffers`."""
+        """Writes a text's tokens; its keys and values are still to be computed. shift: as in its buffers."""
         self.reserve(len(text))
         self.stored.tokens[row, : len(text)] = text
         if (shifts := self.stored.buffers.shifts) is not None:

@@ -103,7 +103,7 @@ class Blocks:
     A session has one for each number of rows, because recorded steps read the tensors that are kept here.
 
     Args:
-        static: of the :class:`Target`, see there.
+        static: see :class:`~decoders.engine.model.target.Target`.
         multiple: likewise.
 
     Attributes:

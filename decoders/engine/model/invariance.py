@@ -10,7 +10,7 @@ Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads
 - Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
   :func:`~decoders.engine.model.buckets.view_bucket`.
 - silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
-  :func:`align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
+  :func:`~decoders.engine.model.weights.same_bits.align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
 - Softmax sums by slot modulo 16, and the product with the values by groups of slots. A path therefore has the same bits only if its
   nodes are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches are run again
   in front of the next block (:func:`branch_length`); the token chosen there may be the other one of a near-tie.

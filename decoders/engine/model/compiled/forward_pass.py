@@ -45,7 +45,7 @@ class ForwardPass(Tiers):
         """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at.
 
         Args:
-            piece: is read as well, in the same pass if :meth:`mixes` says so.
+            piece: is read as well, in the same pass if :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes` says so.
             root: as of :meth:`Target.forward`; one pass of a call at most, which runs uncompiled.
         """
         if root is not None:

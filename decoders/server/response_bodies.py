@@ -1,0 +1,266 @@
+"""What requests to ``/v1/responses`` may hold, and how they become requests of a conversation."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..errors import shortened, suggest
+from .bodies import (
+    INSTEAD,
+    AllowedTools,
+    Asked,
+    ChatBody,
+    ChoiceFormat,
+    Effort,
+    Function,
+    GrammarFormat,
+    JsonObjectFormat,
+    NamedTool,
+    Part,
+    RegexFormat,
+    Several,
+    TextFormat,
+    Tool,
+    ToolName,
+)
+from .refusals import Refusal
+
+
+class FlatSchemaFormat(Part):
+    """JSON that a schema allows, as this route has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    type: Literal["json_schema"]
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+FlatFormat = Annotated[
+    TextFormat | JsonObjectFormat | FlatSchemaFormat | RegexFormat | GrammarFormat | ChoiceFormat,
+    Field(discriminator="type"),
+]
+
+
+class TextSettings(Part):
+    """What the text of an answer must follow."""
+
+    format: FlatFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningSettings(Part):
+    """How much is thought. Thoughts are given as they are, not in summaries."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class FlatTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") != "function":
+            kind = shortened(repr(given.get("type")))
+            raise PydanticCustomError(
+                "unsupported_tool", "functions are all there is, not tools of type {kind}", {"kind": kind}
+            )
+        return given
+
+
+class FlatChoice(Part):
+    """The function that has to be called, or the tools that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class ResponseStreamOptions(Part):
+    """Taken and not used."""
+
+    include_obfuscation: bool = False
+
+
+class ResponseBody(Asked):
+    """``POST /v1/responses``."""
+
+    instead: ClassVar[dict[str, str]] = INSTEAD | {
+        "messages": "it is called input here",
+        "max_tokens": "it is called max_output_tokens here",
+        "max_completion_tokens": "it is called max_output_tokens here",
+        "response_format": 'use text={"format": …}',
+        "reasoning_effort": 'use reasoning={"effort": …}',
+        "n": "a response is one",
+        "background": "responses are answered at once, or streamed",
+        "conversation": "use previous_response_id",
+        "prompt": "there are no stored prompts: use instructions and input",
+        "max_tool_calls": "functions are called by the client",
+        "context_management": "nothing is left out of a conversation",
+        "moderation": "there is none",
+    }
+
+    input: str | Several[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = Field(None, max_length=200)
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: list[FlatTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    thinking_budget: int | None = Field(None, ge=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    stream_options: ResponseStreamOptions | None = None
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    def chat(self, earlier: list[dict[str, Any]]) -> TurnBody:
+        """The request of a conversation that this one stands for. earlier: items of the conversation so far.
+
+        Raises:
+            Refusal: there is an item or a part of one that is not supported.
+        """
+        try:  # the response says what was asked for
+            json.dumps(self.model_dump(exclude={"input"}), allow_nan=False)
+        except (ValueError, RecursionError) as error:
+            message = "a number in the body is out of range, or something is nested too deeply"
+            raise Refusal(400, message, code="invalid_value") from error
+        items = [*earlier, *self.items]
+        messages = messages_of(items, len(earlier))
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        if not messages:
+            raise _wrong("input", "there is nothing to answer")
+        fields = {name: getattr(self, name) for name in Asked.model_fields}
+        same = ("parallel_tool_calls", "thinking_budget", "chat_template_kwargs")
+        logprobs = self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+        return TurnBody(
+            **fields, **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
+            max_completion_tokens=self.max_output_tokens, tools=[_tool(each) for each in self.tools or ()] or None,
+            tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None, top_logprobs=self.top_logprobs,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None, asked=self, items=items,
+        )  # fmt: skip
+
+    def _format(self) -> Any:
+        wanted = self.text.format if self.text is not None else None
+        if not isinstance(wanted, FlatSchemaFormat):
+            return wanted
+        named = wanted.model_dump(exclude={"type"}, by_alias=True)
+        return {"type": "json_schema", "json_schema": named}
+
+    def _choice(self) -> Any:
+        choice = self.tool_choice
+        if not isinstance(choice, FlatChoice):
+            return choice
+        if choice.type == "function":
+            return {"type": "function", "function": ToolName(name=choice.name) if choice.name is not None else None}
+        if choice.mode is None or not choice.tools:
+            return {"type": "allowed_tools"}
+        names = [ToolName(name=str(tool.get("name"))) for tool in choice.tools]
+        allowed = AllowedTools(mode=choice.mode, tools=[NamedTool(type="function", function=name) for name in names])
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+class TurnBody(ChatBody):
+    """The next turn of a conversation of items.
+
+    Attributes:
+        asked: what it was asked with.
+        items: of the conversation so far.
+    """
+
+    asked: ResponseBody
+    items: list[dict[str, Any]]
+
+
+def _tool(tool: FlatTool) -> Tool:
+    return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
+
+
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
+    """Items as messages: thoughts and calls belong to the assistant's message that they stand next to.
+
+    Args:
+        earlier: how many of the items are from earlier responses.
+
+    Raises:
+        Refusal: an item is not supported, or something is missing.
+    """
+    messages, thought = list[dict[str, Any]](), ""
+    for number, item in enumerate(items, -earlier):
+        place = f"input.{number}"
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "reasoning":
+            thought = _text(item.get("content") or item.get("summary") or "", f"{place}.content")
+            continue
+        last = messages[-1] if messages else {}
+        if kind == "message":
+            role, content = _string(item, "role", place), _text(item.get("content"), f"{place}.content")
+            if role not in ("system", "developer", "user", "assistant"):
+                raise _wrong(f"{place}.role", f"{role!r} is no role. Choose from: assistant, developer, system, user")
+            messages.append({"role": role, "content": content} | ({"reasoning_content": thought} if thought else {}))
+        elif kind == "function_call":
+            function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}
+            call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
+            if last.get("role") != "assistant" or thought:
+                last = {"role": "assistant", "content": ""} | ({"reasoning_content": thought} if thought else {})
+                messages.append(last)
+            last.setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = _text(item.get("output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
+        else:
+            raise _wrong(f"{place}.type", f"items of type {kind!r} are not supported. {suggest(str(kind), KINDS)}")
+        thought = ""
+    return messages
+
+
+def _string(item: dict[str, Any], name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{place}.{name}", "a text is needed")
+    return value
+
+
+def _text(content: Any, place: str) -> str:
+    """The text of a content, a text or a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(place, "a text is needed, or a list of parts")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if (kind not in _TEXTS and kind != "refusal") or not isinstance(text, str):
+            raise _wrong(f"{place}.{number}", f"only parts of text are read, not {kind!r}", "unsupported_content")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _wrong(param: str, message: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(400, f"{param}: {message}", param=param, code=code)
