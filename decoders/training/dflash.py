@@ -157,7 +157,7 @@ def begin_with(given: DFlashFiles, config: DFlashConfig) -> BlockDraft:
     """A draft model to go on with.
 
     Raises:
-        SettingsError: it is of another shape than `config`, or has an embedding or a whole output head of its own.
+        SettingsError: it differs from `config`, or has an embedding or a whole output head of its own.
     """
     layer, vocab = copy.deepcopy(given.config.layer), config.layer.vocab_size
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a checkpoint of a draft model need not say them
@@ -172,12 +172,14 @@ def begin_with(given: DFlashFiles, config: DFlashConfig) -> BlockDraft:
         {name: tensor.shape for name, tensor in state.items()} != wanted
         or (own.layers, own.block_size, own.from_last) != (config.layers, config.block_size, config.from_last)
         or (own.draft_vocab_size or vocab) != config.draft_vocab_size
+        or any(own.causal)
+        or layer.sliding_window is not None
         or given.embed is not None
         or (given.lm_head is not None and given.vocabulary is None)
     ):
         raise SettingsError(
-            "dflash: the draft model to begin with is of another shape, reads other layers, or has an embedding or output head of "
-            "its own, other than the one to train"
+            "dflash: the draft model to begin with differs from the one to train: in its shape, in the layers that it reads, by causal "
+            "layers or windows, or by an embedding or output head of its own"
         )
     draft.load_state_dict(state)
     return draft.to(next(given.network.parameters()).device)

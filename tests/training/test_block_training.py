@@ -190,7 +190,7 @@ def test_interrupted_run_ends_where_a_whole_one_does(
     assert all(torch.equal(whole[name], on[name]) for name in whole)
     assert (tmp_path / "on" / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
     for wrong in (dict(block=5), dict(depth=1), dict(rank=5), dict(draft_vocab=50)):
-        with pytest.raises(SettingsError, match="to begin with is of another shape, reads other layers"):
+        with pytest.raises(SettingsError, match="to begin with differs from the one to train: in its shape"):
             train("no", start=tmp_path / "whole", **wrong)
 
 
