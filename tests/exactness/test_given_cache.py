@@ -33,7 +33,7 @@ from .references import EAGER, NEW, SAMPLING, enabled, plain
 #: Grouped heads, latent attention, a window beside full attention, shared keys and values, chunks, learnt positions, states.
 QUICK = ("llama", "deepseek_v3", "gemma3", "gemma4", "llama4", "gpt2", "lfm2")
 #: transformers' own loop goes on from a state with several tokens as if there were no state.
-NOT_CONTINUED = {"jamba"}
+NOT_CONTINUED = {"jamba", "zamba"}
 CACHED = 17
 
 
