@@ -177,11 +177,10 @@ def advise(
         ours = strategy_methods(model, variants, assistant_model, None, {"compile": False}, generate.tokenizer)
         again = [method for method in methods if not method.ours or method.name in (PLAIN, verdict.method)]
         tried = compared([*again, *ours], begin + SETTINGS * seconds)
-        choice = _best_setting(tried, verdict.method, variants)
-        if choice != verdict.method:
-            (verdict,) = verdicts(
-                [r for r in tried if r.method == choice or r.method not in (verdict.method, *variants)], ABOUT
-            )
+        fastest = max(variants, key=lambda name: _speed(tried, name))
+        if ABOUT * _speed(tried, fastest) > _speed(tried, verdict.method):  # clearly faster
+            others = {verdict.method, *variants} - {fastest}
+            (verdict,) = verdicts([r for r in tried if r.method not in others], ABOUT)
             methods += ours
         uncompiled += [r for r in tried if r.method in variants]
     records, outlooks, gain = list(uncompiled), list[Outlook](), None
@@ -247,12 +246,6 @@ def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float
     count = max(min(len(every), int(tokens / SOME)), 1)
     new_tokens = min(MOST, max(FEWEST, int(tokens / count)))
     return new_tokens, [every[len(every) * number // count] for number in range(count)]
-
-
-def _best_setting(records: Sequence[Record], method: str, variants: Sequence[str]) -> str:
-    """The variant that is clearly faster than `method` as it is, else `method`."""
-    best = max(variants, key=lambda name: _speed(records, name))
-    return best if ABOUT * _speed(records, best) > _speed(records, method) else method
 
 
 def _compiled(arguments: Any) -> dict[str, Any]:

@@ -99,12 +99,12 @@ def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[
     """Lets a drafter know what plain decoding writes in a call, unless it has just been told."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
-    if vars(drafter).get("rehearsed") == key:
+    if drafter.rehearsed == key:
         return
     written = generate(**{name: value for name, value in arguments.items() if name != "streamer"} | {"strategy": PLAIN})
     for prompt, kept, row in zip(ids, mask, written.sequences[:, ids.shape[1] :].tolist(), strict=True):
         drafter.learn(prompt[kept].tolist(), row)
-    vars(drafter)["rehearsed"] = key
+    drafter.rehearsed = key
 
 
 def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import DecodersError
 from .console import plain_console
-from .extensions import ExtensibleGroup, UsageError
+from .extensions import ExtensibleGroup
 
 #: Options that users of transformers look for, and what there is instead.
 INSTEAD = {
@@ -21,6 +21,8 @@ INSTEAD = {
     "--draft-model": "--assistant names the draft model",
     "--max-length": "--max-new-tokens says how many tokens are written",
 }
+#: Of a command line; typer does not name it.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(ExtensibleGroup):
@@ -107,9 +109,8 @@ def main() -> None:
     """Entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # what a terminal of another encoding cannot show is no reason to end
+            # What a terminal of another encoding cannot show is no reason to end.
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="decoders")
     sys.exit(0)
 

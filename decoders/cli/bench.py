@@ -32,12 +32,9 @@ class BenchGroup(ExtensibleGroup):
         return ["[MODEL]", "[OPTIONS]", "[COMMAND]"]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and self._is_model(ctx, args[0]):
+        if args and not args[0].startswith("-") and not get_close_matches(args[0], self.list_commands(ctx), cutoff=0.7):
             args = ["--model", *args]
         return super().parse_args(ctx, args)
-
-    def _is_model(self, ctx: Any, word: str) -> bool:
-        return not word.startswith("-") and not get_close_matches(word, self.list_commands(ctx), cutoff=0.7)
 
 
 app = typer.Typer(invoke_without_command=True, cls=BenchGroup, rich_markup_mode=None)

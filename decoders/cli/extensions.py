@@ -11,9 +11,6 @@ from typer.core import TyperGroup
 from ..errors import PluginError
 from .catalogue import added_commands, as_command
 
-#: Of a command line; typer does not name it.
-UsageError: Any = typer.BadParameter.__mro__[1]
-
 
 class ExtensibleGroup(TyperGroup):
     """A group of commands with those that plugins add to it. They are asked when a name is none of ours, and for the help."""

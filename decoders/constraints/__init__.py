@@ -6,7 +6,7 @@
 from ..common import library
 from .auto import Auto
 from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
-from .call_formats import FORMATS, Call, CallFormat, Written, unfinished
+from .call_formats import FORMATS, CallFormat, Written, unfinished
 from .calls import Called, CallSpec
 from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
 from .compiling import Compilation, compiled
@@ -22,7 +22,7 @@ from .vocabulary import Policy, Vocabulary
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [
-    "BUILT_IN", "FORMATS", "LEFT_OUT", "After", "Auto", "Backend", "Call", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
+    "BUILT_IN", "FORMATS", "LEFT_OUT", "After", "Auto", "Backend", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
     "CompiledGrammar", "JsonSchema", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec",
     "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "TokenTable",
     "Vocabulary", "Written",

@@ -147,7 +147,13 @@ class Choice(Spec):
         if not self.texts:
             raise GrammarError("choice: there is nothing to choose from", "choice")
         if (size := sum(map(len, self.texts))) > CHOICES_LIMIT:
-            raise GrammarError(f"choice: {size:,} characters of choices; the limit is {CHOICES_LIMIT:,}", "choice")
+            longest = max(range(len(self.texts)), key=lambda place: len(self.texts[place]))
+            raise GrammarError(
+                f"choice: {size:,} characters of {len(self.texts):,} choices, the longest is number {longest}, of "
+                f"{len(self.texts[longest]):,}; the limit is {CHOICES_LIMIT:,}: give fewer, or decoders.regex with the pattern "
+                "that they share",
+                "choice",
+            )
         for place, text in enumerate(self.texts):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise GrammarError(f"choice: half of a surrogate pair in {text!r}", "choice", f"$[{place}]")

@@ -28,7 +28,7 @@ from ..registry.resolve import resolve_strategy
 from ..report import Report
 from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
-from .given import CACHES, Beginning
+from .given import CACHES, Beginning, CallCache
 from .grammars import Grammars
 from .multimodal import arguments_of, inputs_of
 from .options import Options
@@ -180,6 +180,12 @@ def prepare(
     engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
+    seen = engine.target.placeholders if isinstance(beginning, CallCache) else None
+    if seen is not None and any(bool((torch.isin(prompt, seen) | (prompt < 0)).any()) for prompt in prompts):
+        raise UnsupportedError(
+            f"past_key_values of {type(model).__name__} does not say which positions its images have taken: give the whole prompt with "
+            "its images, of which nothing is read twice"
+        )
     read = beginning.read(engine, model, mask, len(prompts), copies) if beginning is not None else None
     if beside and beginning is not None:
         raise UnsupportedError(

@@ -141,6 +141,7 @@ async def _answered(
             raise Refusal(400, "something in the body is nested too deeply", code="invalid_value") from error
 
     def begin(content: bytes) -> B | Answer:
+        service.check_values(content)
         asked = parsed(kind, content, service.list_checks)
         service.check(asked)
         body = converted(asked, arrival) if converted is not None else cast(B, asked)

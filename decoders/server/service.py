@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 THREADS = 4
 #: Threads that do so for requests that take long: those with a grammar to be compiled, and large ones. The others do not wait for them.
 PATIENT_THREADS = 2
+#: Commas and opening brackets in a body, beside those of a prompt of the longest kind.
+VALUES = 40_000
+#: Seconds that reading prompts may hold up a step: a client that sends one long prompt after the other must not stop those who write.
+LONGEST_PAUSE = 0.02
 #: Bytes of a body from which on it is a large one: its prompt takes 10 ms or more to be tokenized.
 LARGE = 32 << 10
 
@@ -78,7 +82,9 @@ class Service:
         enable(model, tokenizer)
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
         self.slots = min(limits.slots, context_length(model))
-        options: dict[str, Any] = dict(rows=limits.rows, slots=limits.slots, queue=limits.queue)
+        options: dict[str, Any] = dict(
+            rows=limits.rows, slots=limits.slots, queue=limits.queue, longest_pause=LONGEST_PAUSE
+        )
         if config:
             options["decoders_config"] = dict(config)
         strategy_config, own = self._settle(strategy, strategy_config or {}), model.generation_config
@@ -198,6 +204,13 @@ class Service:
             if not self.draining:
                 raise
             raise self.shutting_down() from error
+
+    def check_values(self, content: bytes) -> None:
+        """Raises Refusal for a body that holds more values than a request needs: a megabyte of brackets takes long to be read."""
+        count, most = sum(map(content.count, (b",", b"[", b"{"))), VALUES + 8 * self.limits.prompt_tokens
+        if count > most:
+            message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
+            raise Refusal(400, message, code="too_many_values")
 
     def takes_long(self, body: Body) -> bool:
         """Whether a body is to be prepared by patient threads, as large ones are in any case."""

@@ -56,7 +56,12 @@ class Lanes:
             self._active[lane] = []
         generation.waited = time.monotonic() - generation.submitted
         generation.member = lane.offer(call.request)
-        self._active[lane].append(generation)
+        generations = self._active[lane]
+        generations.append(generation)
+        # The last one was used last. In one piece, for threads that look at all of them.
+        self._active = {other: there for other, there in self._active.items() if other is not lane} | {
+            lane: generations
+        }
 
     def sweep(self, now: float) -> None:
         """Ends requests that were cancelled or whose time is over."""
@@ -106,7 +111,7 @@ class Lanes:
                 generation._end(copied(error))
 
     def close_idle(self) -> None:
-        """Closes lanes without requests, all but the last few."""
+        """Closes lanes without requests, all but the few that were used last."""
         idle = [lane for lane, generations in self._active.items() if not generations]
         for lane in idle[: max(len(idle) - IDLE_LANES, 0)]:
             del self._active[lane]

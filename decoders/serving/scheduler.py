@@ -332,7 +332,7 @@ class Scheduler:
         while self.running < self.rows:
             with self._changed:
                 if not self._waiting:
-                    return
+                    break
                 generation = heapq.heappop(self._waiting)[2]
                 self._changed.notify_all()
                 cancelled = generation.cancelled  # its cancel() did not find it any more

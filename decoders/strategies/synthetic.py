@@ -62,6 +62,7 @@ class Synthetic(Strategy):
 
     Attributes:
         texts: what prompts are continued with.
+        rehearsed: the call that it was last told of, as who tells it sees that.
     """
 
     name = "synthetic"
@@ -72,6 +73,7 @@ class Synthetic(Strategy):
     def __init__(self, settings: SyntheticSettings | None = None, /, **values: object) -> None:
         super().__init__(settings, **values)
         self.texts: dict[tuple[int, ...], list[int]] = {}
+        self.rehearsed: object = None
 
     def __str__(self) -> str:
         return f"{self.name}[{','.join(f'{share:g}' for share in self.settings.acceptance)}]"

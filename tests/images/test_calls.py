@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import decoders
+from decoders.common.transformers_compat import cache_keyword
 from decoders.engine.model.own_forward import OwnForward
 from decoders.errors import UnsupportedError
 from decoders.strategies import PromptLookup
@@ -194,6 +196,27 @@ def test_an_image_at_the_end_of_a_prompt_is_refused() -> None:
     inputs |= {k: inputs[k][:, :end] for k in ("input_ids", "attention_mask")}
     with pytest.raises(UnsupportedError, match="a prompt ends with an image"):
         written("llava", inputs)
+
+
+def test_a_cache_that_holds_images_is_refused() -> None:
+    """Which positions its images have taken is not in it."""
+    model, inputs = enabled("qwen2_vl"), image_prompts("qwen2_vl")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**inputs, use_cache=True, **{cache_keyword(model): cache})
+    ids = torch.cat([inputs["input_ids"], torch.tensor([[17, 23]])], dim=1)
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    with pytest.raises(UnsupportedError, match="which positions its images have taken"):
+        model.generate(**text, strategy="autoregressive", max_new_tokens=2)
+
+
+def test_generate_many_takes_images() -> None:
+    prompts = [image_prompts("llava", question=question) for question in range(2)]
+    given = [beside(inputs) | {"prompt": inputs["input_ids"][0].tolist()} for inputs in prompts]
+    options: dict[str, Any] = dict(max_new_tokens=NEW, pad_token_id=0, decoders_config=EAGER)
+    done = list(decoders.generate_many(enabled("llava"), given, strategy="prompt_lookup", rows=2, slots=256, **options))
+    for completion, inputs in zip(done, prompts, strict=True):
+        assert completion.tokens == expected("llava", inputs)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def test_text_models_take_no_images() -> None:

@@ -119,7 +119,6 @@ def test_a_corpus_is_drafted_from_for_all_clients(
     written = tokenizer.decode(write_alone("one two", max_new_tokens=24, do_sample=False))
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"text": "one two" + written}) + "\n", encoding="utf-8")
-    monkeypatch.setenv("DECODERS_PRUNE", "0")  # or it depends on what a step costs at the moment
     monkeypatch.setattr(models, "load", lambda *_: (copy.deepcopy(llama), tokenizer))
     limits = Limits(slots=400, prompt_tokens=300, new_tokens=200, sharing=False)
     service = serve._service(

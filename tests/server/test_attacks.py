@@ -6,7 +6,6 @@ Each attack runs for some seconds beside requests of others; `pytest -m slow -s 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -14,10 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from . import attacks
+from .attacks import ATTACKS, COMPLETE, INNOCENT
 from .conftest import TEMPLATE
 
 pytest.importorskip("fastapi")
@@ -35,8 +35,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="figures are read from /proc"),
 ]
-COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
-INNOCENT = {"prompt": "def add(a, b):", "max_tokens": 24, "deadline": 20.0}
 #: Seconds of an attack.
 SECONDS = 5.0
 
@@ -111,116 +109,19 @@ def attacked(folder: Path, *options: str, descriptors: int = 1024) -> Iterator[A
         process.wait()
 
 
-# Attacks: what request number i of a client asks for.
-
-Asked = tuple[str, dict[str, Any] | bytes]
-
-
-def schema(content: dict[str, Any], strict: bool = True) -> Callable[[int], Asked]:
-    """A schema that differs from request to request."""
-
-    def ask(number: int) -> Asked:
-        format = {"type": "json_schema", "json_schema": {"schema": content | {"title": f"t{number}"}, "strict": strict}}
-        return COMPLETE, INNOCENT | {"response_format": format}
-
-    return ask
-
-
-def lark(text: str) -> Callable[[int], Asked]:
-    return lambda number: (
-        COMPLETE, INNOCENT | {"response_format": {"type": "grammar", "grammar": f'{text}\nunused{number}: "a"\n'}}
-    )  # fmt: skip
-
-
-def pattern(text: str) -> Callable[[int], Asked]:
-    return lambda number: (COMPLETE, INNOCENT | {"response_format": {"type": "regex", "regex": f"(?:{text})|{number}"}})
-
-
-def levels(keyword: str, width: int, depth: int = 19) -> dict[str, Any]:
-    """References that fan out."""
-    inner = {f"l{n}": {keyword: [{"$ref": f"#/$defs/l{n + 1}"}] * width} for n in range(depth)}
-    return {"$defs": {**inner, f"l{depth}": {"type": "integer"}}, "$ref": "#/$defs/l0"}
-
-
-def objects(letters: str) -> dict[str, Any]:
-    return {"type": "object", "patternProperties": {f"^.*{letter}.*$": {"type": "string"} for letter in letters}}
-
-
-def called(number: int) -> Asked:
-    functions = [{"name": f"f{n}", "parameters": objects("abcdefgh") | {"title": str(number)}} for n in range(64)]
-    tools = [{"type": "function", "function": each} for each in functions]
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required", "max_tokens": 16}
-    return CHAT, body
-
-
-def settings(strategy: str, **config: Callable[[int], Any]) -> Callable[[int], Asked]:
-    return lambda number: (
-        COMPLETE,
-        INNOCENT | {"strategy": strategy, "strategy_config": {name: value(number) for name, value in config.items()}},
-    )
-
-
-def content(text: str) -> Callable[[int], Asked]:
-    return lambda number: (COMPLETE, text.encode())
-
-
-ATTACKS: dict[str, Callable[[int], Asked]] = {
-    "a pattern that backtracks": schema({"const": "a" * 40 + "!", "not": {"pattern": "^(a+)+$"}}, strict=False),
-    "references that fan out": schema(levels("allOf", 10), strict=False),
-    "alternatives that fan out": schema(levels("anyOf", 3)),
-    "many patterns of names": schema(objects("abcdefghijkl")),
-    "the same, gone at once": schema(objects("abcdefghijklm")),
-    "counted patterns": schema({"allOf": [{"pattern": f".*{letter}.{{20}}"} for letter in "abc"], "type": "string"}),
-    "two thousand properties": schema(
-        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2000)}}
-    ),
-    "a regex of many states": pattern(".*a.{20}"),
-    "a large regex": pattern("a" * 19_000),
-    "characters of Unicode": pattern(r"(\w+\s\d+\W){30}"),
-    "a regex that takes gigabytes": lark("start: /" + "(a|b|[x-z]*)" * 20_000 + "/"),
-    "lines without a rule": content(
-        json.dumps({"prompt": "a", "response_format": {"type": "grammar", "grammar": "\n" * 450_000}})
-    ),
-    "an ambiguous grammar": lark('start: start start start | start start | "a" | /[a-z]/'),
-    "another ambiguous grammar": lark('start: x*\nx: x x | x x x | "a" | ""'),
-    "nested repetitions": lark("start: a{0,5000}\na: b{0,5000}\nb: /x/{0,5000}"),
-    "tools": called,
-    "settings of a strategy": settings("suffix", alpha=lambda number: 1 + number % 9973 / 1e4),
-    "as many strategies as there may be": settings("prompt_lookup", max_ngram=lambda number: 4 + number % 4),
-    "digits": content('{"prompt": "a", "temperature": ' + "9" * 400 + "}"),
-    "a hundred thousand prompts": content(json.dumps({"prompt": ["a"] * 100_000})),
-    "a megabyte of text": lambda number: (COMPLETE, {"prompt": f"{number} " + "word " * 200_000}),
-    "a megabyte of JSON": content('{"prompt": "a", "metadata": {"a": ' + "[" * 500_000 + "]" * 500_000 + "}}"),
-}
-GONE = "the same, gone at once"
-
-
 @contextlib.contextmanager
-def attack(server: Attacked, name: str, clients: int = 4) -> Iterator[Counter[Any]]:
-    """Clients that ask for the same kind of thing all the time; counts what they are told."""
-    told, numbers, over = Counter[Any](), itertools.count(), threading.Event()
-
-    def ask() -> None:
-        with server.client(0.3 if name == GONE else 60) as client:
-            while not over.is_set():
-                route, body = ATTACKS[name](next(numbers))
-                sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-                try:
-                    told[
-                        client.post(route, content=sent, headers={"Content-Type": "application/json"}).status_code
-                    ] += 1
-                except httpx.HTTPError as error:
-                    told[type(error).__name__] += 1
-
-    threads = [threading.Thread(target=ask) for _ in range(clients)]
-    for each in threads:
-        each.start()
-    try:
-        yield told
-    finally:
-        over.set()
-        for each in threads:
-            each.join(120)
+def attack(server: Attacked, name: str, clients: int = 4) -> Iterator[Counter[str]]:
+    """Clients, in a process of their own, that ask for the same kind of thing all the time; afterwards, what they were told."""
+    told = Counter[str]()
+    command = [sys.executable, attacks.__file__, f"http://{server.host}:{server.port}", name, str(clients)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        try:
+            yield told
+        finally:
+            said, _ = process.communicate(timeout=120)
+            told.update(json.loads(said))
 
 
 def innocent(server: Attacked, seconds: float) -> tuple[list[float], list[float]]:
@@ -249,34 +150,39 @@ def innocent(server: Attacked, seconds: float) -> tuple[list[float], list[float]
 
 
 def test_innocent_requests_are_answered_during_every_attack(tmp_path: Path) -> None:
+    """Within twice their usual time, in one of two tries: a machine may have other work for a while."""
     template = tmp_path / "template"
     template.write_text(TEMPLATE)
+    broken = list[str]()
     with attacked(tmp_path, "--grace", "2", "--chat-template", str(template)) as server:
         innocent(server, 3)
-        ratios, delays = [], []
         for name in ATTACKS:
-            usual = median(innocent(server, 1.5)[0])
-            with attack(server, name) as told:
-                time.sleep(0.5)
-                requests, checks = innocent(server, SECONDS)
-            ratios.append(median(requests) / usual)
-            delays.append(max(checks))
-            print(
-                f"{name:36} usual {usual:.3f} s, attacked {median(requests):.3f} s ({ratios[-1]:.1f}), longest {max(requests):.2f} s; "
-                f"/health {median(checks):.3f} s, longest {delays[-1]:.3f} s; {dict(told)}; {server.resident} MiB", flush=True,
-            )  # fmt: skip
-            assert not [status for status in told if isinstance(status, int) and status >= 500 and status != 504]
-        print(
-            f"innocent requests took {median(ratios):.2f} times as long (median), /health {median(delays):.3f} s at most (median)"
-        )
+            for _ in range(2):
+                before = innocent(server, 1.5)[0]
+                with attack(server, name) as told:
+                    time.sleep(0.5)
+                    requests, checks = innocent(server, SECONDS)
+                ratio = median(requests) / median(before + innocent(server, 1)[0])
+                figures = (
+                    f"{name:36} {ratio:.1f} times as long: {median(requests):.3f} s, longest {max(requests):.2f} s; "
+                    f"/health {median(checks):.3f} s, longest {max(checks):.3f} s; {dict(told)}; {server.resident} MiB"
+                )
+                print(figures, flush=True)
+                # 504: the deadline of an attacker's own request.
+                assert not [status for status in told if status.isdigit() and int(status) >= 500 and status != "504"]
+                if ratio <= 2 and max(checks) < 0.2:
+                    break
+            else:
+                broken.append(figures)
         with attack(server, "many patterns of names"):
             time.sleep(1)
             begin = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(30) == 0
-            print(f"SIGTERM ended it in {time.monotonic() - begin:.2f} s")
-    # Loose, for machines with other work: it is twice, and 0.2 s, on one without.
-    assert median(ratios) < 4 and max(ratios) < 20 and median(delays) < 1
+            ended = time.monotonic() - begin
+            print(f"SIGTERM ended it in {ended:.2f} s")
+    assert not broken, "\n".join(broken)
+    assert ended <= 5
 
 
 def test_connections_that_say_nothing_cost_nothing(tmp_path: Path) -> None:
@@ -313,7 +219,7 @@ def varied(number: int) -> dict[str, Any]:
     """Requests of which no two ask for the same."""
     chance = random.Random(number)
     body: dict[str, Any] = {
-        "prompt": f"def f{number}(a, b):" + " a" * chance.randrange(60), "cache_salt": f"s{number}", "seed": number, "max_tokens": 4,
+        "prompt": f"def f{number}(a, b):" + " a" * chance.randrange(20), "cache_salt": f"s{number}", "seed": number, "max_tokens": 2,
     }  # fmt: skip
     kind = number % 6
     if kind == 0:
@@ -336,15 +242,16 @@ def varied(number: int) -> dict[str, Any]:
 
 
 def test_varied_requests_do_not_fill_the_memory(tmp_path: Path) -> None:
-    with attacked(tmp_path) as server, server.client() as client, ThreadPoolExecutor(4) as threads:
-        kinds: set[int] = set()
+    with attacked(tmp_path) as server, server.client() as client, ThreadPoolExecutor(8) as threads:
 
-        def ask(number: int) -> None:
-            kinds.add(client.post(COMPLETE, json=varied(number)).status_code)
+        def ask(number: int) -> int:
+            while (status := client.post(COMPLETE, json=varied(number)).status_code) == 429:  # all strategies are busy
+                time.sleep(0.05)
+            return int(status)
 
         sizes = []
-        for begin in range(0, 5000, 1000):
-            list(threads.map(ask, range(begin, begin + 1000)))
+        for begin in range(0, 5000, 500):
+            assert set(threads.map(ask, range(begin, begin + 500))) == {200}
             sizes.append(server.resident)
-        print(f"MiB after each thousand: {sizes}")
-        assert sizes[-1] - sizes[0] < 300 and kinds <= {200, 429}
+            print(f"{begin + 500} varied requests: {sizes[-1]} MiB", flush=True)
+        assert sizes[-1] - sizes[1] < 64, sizes  # the first thousand fill what is kept

@@ -226,14 +226,10 @@ def test_harmony_keeps_thoughts_calls_and_answers_apart(tokenizer_of: Callable[.
             continue
         final = tokenizer("<|end|><|start|>assistant<|channel|>final", add_special_tokens=False).input_ids
         assert (matcher.advance(final) == len(final)) == (not required)
-        if required:  # the last letter of what may not be written is another marker's
-            (instead,) = {*matcher.replacements().values()} - {matcher.grammar.next_token(matcher.place.phase, 0)} or {
-                None
-            }
-            matcher.rollback(4)
-            assert shown([matcher.grammar.next_token(matcher.place.phase, matcher.place.node)], tokenizer) == "c", (
-                instead
-            )
+        if required:  # the last letter of what may not be written ends the message instead
+            assert shown([matcher.replacements()[final[-1]]], tokenizer) == "<|end|>"
+            matcher.rollback(len("fina"))
+            assert shown([matcher.grammar.next_token(matcher.place.phase, matcher.place.node)], tokenizer) == "c"
 
 
 @pytest.mark.parametrize("name", ["harmony", "deepseek-v3"])

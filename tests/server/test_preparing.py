@@ -150,6 +150,7 @@ def test_lists_are_counted_before_their_items_are_looked_at(served: Any, service
         for route, body, code in (
             (ROUTE, {"prompt": [{}] * 9}, "too_many_choices"),
             (CHAT, {"messages": [{"role": "nobody"}] * 301}, "context_length_exceeded"),
+            (ROUTE, {"prompt": "a", "metadata": {"a": [[]] * 30_000}}, "too_many_values"),
         ):
             response = client.post(route, json=body)
             assert response.status_code == 400 and response.json()["error"]["code"] == code

@@ -35,6 +35,7 @@ from decoders.errors import (
     UnsupportedError,
 )
 from decoders.serving import scheduler as scheduler_module
+from decoders.serving.lanes import IDLE_LANES
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold, TokenRecycling
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import Replay, tiny_model
@@ -687,6 +688,21 @@ def test_a_scheduler_that_goes_first_has_twice_the_time_of_others(llama: PreTrai
     written_behind = [count - begun for begun, count in zip(before, after, strict=True)]
     assert all(written_behind) and sum(written_behind) < 100
     assert all(each.tokens[:5] == ahead.tokens[:5] for each in behind)
+
+
+def test_of_lanes_without_requests_those_that_were_used_last_stay_open(llama: PreTrainedModel) -> None:
+    with scheduler_of(llama, strategy="suffix") as scheduler:  # which learns: each salt has a lane of its own
+
+        def lane_of(salt: str) -> Lane:
+            scheduler.submit(text_of(0, 6), max_new_tokens=2, cache_salt=salt).result()
+            return list(scheduler._lanes._active)[-1]
+
+        often = lane_of("often")
+        for number in range(5):
+            lane_of(str(number))
+            assert lane_of("often") is often
+        scheduler.submit(text_of(0, 6), max_new_tokens=2).result()
+        assert len(scheduler._lanes._active) <= IDLE_LANES + 2
 
 
 def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel) -> None:

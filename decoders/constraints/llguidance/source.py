@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ...errors import GrammarError
+from ...errors import GrammarError, shortened
 from ..base import Language
 from ..vocabulary import Vocabulary
 
@@ -71,7 +71,8 @@ def source(language: Language) -> str:
         raise GrammarError(f"{language.name}: llguidance reads Lark and regular expressions, and it has neither")
     if len(text) > LONGEST:
         raise GrammarError(
-            f"{language.name}: {len(text):,} characters are more than the {LONGEST:,} that llguidance is given to compile"
+            f"{language.name}: {len(text):,} characters are more than the {LONGEST:,} that llguidance is given to compile: "
+            + _smaller(language)
         )
     if language.lark is not None and (deep := depth(text)) > DEEPEST:
         raise GrammarError(f"{language.name}: terminals are nested {deep:,} deep, the limit is {DEEPEST}")
@@ -148,6 +149,17 @@ _TOKENS = re.compile(
     r"|(?P<name>_?[A-Za-z][\w\-]*)|(?P<open>[(\[~])|(?P<close>[)\]])|(?P<next>[|&])",
     re.DOTALL,
 )
+
+
+def _smaller(language: Language) -> str:
+    """Which part of a language's text is large, and what to write instead."""
+    if language.lark is None:
+        return "take classes of characters and repetitions, or for many options the pattern that they share"
+    rules = [line for line in language.lark.splitlines() if line.strip()]
+    longest = max(rules, key=len)
+    name = longest.partition(":")[0].strip()
+    share = f"the longest of its {len(rules):,} lines, {shortened(name)!r}, has {len(longest):,}"
+    return f"{share}; take classes of characters and repetitions, and fewer rules"
 
 
 def depth(lark: str) -> int:

@@ -27,6 +27,27 @@ MOVE_NODES = 10_000_000
 COPIES = 2_000
 
 
+#: What to write in the place of something that exceeds a limit.
+INSTEAD = {
+    "PATTERN_CHARACTERS": "take classes of characters and repetitions",
+    "NESTING": "move inner parts to the outside, or to definitions that are referred to",
+    "STATES": "leave out the length or the pattern, or bound the length less",
+    "MOVES": "take wider classes of characters, or a shorter length",
+    "MOVE_NODES": "take fewer alternatives in the pattern",
+    "COPIES": "repeat with * or +, and bound the length with maxLength",
+    "SCHEMA_CHARACTERS": "give the part that the text is to follow, with what it shares in $defs",
+    "ALTERNATIVES": "list whole alternatives in one anyOf, and fewer of them",
+    "STEPS": "take fewer allOf, oneOf and not within each other",
+    "PLACES": "let places share a schema by $ref",
+    "RULES": "let places share a schema by $ref",
+    "SYMBOLS": "let places share a schema by $ref",
+    "PROPERTIES": "describe alike ones by additionalProperties or patternProperties",
+    "VALUES": "give a pattern that the values share",
+    "COUNT": "ask for fewer",
+    "STEP": "take a step with fewer digits",
+}
+
+
 def exceeded(
     limit: str, most: int, what: str, keyword: str | None = None, path: str | None = None, module: str = __name__
 ) -> NoReturn:
@@ -35,16 +56,18 @@ def exceeded(
     Raises:
         GrammarError: always.
     """
-    remedy = "" if path == "$" else ", or strict=False, which validates it afterwards"
+    remedy = "" if path == "$" else "; strict=False validates it afterwards in a schema"
     raise GrammarError(
-        f"{what} exceeds the limit {limit} = {most:,} of {module}: simplify the schema{remedy}", keyword, path
+        f"{what} exceeds the limit {limit} = {most:,} of {module}: {INSTEAD.get(limit, 'take a smaller one')}{remedy}",
+        keyword,
+        path,
     )
 
 
 #: Default seconds for compiling one grammar.
 SECONDS = 2.0
 _COMPILING = (
-    "the setting constraint_seconds: simplify it, raise the setting or, for schemas, take strict=False, which validates it "
+    "the setting constraint_seconds: make this part simpler, raise the setting or, for schemas, take strict=False, which validates it "
     "afterwards"
 )
 

@@ -130,9 +130,9 @@ def _check_anchors(pattern: str, tree: Pattern) -> None:
                 todo += [(part, first, following) for part in parts]
             case Cat(parts):
                 children: list[tuple[Pattern, bool, int | None]] = []
+                leading = next((i for i, part in enumerate(parts) if not isinstance(part, Anchor)), len(parts))
                 for index, part in reversed([*enumerate(parts)]):
-                    comes_first = first and all(isinstance(before, Anchor) for before in parts[:index])
-                    children.append((part, comes_first, following))
+                    children.append((part, first and index <= leading, following))
                     following = following if isinstance(part, Anchor) else part.place
                 todo += children
             case _:

@@ -212,8 +212,13 @@ class TaggedGrammar(CompiledGrammar):
             phase, markers = self.phases[number], self.markers[number]
             assert isinstance(phase, Free) and markers is not None
             path, closing = markers.paths[node], phase.markers[phase.closing][0]
-            marker = closing if closing[: len(path)] == path else markers.markers[markers.toward[node]]
-            known = self._next_tokens[number, node] = self._toward(number, marker, len(path))
+            marker, begin, ahead = closing, len(path), markers.toward[node]
+            if closing[:begin] != path:
+                if phase.markers[ahead][1] is not None:
+                    marker = markers.markers[ahead]
+                else:  # it may not be written, and what has begun of it stays text
+                    begin = 0
+            known = self._next_tokens[number, node] = self._toward(number, marker, begin)
         return known
 
     def _toward(self, number: int, marker: Symbols, begin: int) -> int:

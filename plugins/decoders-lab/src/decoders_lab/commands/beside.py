@@ -48,6 +48,8 @@ def beside(
     """
     if engines and (options["temperature"] or options["top_k"] or options["top_p"]):
         raise SettingsError("--engine compares greedy decoding: other engines draw other tokens")
+    if engines and options["suite"] is not None:
+        options["temperature"] = 0.0
     has_draft = options["draft"] is not None or options["model"] in (None, "demo")
 
     from ..subjects import LabSubjects, checked_engines
