@@ -124,7 +124,7 @@ class BlockTraining(Recipe):
     rank: int = 64
     draft_vocab: int | None = None
     rows: int = 8
-    rate: float = 3e-3
+    rate: float = 6e-3
     blocks: float = 1 / 16
     decay: float = 0.8
 
