@@ -122,8 +122,9 @@ def test_a_corpus_is_drafted_from_for_all_clients(
     monkeypatch.setattr(models, "load", lambda *_: (copy.deepcopy(llama), tokenizer))
     limits = Limits(slots=400, prompt_tokens=300, new_tokens=200, sharing=False)
     service = serve._service(
-        "x", None, "suffix", {}, None, None, None, None, serve._corpus(path), "auto", False, limits
-    )
+        "x", None, "suffix", {}, None, None, None, None, serve._corpus(path), "auto", False, limits,
+        lambda _: None,
+    )  # fmt: skip
     (kept,) = (kept for key, kept in decoders.memories(service.model).items() if key[0] == "")
     assert kept.texts == 1 and kept.index.tokens.tolist()[:-1] == tokenizer("one two" + written)["input_ids"]
     body = {"prompt": "one two", "max_tokens": 24, "temperature": 0}
