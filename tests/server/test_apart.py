@@ -120,6 +120,8 @@ def test_a_corpus_is_drafted_from_for_all_clients(
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"text": "one two" + written}) + "\n", encoding="utf-8")
     monkeypatch.setattr(models, "load", lambda *_: (copy.deepcopy(llama), tokenizer))
+    # Steps of a scheduler go without drafts where clocks say that they do not pay.
+    monkeypatch.setenv("DECODERS_PRUNE", "false")
     limits = Limits(slots=400, prompt_tokens=300, new_tokens=200, sharing=False)
     service = serve._service(
         "x", None, "suffix", {}, None, None, None, None, serve._corpus(path), "auto", False, limits,
