@@ -85,14 +85,14 @@ def beginning_of(
     given = {name: arguments[name] for name in (*CACHES, EMBEDDINGS) if arguments.get(name) is not None}
     soft = SoftPrompt.of(wrapper)
     if len(given) + (soft is not None) > 1:
-        said = " and ".join([*given, *([soft.name] if soft is not None else [])])
-        raise SettingsError(f"{said}: a prompt begins with one of them (cache is the newer name of past_key_values)")
-    found: Beginning | None = soft
+        names = " and ".join([*given, *([soft.name] if soft is not None else [])])
+        raise SettingsError(f"{names}: a prompt begins with one of them (cache is the newer name of past_key_values)")
+    beginning: Beginning | None = soft
     for name, value in given.items():
-        found = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
-    if found is not None:
-        found.check(strategy)
-    return found
+        beginning = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
+    if beginning is not None:
+        beginning.check(strategy)
+    return beginning
 
 
 @dataclass(frozen=True)
