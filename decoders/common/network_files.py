@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..errors import SettingsError, shortened, suggest
+from ..errors import SettingsError, UnsupportedError, shortened, suggest
 
 
 def _number(value: Any) -> Any:
@@ -149,19 +149,29 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
     return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
 
 
-def find_network(named: str | None, config: Any, kind: str) -> Path | None:
+def find_network(named: str | None, config: Any, kind: str, what: str, argument: str) -> Path:
     """The folder of a network for a model with this `config`: the `named` one, or the one among the model's own files.
 
     Args:
         named: a path; ``demo`` is the network of this `kind` that comes with the demo model.
-        kind: the folder's name there, "eagle3".
+        kind: the folder's name there, "eagle3", which is the strategy's.
+        what: the network, for messages: "a head".
+        argument: of the strategy that names it.
+
+    Raises:
+        UnsupportedError: none is named, and none lies beside the model.
     """
     if named == DEMO:
         return Path(__file__).parent.parent / "demo" / "models" / "target" / kind
     own = getattr(config, "name_or_path", "")
     if named is None and own and (Path(own) / kind / CONFIG).is_file():
         return Path(own) / kind
-    return None if named is None else Path(named).expanduser()
+    if named is None:
+        raise UnsupportedError(
+            f"{kind} needs {what} trained for the model: name its folder as {argument}=, or keep it as {kind!r} in the model's own "
+            f"folder; `decoders train {kind}` makes one"
+        )
+    return Path(named).expanduser()
 
 
 def read_json(path: Path, missing: str, owner: str) -> Any:

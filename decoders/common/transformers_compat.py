@@ -137,6 +137,13 @@ def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[
     return positions
 
 
+def without_position_ids(model: Any) -> None:
+    """Makes ``generate`` of a shallow copy of a model prepare no positions: designs note in modules, which it shares, how far images
+    shift them.
+    """
+    model._prepare_position_ids_for_generation = lambda *args, **kwargs: None
+
+
 # Several processes.
 
 

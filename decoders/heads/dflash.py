@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
@@ -94,6 +95,18 @@ class DFlashNetwork(nn.Module):
     def fused(self, features: Tensor) -> Tensor:
         """``[…, H]``: hidden states ``[…, T·H]`` of the target as the layers read them."""
         return self.hidden_norm(self.fc(features))
+
+
+def embedding_of(model: PreTrainedModel, usual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """How the network embeds tokens: by the target's table. A norm that is a part of it is left out, as in transformers: published
+    networks were trained without.
+
+    Args:
+        usual: the target's own embedding.
+    """
+    table: Any = model.get_input_embeddings()
+    normed = isinstance(getattr(table, "embed_norm", None), nn.Module)
+    return partial(nn.functional.embedding, weight=table.weight) if normed else usual
 
 
 class _Layer(nn.Module):

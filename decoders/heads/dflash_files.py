@@ -130,12 +130,7 @@ def find_draft_model(named: str | None, config: Any) -> Path:
     Raises:
         UnsupportedError: none is named, and none lies beside the model.
     """
-    if (folder := find_network(named, config, "dflash")) is not None:
-        return folder
-    raise UnsupportedError(
-        "dflash needs a draft model that was trained for the model: name its folder as draft_model=, or keep it as 'dflash' in the "
-        "model's own folder; `decoders train dflash` makes one"
-    )
+    return find_network(named, config, "dflash", "a draft model", "draft_model")
 
 
 def read_config(folder: str | Path) -> DFlashConfig:
@@ -183,9 +178,9 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 def _causal(own: _Config, layer: LlamaConfig, speculators: bool) -> tuple[bool, ...]:
     """Which layers let a node of a block see those before it only. `speculators` takes layers with a window for such."""
-    said = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
-    if said is not None or not speculators:
-        return (bool(said),) * layer.num_hidden_layers
+    causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
+    if causal is not None or not speculators:
+        return (bool(causal),) * layer.num_hidden_layers
     return tuple(kind == "sliding_attention" and not own.sliding_window_non_causal for kind in layer.layer_types)
 
 
@@ -249,15 +244,16 @@ def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) ->
 
 def save_draft_model(
     config: DFlashConfig, network: DFlashNetwork, head: BlockHead | None, folder: Path, model: PreTrainedModel,
-    reduced: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype = torch.bfloat16,
+    ids: Tensor | None = None, output: Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
     """Writes a draft model for `model` as `speculators` does, without a head or with a Markov head; each file is written whole, the
     config last, as it makes a folder one of a draft model.
 
-    The embedding is the target's, and so is the output head where all tokens are drafted: neither is among the weights.
+    The embedding, which is the target's, is not among the weights.
 
     Args:
-        reduced: of a reduced vocabulary its tokens ``[D]`` int64, ascending, and their rows of the output head, ``[D, H]``.
+        ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary, which needs an `output`; None: all.
+        output: ``[D, H]``, an output head of its own; None: the target's.
         dtype: of the weights.
 
     Raises:
@@ -266,11 +262,11 @@ def save_draft_model(
     from safetensors.torch import save
 
     state = network.state_dict() | ({} if head is None else head.state_dict())
-    if reduced is not None:
-        state["lm_head.weight"] = reduced[1]
+    if output is not None:
+        state["lm_head.weight"] = output
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
-    state |= vocabulary_tables(None if reduced is None else reduced[0], config.layer.vocab_size)
-    kind, said = ("dflash", {}) if head is None or config.head is None else ("dspark", config.head.raw)
+    state |= vocabulary_tables(ids, config.layer.vocab_size)
+    kind, markov = ("dflash", {}) if head is None or config.head is None else ("dspark", config.head.raw)
     fields = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
         **speculators_fields(kind, model, config.places),
@@ -280,7 +276,7 @@ def save_draft_model(
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.from_last,
         "transformer_layer_config": layer_fields(config.layer, "qwen3"),
-        **{name: said[name] for name in MARKOV_FIELDS if name in said},
+        **{name: markov[name] for name in MARKOV_FIELDS if name in markov},
         "dtype": str(dtype).removeprefix("torch."),
     }
     write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))

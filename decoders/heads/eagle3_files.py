@@ -54,12 +54,7 @@ def find_head(named: str | None, config: Any) -> Path:
     Raises:
         UnsupportedError: none is named, and none lies beside the model.
     """
-    if (folder := find_network(named, config, "eagle3")) is not None:
-        return folder
-    raise UnsupportedError(
-        "eagle3 needs a head that was trained for the model: name its folder as head=, or keep it as 'eagle3' in the model's own "
-        "folder; `decoders train eagle3` makes one"
-    )
+    return find_network(named, config, "eagle3", "a head", "head")
 
 
 class _LayerConfig(LlamaLayerConfig):
@@ -100,13 +95,13 @@ class _HeadConfig(FileConfig):
     def mask(self) -> int | None:
         """The mask token of heads that draft all tokens in one pass."""
         named = (self.pard_token, self.ptd_token_id, self.mask_token_id)
-        said = (
+        parallel = (
             self.parallel_drafting
             or self.speculators_model_type == "peagle"
             or named[0] is not None
             or named[1] is not None
         )
-        return next((token for token in named if token is not None), None) if said else None
+        return next((token for token in named if token is not None), None) if parallel else None
 
     def layers(self, place: str) -> tuple[int, ...] | None:
         """The decoder layers whose outputs a head reads.

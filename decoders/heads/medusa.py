@@ -31,7 +31,7 @@ from ..common.network_files import (
     read_tensors,
     stamp_of,
 )
-from ..errors import DecodersError, SettingsError, UnsupportedError
+from ..errors import DecodersError, SettingsError
 from ..tree import Topology
 
 Projection = Literal["tied", "low_rank", "full"]
@@ -157,11 +157,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
         SettingsError: there is no such folder.
         UnsupportedError: none is named, and none lies beside the model.
     """
-    if (folder := find_network(named, model.config, "medusa")) is None:
-        raise UnsupportedError(
-            f"medusa needs heads for this {type(model).__name__}: train them with `decoders train medusa`, then name their "
-            "folder as heads=, or keep it as 'medusa' in the model's own folder"
-        )
+    folder = find_network(named, model.config, "medusa", "heads", "heads")
     if not folder.exists():
         raise SettingsError(f"medusa: there are no heads at {str(named)!r}; `decoders train medusa` makes some")
     return folder

@@ -98,7 +98,7 @@ class CopiedState(dict[str, Any]):
         return dict, (), None, None, iter(list(self.whole.items()))
 
 
-def refuse_prompt_learning(model: PreTrainedModel, wrapper: Any) -> None:
+def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
     """Raises UnsupportedError for adapters that begin within the prompt or prepare inputs, which the loop would ignore.
 
     Args:

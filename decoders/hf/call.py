@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from ..common.transformers_compat import without_position_ids
 from ..engine.decode.engine import Engine
 from ..engine.decode.request import Request, RequestOutput
 from ..errors import SettingsError, UnsupportedError
@@ -147,6 +148,12 @@ def prepare(
         beginning: of the prompts, where that is no text.
     """
     beside, options = options.apart(arguments_of(model) - PLAIN)
+    if beside and beginning is not None:
+        kept_anyway = "; leave the cache out, what was read of images before is kept"
+        hint = kept_anyway if isinstance(beginning, CallCache) else ""
+        raise UnsupportedError(
+            f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images begins with nothing else{hint}"
+        )
     given, runtime = options.arguments, options.runtime
     kind = kind_of(model, options.configs, given)
     earlier = kept.get(kind) if kind is not None else None
@@ -187,10 +194,6 @@ def prepare(
             "its images, of which nothing is read twice"
         )
     read = beginning.read(engine, model, mask, len(prompts), copies) if beginning is not None else None
-    if beside and beginning is not None:
-        raise UnsupportedError(
-            f"{beginning.name} does not go with {', '.join(sorted(beside))}: leave it out, what was read of images before is kept"
-        )
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
         multimodal = inputs_of(engine.own_forward(model, engine.target).model, beside, *of_prompts, copies)
@@ -246,6 +249,7 @@ def prepared_by_transformers(
     # transformers fills gaps from the model's config, so a shallow copy of the model gets a cleaned config.
     stand_in: Any = copy.copy(model)
     stand_in.generation_config = _without_own_work(model.generation_config)
+    without_position_ids(stand_in)
     prepared: tuple[Tensor, Tensor | None, Preparation] = type(stand_in).generate(
         stand_in, **arguments, custom_generate=custom_generate
     )

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..common.transformers_compat import cache_keyword
 from ..engine.decode.engine import Engine
 from ..engine.model.given import GivenPrompts, cached_tokens, check_cache
 from ..engine.model.layout import refusing
@@ -86,14 +85,14 @@ def beginning_of(
     given = {name: arguments[name] for name in (*CACHES, EMBEDDINGS) if arguments.get(name) is not None}
     soft = SoftPrompt.of(wrapper)
     if len(given) + (soft is not None) > 1:
-        said = " and ".join([*given, *([soft.name] if soft is not None else [])])
-        raise SettingsError(f"{said}: a prompt begins with one of them (cache is the newer name of past_key_values)")
-    found: Beginning | None = soft
+        names = " and ".join([*given, *([soft.name] if soft is not None else [])])
+        raise SettingsError(f"{names}: a prompt begins with one of them (cache is the newer name of past_key_values)")
+    beginning: Beginning | None = soft
     for name, value in given.items():
-        found = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
-    if found is not None:
-        found.check(strategy)
-    return found
+        beginning = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
+    if beginning is not None:
+        beginning.check(strategy)
+    return beginning
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ class SoftPrompt(Beginning):
 
     Attributes:
         wrapper: the ``PeftModel``.
-        name: of the method.
+        name: with that of the method.
         length: places that it takes.
     """
 
@@ -215,7 +214,7 @@ class SoftPrompt(Beginning):
                 f"{kind} of PEFT decides by more than the prompt what stands before it. Prompt tuning, p-tuning, prefix tuning and "
                 "adapters of layers (LoRA and its kin) work; call generate without strategy= for this one."
             )
-        return SoftPrompt(wrapper, kind, int(config.num_virtual_tokens))
+        return SoftPrompt(wrapper, f"the soft prompt of PEFT ({kind})", int(config.num_virtual_tokens))
 
     def prompts(
         self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
@@ -248,11 +247,6 @@ def read_vectors(
     if not vectors.shape[1]:
         return None
     with engine.decoding(), refusing(model, "does not read vectors in the place of tokens"):
-        own = engine.own_forward(model, engine.target).model
-        cache = DynamicCache(config=own.config)
-        arguments: dict[str, Any] = {cache_keyword(own): cache, "use_cache": True}
-        if mask is not None:
-            arguments |= {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
-        own(inputs_embeds=vectors, **arguments)
+        cache = engine.own_forward(model, engine.target).read_vectors(vectors, mask)
         check_cache(engine.target, cache)
     return cache

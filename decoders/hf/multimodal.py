@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,8 +68,9 @@ def inputs_of(
     digest, hashes = _digest(contents), []
     for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         types = [kind[row, width - length :][:end] for kind in kinds]
-        # Which images are a prompt's depends on what those before it hold.
-        hashes.append(_digest((digest, row, ends[: row + 1], types)) if end else "")
+        # Which images are a prompt's depends on the placeholders of those before it.
+        taken = [input_ids[each][special[each]] for each in range(row)]
+        hashes.append(_digest((digest, taken, types)) if end else "")
     arguments = _prepared(model, given, input_ids, mask)
     shifts = _shifts(arguments, lengths)
     prompt = [place for place in range(batch) for _ in range(repeats)]
@@ -107,9 +109,8 @@ def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    last = positions[
-        ..., -1
-    ]  # of several kinds of positions, those of text are equal in all but a first one that counts tokens
+    # Of several kinds of positions, those of text are equal in all but a first one that counts tokens.
+    last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]
 
@@ -138,4 +139,4 @@ def _feed(digest: Any, value: Any) -> None:
             _feed(digest, entry)
     else:
         plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
-        digest.update((repr(value) if plain else f"{type(value)} {id(value)} {object()}").encode())
+        digest.update((repr(value) if plain else f"{type(value)} {uuid.uuid4()}").encode())

@@ -25,11 +25,11 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
 from ..strategies.suffix_index import TextMemory
-from .arguments import OWN, check_inputs, refuse_arguments
+from .arguments import OWN, check_inputs, refuse_arguments, shown
 from .assistants import Assistants
-from .attached import CopiedState, refuse_adapter_names, refuse_prompt_learning
+from .attached import CopiedState, refuse_adapter_names, refuse_ignored_adapters
 from .call import PreparedCall, prepare
-from .given import CallCache, beginning_of
+from .given import CallCache, Embeddings, beginning_of
 from .grammars import vocabulary_of
 from .multimodal import arguments_of
 from .options import NO_DEFAULTS, Defaults, Options
@@ -121,28 +121,33 @@ class Generate:
         options = Options.read(kwargs, self.model.generation_config, self.defaults)
         assert options is not None, "only calls with a strategy are decoded in the loop"
         with ordinary_device(self.model):
-            call = self._prepared(options)
-        if call.request.given is not None:
-            raise UnsupportedError(
-                "a soft prompt of PEFT does not share steps with other requests yet: call generate(strategy=…)"
-            )
-        return call
+            return self._prepared(options, shares=True)
 
     @torch.no_grad()
-    def _prepared(self, options: Options) -> PreparedCall:
-        """Checks and prepares a call; refusals come before anything is changed."""
+    def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
+        """Checks and prepares a call; refusals come before anything is changed.
+
+        Args:
+            shares: whether it shares its steps with others.
+        """
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
         if ready is None:  # else the model was checked already
             refuse_unfit(self.model)
-        refuse_prompt_learning(self.model, self.wrapper)
+        refuse_ignored_adapters(self.model, self.wrapper)
         refuse_adapter_names(self.model)
         given = options.arguments
         refuse_arguments(options.configs, given, arguments_of(self.model))
         input_ids = given.get("input_ids")
         beginning = beginning_of(given, options.strategy, self.model, self.wrapper)
+        if shares and beginning is not None:
+            raise UnsupportedError(
+                f"a prompt that begins with {beginning.name} does not share steps with other requests yet: call generate(strategy=…)"
+            )
+        # That of a prompt of vectors is over these.
+        mask = None if isinstance(beginning, Embeddings) else given.get("attention_mask")
         check_inputs(
-            self.model, given.get("inputs") if input_ids is None else input_ids, given.get("attention_mask"),
+            self.model, given.get("inputs") if input_ids is None else input_ids, mask,
             beginning.length if isinstance(beginning, CallCache) else 0,
         )  # fmt: skip
         options.check()
@@ -259,7 +264,12 @@ class Generate:
 
     def _tokens_of(self, number: int, text: str | Sequence[int]) -> array[int]:
         if not isinstance(text, str):
-            tokens = array("i", text)
+            try:
+                tokens = array("i", text)
+            except (TypeError, OverflowError):
+                raise SettingsError(
+                    f"texts[{number}] is neither a text nor a list of token ids: {shown(text)}"
+                ) from None
         elif self.tokenizer is not None:
             tokens = array("i", self.tokenizer(text, add_special_tokens=False)["input_ids"])
         else:

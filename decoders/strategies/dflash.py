@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..drafting import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..heads.block_heads import BlockHead, DraftedBlock
+from ..heads.dflash import embedding_of
 from ..heads.dflash_files import HEADS, DFlashFiles, find_draft_model, load_draft_model, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
@@ -129,7 +128,7 @@ class DFlashDrafter(BlockDrafter):
         vocabulary = files.vocabulary or DraftVocabulary(context.vocab_size)
         super().__init__(context, network.fc.in_features, length + 1, 0, vocabulary, children)
         self.network, self.chooser, self.mask_token = network, files.head, config.mask_token_id
-        self.embed = _embedding_of(context) if files.embed is None else files.embed
+        self.embed = embedding_of(context.model, context.embed) if files.embed is None else files.embed
         self.head = context.head if files.lm_head is None else files.lm_head
         self.first = int(not config.from_last)  # the node of a block that drafts the first token
         block = length + self.first
@@ -190,14 +189,6 @@ class DFlashDrafter(BlockDrafter):
         # The best continuation is as likely as the head says; the others keep their ratio to it.
         sure = choice.confidence.clamp(1e-6, 1)[..., None].log()
         return replace(expansion, weights=expansion.weights - expansion.weights[..., :1] + sure)
-
-
-def _embedding_of(context: Context) -> Callable[[Tensor], Tensor]:
-    """The target's table. A norm that is a part of it is left out, as in transformers: the network was trained without."""
-    table: Any = context.model.get_input_embeddings()
-    if isinstance(getattr(table, "embed_norm", None), nn.Module):
-        return partial(nn.functional.embedding, weight=table.weight)
-    return context.embed
 
 
 def _check_fit(files: DFlashFiles, context: Context, folder: Path) -> None:

@@ -313,7 +313,6 @@ def shape_of(
         UnsupportedError: a dynamic tree without the coupled verifier.
     """
     nodes = draft_budget(context.costs, nodes, TREE_NODES)
-    nodes = draft_budget(context.costs, nodes, TREE_NODES)
     if tree == "dynamic":
         require_coupled(context, strategy)
         return DynamicTree(depth, beam, nodes, children, context.compile)

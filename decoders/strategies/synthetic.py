@@ -62,7 +62,7 @@ class Synthetic(Strategy):
 
     Attributes:
         texts: what prompts are continued with.
-        rehearsed: the call that it was last told of, as who tells it sees that.
+        rehearsed: key of the last rehearsed call.
     """
 
     name = "synthetic"

@@ -23,7 +23,7 @@ from ..common.layers import decoder_layers
 from ..common.transformers_compat import set_attention
 from ..errors import SettingsError
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
-from ..heads.dflash import DFlashConfig, DFlashNetwork
+from ..heads.dflash import DFlashConfig, DFlashNetwork, embedding_of
 from ..heads.dflash_files import DFlashFiles, head_of, load_draft_model, save_draft_model
 from .cards import dflash_card
 from .feature_heads import (
@@ -35,10 +35,11 @@ from .feature_heads import (
     draft_vocabulary,
     drafted_size,
     layer_config,
+    layers_read,
     train_head,
 )
 from .recipes import BlockTraining
-from .texts import Texts, digest, stop_tokens
+from .texts import Texts, stop_tokens
 from .trainer import soft_cross_entropy
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def train_dflash(
         SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a draft model to begin with
             that is of another shape.
     """
-    layers = run.layers_of(len(decoder_layers(model)))  # wrong settings are reported before hours of work
+    layers = layers_read(model, run)  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
     given = load_draft_model(start, model.device, torch.float32) if start is not None else None
 
@@ -88,21 +89,20 @@ def train_dflash(
         if given is None:
             draft = new_draft_model(model, run, config)
         else:
-            draft = begin_with(given, config)
             ids = ids if given.vocabulary is None or given.vocabulary.ids is None else given.vocabulary.ids
-        learner = BlockLearner(run, draft, Teacher(model, layers, run.bf16), ids, train, judged)
-        learner.identity = {} if given is None else {"start": digest(draft)}
-        return learner
+            draft = begin_with(given, config, model.get_output_embeddings().weight.detach().float()[ids])
+        return BlockLearner(run, draft, Teacher(model, layers, run.bf16), ids, train, judged)
 
     def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
         assert isinstance(learner, BlockLearner)
-        draft, reduced = learner.model, None if size == shape.vocab_size else (learner.ids.cpu(), learner.output)
-        save_draft_model(draft.config, draft.network, draft.head, out, model, reduced, dtype)
+        draft, ids = learner.model, None if size == shape.vocab_size else learner.ids.cpu()
+        output = learner.output if learner.own_output else None
+        save_draft_model(draft.config, draft.network, draft.head, out, model, ids, output, dtype)
         return dflash_card(draft.config, model, run, figures, command)
 
     return train_head(
-        model, tokenizer, texts, out, run, make, write, held=held, test=test, dtype=dtype, resume=resume,
-        checkpoint_minutes=checkpoint_minutes, console=console,
+        model, tokenizer, texts, out, run, make, write, goes_on=given is not None, held=held, test=test, dtype=dtype,
+        resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
     )  # fmt: skip
 
 
@@ -153,11 +153,14 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
     return draft.to(model.device)
 
 
-def begin_with(given: DFlashFiles, config: DFlashConfig) -> BlockDraft:
+def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:
     """A draft model to go on with.
 
+    Args:
+        output: ``[D, H]``, the target's output matrix of the tokens that it drafts.
+
     Raises:
-        SettingsError: it differs from `config`, or has an embedding or a whole output head of its own.
+        SettingsError: it differs from `config`, or has an embedding or an output matrix that is not the target's.
     """
     layer, vocab = copy.deepcopy(given.config.layer), config.layer.vocab_size
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a checkpoint of a draft model need not say them
@@ -175,14 +178,19 @@ def begin_with(given: DFlashFiles, config: DFlashConfig) -> BlockDraft:
         or any(own.causal)
         or layer.sliding_window is not None
         or given.embed is not None
-        or (given.lm_head is not None and given.vocabulary is None)
+        or (given.lm_head is not None and not _same(given.lm_head.weight, output))
     ):
         raise SettingsError(
             "dflash: the draft model to begin with differs from the one to train: in its shape, in the layers that it reads, by causal "
-            "layers or windows, or by an embedding or output head of its own"
+            "layers or windows, or by an embedding or output head that is not the target's"
         )
     draft.load_state_dict(state)
     return draft.to(next(given.network.parameters()).device)
+
+
+def _same(matrix: Tensor, other: Tensor) -> bool:
+    """But for the rounding of a file."""
+    return matrix.shape == other.shape and torch.allclose(matrix, other, rtol=1e-2, atol=1e-4)
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
@@ -209,7 +217,12 @@ def _copy(weights: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
 
 
 class BlockLearner(FeatureLearner):
-    """Teaches a block draft model, see :class:`FeatureLearner`."""
+    """Teaches a block draft model, see :class:`FeatureLearner`.
+
+    Attributes:
+        own_output: whether the draft model keeps an output head of its own, the target's rows of its tokens without a bias: where these
+            are not all tokens, and where the target's logits are not what its output matrix gives, which the scores are learnt with.
+    """
 
     model: BlockDraft
 
@@ -222,7 +235,9 @@ class BlockLearner(FeatureLearner):
         self.positions = training.rows * training.length
         output = teacher.model.get_output_embeddings()
         self.output = output.weight.detach().float()[ids]
-        self.bias = None if getattr(output, "bias", None) is None else output.bias.detach().float()[ids]
+        self.own_output = len(ids) < len(output.weight) or not teacher.says_what_its_matrix_gives(train.ids[:1])
+        self.bias = None if self.own_output or getattr(output, "bias", None) is None else output.bias.detach().float()
+        self._embedding = embedding_of(teacher.model, teacher.model.get_input_embeddings())
 
     def learn(self, step: int) -> Tensor:
         """The gradients are those of ``Σ_k decay^k · CE_k``, against the target's distribution over the tokens that can be drafted,
@@ -232,12 +247,12 @@ class BlockLearner(FeatureLearner):
         lesson = self.teacher.lesson(texts, self.stops)
         ids = texts.ids.to(self.ids.device)
         anchors = self._anchors(lesson, step)
-        at = self._places_of(anchors)
-        logits = _rows_at(lesson.logits, at)
-        counts = (_rows_at(lesson.counted, at) & torch.isin(logits.argmax(-1), self.ids)).float()
+        preceding = self._places_of(anchors)
+        logits = _rows_at(lesson.logits, preceding)
+        counts = (_rows_at(lesson.counted, preceding) & torch.isin(logits.argmax(-1), self.ids)).float()
         weights = counts * self.training.decay**self.places
         with self.teacher.precision():
-            block, tokens = self.drafted(lesson, ids, anchors), _rows_at(ids, at)
+            block, tokens = self.drafted(lesson, ids, anchors), _rows_at(ids, preceding)
             scores = torch.stack(list(self._scores(block, tokens)), dim=1).float()
         target = logits[..., self.ids].softmax(-1)
         loss, gradient = soft_cross_entropy(scores.detach(), target, weights / counts.sum().clamp(min=1))
@@ -275,22 +290,23 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self.teacher.model.get_input_embeddings()(tokens).float()
+        return self._embedding(tokens).float()
 
     def _scores(self, block: DraftedBlock, tokens: Tensor) -> Iterator[Tensor]:
         """Logits ``[B·A, D]`` of place after place; tokens: ``[B·A, K]``, those before each, or ``[B·A, 1]``, the first of a chain."""
         head, above = self.model.head, None
-        begun, before = None if head is None else head.begin(block), tokens[:, :1]
+        if head is None:
+            yield from block.logits.unbind(1)
+            return
+        begun, before = head.begin(block), tokens[:, :1]
         for place in range(len(self.places)):
-            if head is None:
-                scores = block.logits[:, place]
-            else:
-                if place < tokens.shape[1]:
-                    before = tokens[:, place, None]
-                choice = head.choose(block, begun, place, before, above)
-                scores, above = choice.logits[:, 0], choice.state
+            if place < tokens.shape[1]:
+                before = tokens[:, place, None]
+            choice = head.choose(block, begun, place, before, above)
+            scores, above = choice.logits[:, 0], choice.state
             yield scores
-            before = self.ids[scores.argmax(-1)][:, None]
+            if tokens.shape[1] == 1:
+                before = self.ids[scores.argmax(-1)][:, None]
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
@@ -302,9 +318,9 @@ class BlockLearner(FeatureLearner):
             ids = part.ids.to(self.ids.device)
             room, every = ids.shape[1] - len(self.places) + 1, len(self.places)
             anchors = torch.arange(0, room, every, device=ids.device).expand(len(ids), -1)
-            at = self._places_of(anchors)
-            logits = _rows_at(lesson.logits, at)
-            sums.begin(_rows_at(lesson.counted, at).all(1))
+            preceding = self._places_of(anchors)
+            logits = _rows_at(lesson.logits, preceding)
+            sums.begin(_rows_at(lesson.counted, preceding).all(1))
             with self.teacher.precision():
                 chain = self._scores(self.drafted(lesson, ids, anchors), ids.gather(1, anchors).flatten()[:, None])
                 for place, scores in enumerate(chain):

@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ..common.layers import decoder_layers
-from ..errors import SettingsError, TrainingError
+from ..errors import SettingsError
 from ..heads.eagle3 import DecoderLayer, Eagle3Config, Eagle3Head
 from ..heads.eagle3_files import Eagle3Files, Format, load_head, save_head
 from .cards import eagle3_card
@@ -36,10 +35,11 @@ from .feature_heads import (
     draft_vocabulary,
     drafted_size,
     layer_config,
+    layers_read,
     train_head,
 )
 from .recipes import HeadTraining
-from .texts import Texts, digest, stop_tokens
+from .texts import Texts, stop_tokens
 from .trainer import soft_cross_entropy
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ def train_eagle3(
         SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a head to begin with that
             is of another shape.
     """
-    count = len(decoder_layers(model))
-    if not count:
-        raise TrainingError(f"eagle3 reads hidden layers, and {type(model).__name__} has no list of decoder layers")
-    config = head_config(model, run, run.layers_of(count))  # wrong settings are reported before hours of work
+    config = head_config(model, run, layers_read(model, run))  # wrong settings are reported before hours of work
     given = load_head(start, model.device, torch.float32) if start is not None else None
 
     def make(train: Texts, judged: Texts) -> HeadLearner:
@@ -94,7 +91,7 @@ def train_eagle3(
         else:
             head = new_head(config, model, ids, run.seed)
         teacher = Teacher(model, config.layers or (), run.bf16)
-        return HeadLearner(run, head, teacher, ids.to(model.device), train, judged, given is not None)
+        return HeadLearner(run, head, teacher, ids.to(model.device), train, judged)
 
     def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
         head: Any = learner.model
@@ -104,8 +101,8 @@ def train_eagle3(
         return eagle3_card(own, model, run, figures, command)
 
     return train_head(
-        model, tokenizer, texts, out, run, make, write, held=held, test=test, dtype=dtype, resume=resume,
-        checkpoint_minutes=checkpoint_minutes, console=console,
+        model, tokenizer, texts, out, run, make, write, goes_on=given is not None, held=held, test=test, dtype=dtype,
+        resume=resume, checkpoint_minutes=checkpoint_minutes, console=console,
     )  # fmt: skip
 
 
@@ -161,17 +158,15 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
 
 
 class HeadLearner(FeatureLearner):
-    """Teaches a head. goes_on: the head was one before, see :class:`FeatureLearner` for the rest."""
+    """Teaches a head, see :class:`FeatureLearner`."""
 
     model: Eagle3Head
 
     def __init__(
-        self, training: HeadTraining, head: Eagle3Head, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts,
-        goes_on: bool = False,
-    ) -> None:  # fmt: skip
+        self, training: HeadTraining, head: Eagle3Head, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts
+    ) -> None:
         super().__init__(training, training.rows, head, teacher, ids, train, held_out, [head.lm_head.weight])
-        self.training, self.identity = training, {"start": digest(head)} if goes_on else {}
-        self.positions = training.rows * (training.length - training.depth)
+        self.training, self.positions = training, training.rows * (training.length - training.depth)
 
     def learn(self, step: int) -> Tensor:
         lesson = self.teacher.lesson(self.train.chosen(self.examples_of(step)), self.stops)

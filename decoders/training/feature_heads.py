@@ -22,7 +22,7 @@ from ..common.layers import decoder_layers
 from ..common.transformers_compat import config_value
 from ..errors import SettingsError, TrainingError
 from .recipes import Recipe
-from .texts import Texts, TextStore, counted, held_out_rows, stop_tokens, workplace
+from .texts import Texts, TextStore, counted, digest, held_out_rows, stop_tokens, workplace
 from .trainer import EpochLearner, Run, Trainer, muon_and_adamw, warmup_stable_decay
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ class Teacher:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
         decoder = decoder_layers(model)
-        if not decoder:
-            raise TrainingError(f"hidden layers are read, and {type(model).__name__} has no list of decoder layers")
         self.model, self.layers, self.bf16 = model, [decoder[layer] for layer in layers], bf16
 
     @torch.no_grad()
@@ -78,6 +76,24 @@ class Teacher:
     def precision(self) -> torch.autocast | nullcontext:
         """What the target, and what reads it, compute in."""
         return torch.autocast(self.model.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    @torch.no_grad()
+    def says_what_its_matrix_gives(self, ids: Tensor) -> bool:
+        """Whether logits are what the output matrix, with its bias, makes of hidden states: some designs scale or bound them.
+
+        Args:
+            ids: ``[B, T]``, some text.
+        """
+        output, read = self.model.get_output_embeddings(), list[Tensor]()
+        hook = output.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        try:
+            logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits.float()
+        finally:
+            hook.remove()
+        given = nn.functional.linear(read[0], output.weight, getattr(output, "bias", None)).float()
+        return given.shape == logits.shape and torch.allclose(
+            given, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())
+        )
 
     @contextmanager
     def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
@@ -97,17 +113,12 @@ class Teacher:
 class FeatureLearner(EpochLearner):
     """A network and its optimizers: Muon for its hidden matrices, AdamW for output matrices, tables and norms, as for the demo models.
 
-    Attributes:
-        identity: fingerprints of what else a run begins with.
-
     Args:
         ids: ``[D]`` int64, the tokens that the network can propose.
         train: text to learn from.
         held_out: text to judge by; at most :data:`WATCHED` rows of it are, the model's own first.
         outer: output matrices and tables of the network.
     """
-
-    identity: Mapping[str, str] = {}
 
     def __init__(
         self, recipe: Recipe, rows: int, network: nn.Module, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts,
@@ -208,6 +219,7 @@ def train_head(
     make: Callable[[Texts, Texts], FeatureLearner],
     write: Callable[[FeatureLearner, Mapping[str, Any]], str],
     *,
+    goes_on: bool,
     held: Sequence[str],
     test: Sequence[str],
     dtype: torch.dtype,
@@ -222,6 +234,7 @@ def train_head(
         run: the recipe, with `rows` per step.
         make: gives the learner, from the text to learn from and that to judge by.
         write: writes the network, from the learner and the figures; gives the card.
+        goes_on: the network was one before: a run that is resumed must have begun with the same.
         test: measured on at the end, for the card.
 
     Returns:
@@ -237,7 +250,9 @@ def train_head(
     train, judged = store.learnt_and_held(texts, held, rows)
     learner = make(train, judged)
     network = learner.model
-    identity = {"text": train.digest(), "model": store.model_digest, **learner.identity}
+    identity = {"text": train.digest(), "model": store.model_digest}
+    if goes_on:
+        identity["start"] = digest(network)
     trainer = Trainer(learner, learner.run(identity))
     checkpoint = work / "checkpoint.pt"
     trainer.train("head", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
@@ -253,6 +268,17 @@ def train_head(
     (out / "README.md").write_text(write(learner, figures), encoding="utf-8")
     shutil.rmtree(work)
     return figures
+
+
+def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
+    """The decoder layers that a network reads, counted from 0. run: the recipe, which chooses them.
+
+    Raises:
+        TrainingError: the model has no list of decoder layers. SettingsError: it has not those of the recipe.
+    """
+    if not (count := len(decoder_layers(model))):
+        raise TrainingError(f"hidden layers are read, and {type(model).__name__} has no list of decoder layers")
+    return run.layers_of(count)
 
 
 def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int = 1) -> LlamaConfig:

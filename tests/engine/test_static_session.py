@@ -232,3 +232,13 @@ def test_a_draft_in_slots_that_grow_is_recorded_anew(device: TapeRecorder) -> No
         assert torch.equal(out.sequences, expected[:, : out.sequences.shape[1]])
         assert out.report.new_tokens == [new] * 2
     assert device.recorded == 3 and sum(kept.reused for kept in recordings(target)) == 1
+
+
+def test_vectors_of_fewer_prompts_than_a_bucket_has_rows(device: TapeRecorder) -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(3)
+    given = {
+        "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
+        "attention_mask": inputs["attention_mask"],
+    }
+    out = decode(model, given, "prompt_lookup", max_new_tokens=6)
+    assert torch.equal(out.sequences, decode(model, inputs, max_new_tokens=6).sequences[:, 24:])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaModel, PreTrainedModel
 
 import decoders
 from decoders import Scheduler
@@ -23,6 +23,7 @@ from decoders.testing import (
     tiny_draft,
     tiny_model,
 )
+from decoders.testing.models import VOCAB
 
 from .references import EAGER, NEW, SAMPLING, enabled, plain
 
@@ -81,6 +82,39 @@ def test_samples_are_those_of_plain_decoding_and_a_prompt_may_be_one_vector(llam
     one = {name: value[:, -1:] for name, value in given.items()}
     expected = decode(llama, one, max_new_tokens=NEW).sequences
     assert torch.equal(decode(llama, one, "prompt_lookup", max_new_tokens=NEW).sequences, expected)
+
+
+def test_the_tokens_that_a_result_begins_with_may_be_fewer_than_the_vectors(llama: PreTrainedModel) -> None:
+    given = vectors(llama, 2) | {"input_ids": prompts(2)["input_ids"][:, -3:]}
+    expected = decode(llama, given, max_new_tokens=NEW).sequences
+    assert torch.equal(decode(llama, given, "prompt_lookup", max_new_tokens=NEW).sequences, expected)
+
+
+class LooksUpBeside(LlamaModel):
+    """Reads more of a token than its embedding, where it is given tokens."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **options: Any) -> Any:
+        if input_ids is not None:
+            embedding = self.get_input_embeddings()
+            inputs_embeds = embedding(input_ids) + 0.5 * embedding((input_ids * 7) % VOCAB)
+        return super().forward(inputs_embeds=inputs_embeds, **options)
+
+
+def test_drafts_behind_the_last_vector_are_read_as_tokens() -> None:
+    model: Any = tiny_model("llama")
+    model.model.__class__ = LooksUpBeside
+    given = vectors(decoders.enable(model), 1)
+    expected = decode(model, given, max_new_tokens=NEW).sequences
+    text = (*prompts(1)["input_ids"][0].tolist(), *expected[0].tolist())
+    named = given | {"input_ids": prompts(1)["input_ids"]}
+    out = decode(model, named, Replay(texts=(text,), branches=3), max_new_tokens=NEW, decoders_config=EAGER)
+    assert torch.equal(out.sequences[:, 24:], expected) and out.report.accepted > NEW // 2
+
+
+def test_a_call_leaves_nothing_on_the_device(llama: PreTrainedModel) -> None:
+    decode(llama, vectors(llama, 1), "prompt_lookup", max_new_tokens=2)
+    engine = llama.generate.engine()
+    assert engine.own_forward(llama, engine.target)._head._seen == []
 
 
 def test_no_later_call_finds_any_of_it(llama: PreTrainedModel) -> None:

@@ -110,6 +110,9 @@ def test_texts_that_are_none_are_told() -> None:
     for texts, said in [
         ("one text", r"texts=\[text\]"),
         (["a text"], "tokenizer=…"),
+        ([5], r"texts\[0\] is neither a text nor a list of token ids"),
+        ([[1], ["a"]], r"texts\[1\] is neither"),
+        ([[1 << 40]], r"texts\[0\] is neither"),
         ([[1, 2], [3, size]], rf"texts\[1\] has token ids that the model does not have: they are 0 to {size - 1}"),
     ]:
         with pytest.raises(SettingsError, match=said):

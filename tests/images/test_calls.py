@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from transformers import DynamicCache
 
 import decoders
 from decoders.common.transformers_compat import cache_keyword
+from decoders.engine.decode.lane import Lane
 from decoders.engine.model.own_forward import OwnForward
 from decoders.errors import UnsupportedError
-from decoders.strategies import PromptLookup
+from decoders.hf.multimodal import inputs_of
+from decoders.strategies import PromptLookup, TokenRecycling
 from decoders.testing import assert_same_tokens, decode, tiny_model
 from decoders.testing.images import IMAGE, SEEING, image_prompts, tiny_seeing_model
 
@@ -257,3 +260,85 @@ def test_a_scheduler_decodes_requests_with_images_and_without() -> None:
         inputs, request = requests[0]
         again = scheduler.submit(inputs["input_ids"], **beside(inputs), **options)
         assert torch.equal(again.result(60), request.result(60)) and again.report.reused[0] > 12
+
+
+def test_a_request_whose_images_cannot_be_read_fails_alone() -> None:
+    model, inputs, options = without_texts("llava"), image_prompts("llava"), dict(max_new_tokens=NEW, pad_token_id=0)
+    too_many = torch.cat([inputs["pixel_values"]] * 2)
+    with decoders.Scheduler(model, strategy="prompt_lookup", rows=3, slots=256) as scheduler:
+        text = scheduler.submit([5, 6, 7], decoders_config=EAGER, **options)
+        bad = scheduler.submit(inputs["input_ids"], pixel_values=too_many, decoders_config=EAGER, **options)
+        good = scheduler.submit(inputs["input_ids"], **beside(inputs), decoders_config=EAGER, **options)
+        with pytest.raises(ValueError, match="features"):
+            bad.result(60)
+        assert text.result(60).shape == (1, 3 + NEW)
+        assert good.result(60)[0].tolist() == expected("llava", inputs)[0].tolist()
+
+
+def lane_of(name: str, strategy: Any, count: int) -> tuple[Lane, list[Any]]:
+    model = without_texts(name)
+    calls = []
+    for question in range(count):
+        inputs = image_prompts(name, question=question)
+        calls.append(
+            model.generate.prepared(**inputs, strategy=strategy, max_new_tokens=NEW, decoders_config=EAGER).request
+        )
+    return Lane(model.generate.engine(), calls[0], 3), calls
+
+
+def test_while_rows_wait_the_images_of_one_prompt_are_read_at_a_time(own_passes: list[int]) -> None:
+    lane, requests = lane_of("llava", PromptLookup(), 3)
+    lane.offer(requests[0])
+    lane.advance(0.0)
+    for request in requests[1:]:
+        lane.offer(replace(request, multimodal=replace(request.multimodal, hashes=(str(id(request)),))))
+    for reads in (2, 3):
+        lane.advance(60.0)
+        assert own_passes == [1] * reads
+    lane.close()
+
+
+def test_a_strategy_that_reads_prompts_has_a_lane_of_one_row_and_no_logits_that_it_does_not_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, sizes = OwnForward.read, []
+
+    def noting(self: OwnForward, *args: Any, **kwargs: Any) -> Any:
+        result = read(self, *args, **kwargs)
+        sizes.append(tuple(part.shape[1] for part in (result.logits, result.hidden)))
+        return result
+
+    monkeypatch.setattr(OwnForward, "read", noting)
+    lane, (request, other) = lane_of("llava", TokenRecycling(prompt_logits=True), 2)
+    assert (lane.capacity, lane.template.multimodal) == (1, None) and lane.fits(lane.engine, other)
+    assert not lane.fits(lane.engine, replace(other, multimodal=None))
+    member = lane.offer(request)
+    while not lane.advance(1.0):
+        pass
+    lane.close()
+    assert member.error is None and sizes == [(1, len(request.prompts[0]) - 1)]
+
+
+def test_images_of_a_row_depend_on_the_placeholders_of_those_before_it() -> None:
+    model, ids = enabled("gemma3"), torch.full((2, 12), 9)
+    ids[:, 4:8] = IMAGE
+    hashes = []
+    for count in (0, 2):
+        ids[0, 4 : 4 + count] = 9
+        hashes.append(inputs_of(model, {"pixel_values": torch.zeros(2, 3, 28, 28)}, ids, None, 1).hashes)
+    assert hashes[0][1] != hashes[1][1]
+
+
+def test_a_call_notes_nothing_in_the_users_model() -> None:
+    model = decoders.enable(tiny_seeing_model("qwen2_vl"))
+    model.model.rope_deltas = noted = torch.tensor([[3]])
+    decode(model, image_prompts("qwen2_vl"), "prompt_lookup", max_new_tokens=2, decoders_config=EAGER)
+    assert model.model.rope_deltas is noted
+
+
+def test_a_cache_beside_images_is_refused_before_anything_is_read(own_passes: list[int]) -> None:
+    model, inputs = enabled("llava"), image_prompts("llava")
+    cache = DynamicCache([(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))] * 2)
+    with pytest.raises(UnsupportedError, match="past_key_values does not go with pixel_values.*leave the cache out"):
+        model.generate(**inputs, past_key_values=cache, strategy="autoregressive", max_new_tokens=2)
+    assert own_passes == []

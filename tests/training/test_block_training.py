@@ -16,7 +16,7 @@ from decoders.heads.dflash_files import load_draft_model, read_config, save_draf
 from decoders.strategies import DFlash
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.spy import Spy
-from decoders.training.dflash import BlockLearner, block_config, new_draft_model, train_dflash
+from decoders.training.dflash import BlockLearner, begin_with, block_config, new_draft_model, train_dflash
 from decoders.training.feature_heads import Teacher, layer_config
 from decoders.training.recipes import BlockTraining
 from decoders.training.texts import Texts
@@ -64,21 +64,43 @@ def a_learner(model, training=SMALL, ids=None, from_last=True, text=None):
 
 
 def save(learner: BlockLearner, folder, model, ids=None) -> str:
-    draft, reduced = learner.model, None if ids is None else (ids, learner.output)
-    save_draft_model(draft.config, draft.network, draft.head, folder, model, reduced, FULL)
+    draft, output = learner.model, learner.output if learner.own_output else None
+    save_draft_model(draft.config, draft.network, draft.head, folder, model, ids, output, FULL)
     return str(folder)
 
 
+def a_model(name: str, **options):
+    """One whose output head has a bias that decides, if it has one."""
+    model = tiny_model(name, **options)
+    if (bias := model.get_output_embeddings().bias) is not None:
+        with torch.no_grad():
+            bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(5)))
+    return model
+
+
 @pytest.mark.parametrize(
-    "from_last, rank, ids",
-    [(True, 6, None), (False, 6, SOME), (True, 0, None)],
-    ids=["dspark", "from masks", "no head"],
+    "name, options, from_last, rank, ids",
+    [
+        ("llama", {}, True, 6, None),
+        ("llama", {}, False, 6, SOME),
+        ("llama", {}, True, 0, None),
+        ("granite", {"logits_scaling": 0.05}, True, 6, None),
+        ("phi", {}, True, 6, None),
+        ("phi", {}, True, 6, SOME),
+    ],
+    ids=["dspark", "from masks", "no head", "scaled logits", "biased head", "biased head of some"],
 )
 @torch.no_grad()
-def test_blocks_are_those_of_decoding_with_what_was_written(tmp_path, model, from_last, rank, ids) -> None:
-    target, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+def test_blocks_are_those_of_decoding_with_what_was_written(tmp_path, name, options, from_last, rank, ids) -> None:
+    model, target, inputs = a_model(name, **options), decoders.enable(a_model(name, **options)), prompts(2)
     learner = a_learner(model, run(rank=rank), ids, from_last)
+    assert learner.own_output == (name == "granite" or ids is not None)
     spy = Spy(DFlash(draft_model=save(learner, tmp_path, model, ids)))
+    given = load_draft_model(tmp_path, CPU, FULL)
+    begin_with(given, learner.model.config, learner.output)
+    if learner.own_output:
+        with pytest.raises(SettingsError, match="output head that is not the target's"):
+            begin_with(given, learner.model.config, learner.output + 1)
     out = decode(target, inputs, spy, max_new_tokens=10)
     assert torch.equal(out.sequences, decode(target, inputs, "autoregressive", max_new_tokens=10).sequences)
     row, padding = 1, int((inputs["attention_mask"][1] == 0).sum())
@@ -90,6 +112,15 @@ def test_blocks_are_those_of_decoding_with_what_was_written(tmp_path, model, fro
     drafted = torch.stack([learner.ids[scores.argmax(-1)] for scores in chain], 1)
     steps = [step.draft.tokens[row].tolist() for step in spy.seen if not step.finished[row]]
     assert drafted.tolist() == steps and len({tuple(tokens) for tokens in steps}) > 3
+
+
+def test_an_embedding_with_a_norm_of_its_own_is_read_without() -> None:
+    """As in decoding."""
+    model = tiny_model("llama")
+    table = model.get_input_embeddings()
+    table.embed_norm = torch.nn.LayerNorm(32)
+    table.register_forward_hook(lambda table, _, output: table.embed_norm(output))
+    assert torch.equal(a_learner(model)._embed(torch.arange(9)), table.weight[:9])
 
 
 def test_gradients_are_those_of_the_sum_of_all_losses(model) -> None:
@@ -226,7 +257,7 @@ def test_speculators_reads_what_is_written(tmp_path, model, rank, ids) -> None:
     assert kind == ("dspark" if rank else "dflash")
 
 
-def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counting_texts) -> None:
+def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counting_texts, monkeypatch) -> None:
     def train(texts=counting_texts, **changes):
         train_dflash(model, word_tokenizer, texts, tmp_path, run=run(**changes), dtype=FULL)
 
@@ -240,5 +271,8 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counti
         train(layers=(1,))
     with pytest.raises(TrainingError, match="the text has"):
         train(["w1 w2"])
+    monkeypatch.setattr("decoders.training.feature_heads.decoder_layers", lambda model: [])
+    with pytest.raises(TrainingError, match="LlamaForCausalLM has no list of decoder layers"):
+        train()
     assert not (tmp_path / "config.json").exists()
     assert run().layers_of(2) == (0,) and run().layers_of(6) == (1, 3, 4) and run(layers=(0, -2)).layers_of(6) == (0, 4)

@@ -146,12 +146,14 @@ class Admission:
         Args:
             together: whether several prompts may share passes.
         """
-        while waiting := [seat for seat in self.seats if seat.row is None and not seat.ready]:
+        while waiting := [s for s in self.seats if s.row is None and not s.ready and s.member.error is None]:
             seat = min(waiting, key=lambda each: each.turns)
             if seat.plan is None:
                 started = time.perf_counter()
-                self._start_reading(self._companions(seat) if together else [seat], pause)
+                read = self._start_reading(self._companions(seat) if together else [seat], pause)
                 seat.member.report.timings.prefill += time.perf_counter() - started
+                if read and self._rows:  # that took a whole pass, and rows wait
+                    return None
             if seat.to_read:
                 return seat
         return None
@@ -199,8 +201,12 @@ class Admission:
         first = max(first, seat.place + 1 - most)
         return [waiting[place] for place in range(first, min(first + most, last + 1))]
 
-    def _start_reading(self, seats: list[Seat], pause: float) -> None:
-        """Puts prompts in their places, copies the prefixes that other places hold, and plans the passes over the rest."""
+    def _start_reading(self, seats: list[Seat], pause: float) -> bool:
+        """Puts prompts in their places, copies the prefixes that other places hold, and plans the passes over the rest.
+
+        Returns:
+            whether images were read. What goes wrong there is the error of that request alone.
+        """
         kept, read = [], set[Seat]()
         for seat in seats:
             request = seat.member.request
@@ -210,8 +216,12 @@ class Admission:
             kept += self.pool.take_over({seat.place: seat.prefix}, self._texts(seat)) if reuse else [0]
             self.pool.drop(seat.place)
             if inputs is not None and not self.batch.images_in_place(inputs, [length], kept[-1:]):
-                shown = self.batch.read_images(inputs, [length], seat.place)
-                seat.chunks += [replace(shown, logits=None)] if shown is not None else []
+                try:
+                    shown = self.batch.read_images(inputs, [length], seat.place, logits=False)
+                except Exception as error:
+                    seat.member.error = error
+                    return True
+                seat.chunks += [shown] if shown is not None else []
                 kept[-1] = length - 1
                 read.add(seat)
         chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
@@ -224,6 +234,7 @@ class Admission:
             seat.plan, seat.weights = replace(plan, starts=[start]), self.pool.target.weights
             seat.to_read = list(plan.chunks)
             seat.member.report.reused = [0 if seat in read else start]
+        return bool(read)
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
         """The function that runs a pass. For a strategy that reads prompts it keeps the results, to be shown later; those of prompts

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.worth import DraftWorth
@@ -75,6 +76,8 @@ class Batch(Roster):
         self.piece_seconds = self.learning_seconds = 0.0
         self.may_err = self.verifier is not None
         self.root = request.given.last if request.given is not None else None
+        if self.root is not None:  # rows that fill the batch up begin with nothing
+            self.root = F.pad(self.root, (0, 0, 0, self.width - len(self.root)))
         self.skipped = self.arranged = self._started = False
         self._verified: int | None = None  # the nodes of a draft that was cut off
 
@@ -95,7 +98,8 @@ class Batch(Roster):
         run = self._read_and_show if shows else self.prefill
         reads_images = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
         if inputs is not None and reads_images:
-            chunk, run = self.read_images(inputs, lengths, 0), self.prefill
+            logits = self.request.strategy.prompt_logits
+            chunk, run = self.read_images(inputs, lengths, 0, logits=logits), self.prefill
             reusable = [length - 1 for length in lengths]
             if chunk is not None:
                 self.show(chunk, 0)
@@ -113,19 +117,22 @@ class Batch(Roster):
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
         return inputs.in_front_of(starts)
 
-    def read_images(self, inputs: MultimodalInputs, lengths: list[int], first: int) -> PromptChunk | None:
+    def read_images(
+        self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool
+    ) -> PromptChunk | None:  # fmt: skip
         """Reads prompts by the model's own forward pass, and returns what a strategy that reads prompts is shown.
 
         Args:
             lengths: of the prompts, those that fill the batch up included.
             first: the row of the first prompt.
+            logits: whether that contains logits.
         """
         rows, shows = self.session.stored.of_rows(first, first + len(lengths)), self.request.strategy.reads_prompt
-        result = self.own_forward.read(inputs, rows.buffers, rows.tokens, every=shows)
+        result = self.own_forward.read(inputs, rows.buffers, rows.tokens, every=shows, logits=logits)
         if result is None:
             return None
         ends = torch.tensor(lengths, device=rows.tokens.device)
-        return chunk_of(result, rows.tokens[:, : result.hidden.shape[1]], torch.zeros_like(ends), ends, logits=True)
+        return chunk_of(result, rows.tokens[:, : result.hidden.shape[1]], torch.zeros_like(ends), ends, logits=logits)
 
     @property
     def own_forward(self) -> OwnForward:

@@ -241,10 +241,13 @@ class Engine:
         Args:
             target: with the layers that are watched.
         """
-        if target.layers not in self._own:
-            with self.lock:
-                self._own.setdefault(target.layers, OwnForward(target, model))
-        return self._own[target.layers]
+        # First without the lock, for which a request that is submitted would wait until a step has ended.
+        if (own := self._own.get(target.layers)) is not None:
+            return own
+        with self.lock:
+            if target.layers not in self._own:
+                self._own[target.layers] = OwnForward(target, model)
+            return self._own[target.layers]
 
     def first_layers(self, model: PreTrainedModel, count: int) -> PreTrainedModel:
         """See :attr:`decoders.strategy.Context.first_layers`; created once per count. model: the one that this engine serves.

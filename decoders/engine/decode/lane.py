@@ -38,8 +38,8 @@ class Lane:
     Args:
         engine: of the model.
         request: the first one; it says what all have in common.
-        capacity: most requests at a time. It is 1 for a strategy that reads prompts and cannot be rebatched, which would have to be
-            shown all texts again whenever a request joins or leaves.
+        capacity: most requests at a time. It is 1 for a strategy that reads prompts where it would have to be shown all texts again
+            whenever a request joins or leaves and cannot: it cannot be rebatched, or the prompts have images.
 
     Attributes:
         admission: the requests whose prompts are not read yet.
@@ -48,7 +48,10 @@ class Lane:
     """
 
     def __init__(self, engine: Engine, request: Request, capacity: int) -> None:
-        capacity = 1 if request.strategy.reads_prompt and not request.strategy.rebatches else capacity
+        self._sees = request.multimodal is not None
+        if request.strategy.reads_prompt and (self._sees or not request.strategy.rebatches):
+            capacity = 1
+        request = replace(request, multimodal=None)  # the lane may outlive the request, whose images are large
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, self.stack, capacity)
@@ -86,7 +89,9 @@ class Lane:
 
     def fits(self, engine: Engine, request: Request) -> bool:
         """Whether a request can share steps with those of the lane."""
-        return engine is self.engine and share_steps(self.template, request)
+        # A strategy that reads prompts could not be shown images anew.
+        seen = self._sees == (request.multimodal is not None) or not request.strategy.reads_prompt
+        return engine is self.engine and seen and share_steps(self.template, request)
 
     def offer(self, request: Request) -> RequestOutput:
         """Gives a request of one row a place; its prompt is read in the next steps."""
@@ -137,9 +142,8 @@ class Lane:
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
                 warnings.warn(f"decoders: {message}", stacklevel=2)
-        del (
-            self.batch.session
-        )  # the batch is part of a reference cycle: its buffers would wait for the garbage collector
+        # The batch is part of a reference cycle: its buffers would wait for the garbage collector.
+        del self.batch.session
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -301,8 +305,6 @@ def share_steps(one: Request, other: Request) -> bool:
         # The first grammar starts the strategy anew; one that reads prompts would have to be shown all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and replace(one.plan, masked=False) == replace(other.plan, masked=False)
-        # Nor could one be shown images anew.
-        and ((one.multimodal is None and other.multimodal is None) or not one.strategy.reads_prompt)
         and (one.processors is None) == (other.processors is None)
         and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
         and all(getattr(one.runtime, name) == getattr(other.runtime, name) for name in SHARED)

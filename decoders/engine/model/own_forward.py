@@ -5,6 +5,7 @@ Behind an image there is nothing but text: that is decoded as any other text, at
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,14 +71,15 @@ class OwnForward:
         self._layers = LayerStates(self.model, target.layers) if target.layers else None
 
     def read(
-        self, inputs: MultimodalInputs, buffers: CacheBuffers, tokens: Tensor, *, every: bool = False
-    ) -> ForwardResult | None:
+        self, inputs: MultimodalInputs, buffers: CacheBuffers, tokens: Tensor, *, every: bool = False, logits: bool = False
+    ) -> ForwardResult | None:  # fmt: skip
         """Reads all prompts into the first slots of rows; where layers keep recurrent states, all but their last tokens.
 
         Args:
             buffers: of the rows; the first ones are those of the prompts.
             tokens: ``[B, L]``, of the rows.
             every: whether results are wanted, of all tokens but the last ones: ``[B, N, …]``, rows without a prompt as the first one.
+            logits: whether they contain logits of all of them; else of one.
 
         Raises:
             UnsupportedError: the design does not store what it reads of an image as it stores text, or reads the text behind otherwise.
@@ -88,10 +90,13 @@ class OwnForward:
         cache = arguments[keyword] = _whole_cache(self.model)
         if rest:
             arguments |= {key: arguments[key][..., :-1] for key in PER_TOKEN if arguments.get(key) is not None}
-        if every and "logits_to_keep" in arguments:
+        if every and logits and "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 0
-        output = self.model(**arguments)
-        hidden, layers = self._head.taken(), self._layers.taken() if self._layers is not None else None
+        try:
+            output = self.model(**arguments)
+            hidden, layers = self._head.taken(), self._layers.taken() if self._layers is not None else None
+        finally:
+            self._forget()
         source = torch.arange(len(inputs.lengths), device=tokens.device) // inputs.repeats
         try:
             stored = check_cache(target, cache) and cached_tokens(cache)
@@ -104,14 +109,14 @@ class OwnForward:
             )
         for row, length in enumerate(inputs.lengths):
             put_cache(target, buffers, row, cache, source=row // inputs.repeats, padding=width - length)
-        logits = output.logits
+        last_logits = output.logits
         if rest and not self._checked:
             last = {key: inputs.arguments[key][..., -1:] for key in ("input_ids", "position_ids")}
             mask = {"attention_mask": inputs.arguments.get("attention_mask"), "use_cache": True}
-            logits = self.model(**last, **mask, **{keyword: cache}).logits
-            self._head.forget()
+            last_logits = self.model(**last, **mask, **{keyword: cache}).logits
+            self._forget()
         if not self._checked:
-            self._check(inputs.lengths, behind, buffers, tokens, logits[source, -1].float())
+            self._check(inputs.lengths, behind, buffers, tokens, last_logits[source, -1].float())
         if not every:
             return None
         # A row's text begins behind its padding; what is read behind its end means nothing.
@@ -120,7 +125,31 @@ class OwnForward:
         place = begin + torch.arange(max(max(inputs.lengths) - 1, 1), device=tokens.device)
         place = place.clamp(max=hidden.shape[1] - 1)
         seen = layers[source, place] if layers is not None else None
-        return ForwardResult(output.logits[source, place].float(), hidden[source, place], seen)
+        read = output.logits[source, place] if logits else output.logits[source, -1:]
+        return ForwardResult(read.float(), hidden[source, place], seen)
+
+    def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
+        """What it stores of `vectors` ``[B, P, H]`` in the place of tokens.
+
+        Args:
+            mask: ``[B, P]``, zeros for left padding.
+        """
+        cache = DynamicCache(config=self.model.config)
+        arguments: dict[str, Any] = {cache_keyword(self.model): cache, "use_cache": True}
+        if mask is not None:
+            arguments |= {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+        if "logits_to_keep" in inspect.signature(type(self.model).forward).parameters:
+            arguments["logits_to_keep"] = 1
+        try:
+            self.model(inputs_embeds=vectors, **arguments)
+        finally:
+            self._forget()
+        return cache
+
+    def _forget(self) -> None:
+        self._head.forget()
+        if self._layers is not None:
+            self._layers.forget()
 
     def _check(
         self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
@@ -133,10 +162,8 @@ class OwnForward:
         target, rows = self.target, len(lengths)
         count = 1 if target.recurrent else min(behind, CHECKED)
         own, ends = buffers.of_rows(0, rows), torch.tensor(lengths, device=tokens.device)
-        slots, row = (
-            (ends - count)[:, None] + torch.arange(count, device=tokens.device),
-            torch.arange(rows, device=tokens.device)[:, None],
-        )
+        slots = (ends - count)[:, None] + torch.arange(count, device=tokens.device)
+        row = torch.arange(rows, device=tokens.device)[:, None]
         before = [tensor[row, :, slots].clone() for tensor in own.tensors]
         view = torch.arange(min(view_bucket(max(lengths)), own.slots), device=tokens.device)
         tree = causal_block(rows, count, tokens.device)

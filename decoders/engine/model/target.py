@@ -68,6 +68,13 @@ class ForwardResult:
         layers = self.layers[:, count:] if self.layers is not None else None
         return ForwardResult(self.logits, self.hidden[:, count:], layers)
 
+    def followed_by(self, other: ForwardResult) -> ForwardResult:
+        """These nodes and, behind them, those of `other`."""
+        own, others = self.layers, other.layers
+        layers = torch.cat([own, others], 1) if own is not None and others is not None else None
+        logits, hidden = torch.cat([self.logits, other.logits], 1), torch.cat([self.hidden, other.hidden], 1)
+        return ForwardResult(logits, hidden, layers)
+
 
 @dataclass(frozen=True)
 class Invariance:
@@ -337,7 +344,14 @@ class Target:
             text: nodes that the block begins with, for which there are no results.
             root: ``[B, H]``, the embedding of the node behind them where that is no token.
         """
-        if root is not None:  # it is run, whatever stands for it among the tokens
+        if root is not None:
+            count = text.length + 1
+            # Some designs read more of a token than its embedding: where they can, drafts have a pass that is given their ids.
+            if nodes.shape[1] > count and not self.recurrent:
+                begin = causal_block(len(nodes), count, nodes.device)
+                first = self.forward(nodes[:, :count], base, begin, buffers, view, text, root)
+                return first.followed_by(self.forward(nodes[:, count:], base, tree, buffers, view))
+            # It is run, whatever stands for it among the tokens.
             nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
         inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
         if root is not None:

@@ -69,6 +69,7 @@ def test_text_that_was_taken_back_is_read_anew():
 @pytest.mark.parametrize("length", [3, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
 def test_the_device_learns_what_the_host_learns(length):
     text = torch.randint(0, len(TOKENS), (2, length), generator=torch.Generator().manual_seed(length))
+    text[:, : length // 2] = -1  # a prompt that names no tokens
     device, hosts = DeviceHistory(2, VOCABULARY, CPU), [HostHistory(), HostHistory()]
     for taken in (length, length - 2, length):  # the last tokens are taken back, and others come
         text[:, taken - 1] = (text[:, taken - 1] + 1) % len(TOKENS)

@@ -31,6 +31,8 @@ class HostHistory:
         """Learns from the row ``[L]``, `length` tokens of it committed."""
         begin = 0 if self.last is None else max(length - WINDOW - 1, 0)
         for before, token in pairwise(tokens[begin:length].tolist()):
+            if min(before, token) < 0:  # the call named no token there
+                continue
             self.after[before] = token
             if text := vocabulary.tokens[token]:
                 self.begun[text[0]] = token
@@ -96,9 +98,11 @@ class DeviceHistory:
         slot = position.clamp(0, tokens.shape[1] - 1)
         new, before = tokens.gather(1, slot), tokens.gather(1, (slot - 1).clamp(min=0))
         # The latest token has the largest value, in whatever order a scatter writes them.
-        worth = torch.where(position >= 1, (self.time + index) * self.after.shape[1] + new, -1)
-        self.after.scatter_reduce_(1, before, worth, "amax")
-        self.begun.scatter_reduce_(1, self.leads[new], worth, "amax")
+        # -1 stands where the call named no token.
+        valid = (position >= 1) & (new >= 0) & (before >= 0)
+        worth = torch.where(valid, (self.time + index) * self.after.shape[1] + new, -1)
+        self.after.scatter_reduce_(1, before.clamp(min=0), worth, "amax")
+        self.begun.scatter_reduce_(1, self.leads[new.clamp(min=0)], worth, "amax")
         self.time.add_(window)
 
 
@@ -116,6 +120,7 @@ def spell(
             tokenizer writes there; -1 for no byte and no token.
     """
     run = []
+    before = before.clamp(min=0)
     for _ in range(limit):
         state = entries[position]
         left, lead = room[state][:, None], byte[state][:, None]
