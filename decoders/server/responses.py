@@ -7,9 +7,9 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from ..errors import shortened
@@ -20,7 +20,7 @@ from .refusals import Refusal
 from .response_bodies import ResponseBody, TurnBody, of_assistant
 from .service import LARGE, Service
 from .texts import Choice, Span
-from .turns import Piece
+from .turns import Piece, Turn
 
 #: Bytes of all responses that are kept, with their conversations.
 KEPT_BYTES = 64 << 20
@@ -176,6 +176,7 @@ class Response(Conversing):
         self.output: list[dict[str, Any]] = []
         self._number = 0  # of the next event
         self._open: tuple[str, int] | None = None  # kind and number of the item that grows
+        self._tokens: list[TextToken] = []  # that no text was told with yet
         self._logprobs: list[dict[str, Any]] = []
         self._spans: list[Span] = []
 
@@ -188,10 +189,13 @@ class Response(Conversing):
         turn = self.turn(growing)
         pieces, spans, tokens = turn.read(ended)
         self._spans += spans if self.body.drafted else ()
-        content = b"".join(self._grow(piece, growing, tokens) for piece in pieces)
+        self._tokens += tokens
+        content = b"".join(self._grow(piece, growing, ended) for piece in pieces)
         if ended:
             if not any(item["type"] != "reasoning" for item in self.output):
-                content += self._grow(Piece("text", ""), growing, tokens)
+                content += self._grow(Piece("text", ""), growing, ended)
+            if self._open is not None and self._open[0] == "text":
+                self._told(turn, ended)
             content += self._close("incomplete" if turn.finish_reason == "length" else "completed")
         return content
 
@@ -218,7 +222,18 @@ class Response(Conversing):
         self._number += 1
         return event({"type": name, "sequence_number": number, **fields}, name)
 
-    def _grow(self, piece: Piece, growing: Growing, tokens: Sequence[TextToken]) -> bytes:
+    def _told(self, turn: Turn, ended: bool) -> list[dict[str, Any]]:
+        """Log probabilities of the tokens of a text that were not told of yet."""
+        if not self.body.logprobs:
+            return []
+        own = [turn.in_text(token, ended) for token in self._tokens]
+        entries = self.logprobs([*compress(self._tokens, own)])
+        later = (token for token, told in zip(self._tokens, own, strict=True) if not told)
+        self._tokens = [token for token in later if token.begin >= turn.border]  # but none of the thought
+        self._logprobs += entries
+        return entries
+
+    def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
         """Adds to the item that grows, or begins another."""
         content = b""
         if self._open != (piece.kind, piece.number):
@@ -233,8 +248,7 @@ class Response(Conversing):
             case "thought":
                 item["content"][0]["text"] += piece.text
                 return content + self._event("reasoning_text.delta", **place, content_index=0, delta=piece.text)
-        entries = self.logprobs(tokens) if self.body.logprobs else []
-        self._logprobs += entries
+        entries = self._told(self.turn(growing), ended)
         item["content"][0]["text"] += piece.text
         if not piece.text:
             return content

@@ -56,13 +56,14 @@ class Turn:
 
     Attributes:
         thought, text, calls: so far.
+        border: characters of what is written ahead of the text.
         thought_tokens: tokens of the thought and its markers.
     """
 
     def __init__(self, growing: Growing, reasoning: Reasoning | None, calling: Calling | None) -> None:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
         self.thought, self.text, self.calls = "", "", list[TurnCall]()
-        self.thought_tokens, self._written = 0, ""
+        self.border, self.thought_tokens, self._written = 0, 0, ""
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
         """What is new since the last call, its spans, and its tokens if log probabilities are asked for."""
@@ -70,9 +71,9 @@ class Turn:
         self._written += joined(spans)
         thought, answer = self._reasoning.split(self._written, ended) if self._reasoning else ("", self._written)
         text, calls, pieces = answer or "", list[TurnCall](), list[Piece]()
+        self.border = len(self._written) - len(text)
         if thought:
-            border = len(self._written) - len(text)
-            self.thought_tokens = sum(end <= border for _, end in self.growing.text.places)
+            self.thought_tokens = sum(end <= self.border for _, end in self.growing.text.places)
         if self._calling is not None:
             written = self._calling.read(text, ended)
             text = written.text
@@ -92,6 +93,13 @@ class Turn:
                 pieces.append(Piece("arguments", new, number, first))
         self.thought, self.text = thought, text
         return pieces, spans, tokens
+
+    def in_text(self, token: TextToken, ended: bool) -> bool:
+        """Whether a token belongs to the text so far, at the end with empty ones behind it. Of messages of harmony all do."""
+        if self._reasoning is not None and self._reasoning.markers.closing is not None:
+            return True
+        begin, end = self.border, self.border + len(self.text)
+        return begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end)
 
     @property
     def finish_reason(self) -> str:

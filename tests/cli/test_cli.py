@@ -326,11 +326,21 @@ def test_bad_argument_of_generate_is_explained(arguments: list[str], message: st
 
 def test_a_hub_that_cannot_be_reached_is_not_asked_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: False)
+    models._hub_answers.cache_clear()
     for load, kind in ((models.load, "Model"), (models.load_other_tokenizer, "Tokenizer")):
         with pytest.raises(
             models.ModelLoadError, match=f"^{kind} 'no-such/model' .* http://127.0.0.1:9 cannot be reached"
         ):
             load("no-such/model")
+
+
+def test_a_hub_that_is_not_to_be_asked_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    asked = list[object]()
+    monkeypatch.setattr("urllib.request.urlopen", asked.append)
+    models._hub_answers.cache_clear()
+    assert not models._hub_answers() and not asked
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

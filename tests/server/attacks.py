@@ -77,6 +77,9 @@ def image(width: int, height: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
+BLACK = {"url": image(4096, 4096)}
+
+
 def content(text: str, route: str = COMPLETE) -> Callable[[int], Asked]:
     return lambda number: (route, text.encode())
 
@@ -117,14 +120,7 @@ ATTACKS: dict[str, Callable[[int], Asked]] = {
     "sixty thousand fields": content(json.dumps({"prompt": "a"} | {f"f{number}": 1 for number in range(60_000)})),
     "twenty thousand messages": content(json.dumps({"messages": [{"role": "user", "content": "a"}] * 20_000}), CHAT),
     "images of many pixels": content(
-        json.dumps(
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": image(4096, 4096)}}]}
-                ]
-            }
-        ),
-        CHAT,
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": BLACK}]}]}), CHAT
     ),
     "a megabyte of JSON": content('{"prompt": "a", "metadata": {"a": ' + "[" * 500_000 + "]" * 500_000 + "}}"),
 }

@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 pytest.importorskip("fastapi")
 
+from decoders.serving.generation import Generation
+
 ROUTE, CHAT = "/v1/completions", "/v1/chat/completions"
 PLAIN = {"prompt": "a", "max_tokens": 2}
 
@@ -189,3 +191,17 @@ def test_a_server_that_ends_waits_for_no_grammar(served: Any, service_of: Any, h
         wait_until(lambda: held.running == 1)
         client.server.should_exit = True
         assert waiting.result(60).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_texts_are_judged_in_threads_that_nobody_waits_for(client: Any, monkeypatch: Any, stream: bool) -> None:
+    threads, judge = list[str](), Generation._judge
+
+    def noted(self: Generation) -> None:
+        if self._unjudged:
+            threads.append(threading.current_thread().name)
+        judge(self)
+
+    monkeypatch.setattr(Generation, "_judge", noted)
+    assert client.post(ROUTE, json=slow(3, stream=stream, max_tokens=9)).status_code == 200
+    assert len(threads) == 1 and threads[0].startswith("asyncio_")

@@ -189,6 +189,24 @@ def test_thoughts_belong_to_what_the_assistant_says_next() -> None:
     assert json.loads(kept.items(("", ""), "a")) == [user, thought, said]
 
 
+@pytest.mark.parametrize("more", [{}, {"tools": [WALK]}])
+def test_log_probabilities_are_of_the_text_alone(thinker: Any, more: dict[str, Any]) -> None:
+    body: dict[str, Any] = {
+        "include": ["message.output_text.logprobs"],
+        "thinking_budget": 5,
+        "stop": ["e", "aa bb cc dd"],
+    }
+    body |= {"max_output_tokens": 40} | more
+    whole, found = respond(thinker, **body), events(thinker, **body)
+    part, streamed = (each["output"][1]["content"][0] for each in (whole, found[-1]["response"]))
+    assert part["text"] == streamed["text"] != ""
+    assert [entry["bytes"] for entry in part["logprobs"]] == [entry["bytes"] for entry in streamed["logprobs"]]
+    data = bytes(byte for entry in part["logprobs"] for byte in entry["bytes"])
+    assert data.decode(errors="replace") == part["text"]
+    told = [entry for event in found if event["type"].endswith("text.delta") for entry in event.get("logprobs", ())]
+    assert told == streamed["logprobs"][: len(told)] and told
+
+
 def test_a_response_tells_which_tokens_were_drafted(client: Any) -> None:
     answer = respond(client, drafted=True)
     tokens = answer["decoders"]["tokens"]
