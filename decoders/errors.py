@@ -94,7 +94,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     """``Did you mean …? Choose from …`` for an unknown `name`; the first part only if something is close."""
     choices = sorted(choices)
     spelt = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), spelt, n=1)
+    near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # a client may have written it
     hint = f"Did you mean {spelt[near[0]]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices) or '(nothing is registered)'}."
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import logging
 import os
 import re
 import sys
@@ -25,6 +27,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEMO = "demo"
 #: A folder with a model, or with an adapter for one, has one of them.
 _CONFIGS = ("config.json", "adapter_config.json")
+log = logging.getLogger("decoders")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
@@ -127,7 +130,10 @@ def load_processor(name: str) -> Any:
 
     try:
         processor = AutoProcessor.from_pretrained(name, **_where_to_look("Model", name))
-    except (OSError, ValueError, ImportError):  # no processor, or one for which packages are missing
+    except ImportError as error:
+        log.warning("images are refused: the processor of %r lacks a package: %s", name, error)
+        return None
+    except (OSError, ValueError):  # no processor
         return None
     return processor if getattr(processor, "image_processor", None) is not None else None
 
@@ -166,12 +172,17 @@ def _check_name(kind: str, name: str) -> None:
         )
 
 
+@functools.cache
 def _hub_answers() -> bool:
     """Whether the hub can be reached: of one that cannot, transformers asks for a minute."""
     import ssl
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
 
+    from transformers.utils.hub import is_offline_mode
+
+    if is_offline_mode():
+        return False
     try:
         with urlopen(Request(_hub(), method="HEAD"), timeout=5):
             return True

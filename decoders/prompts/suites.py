@@ -119,7 +119,8 @@ def _question(suite: Suite, name: str, number: int, row: dict[str, Any]) -> Ques
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise ValueError(f"line {number} has no text in {' or '.join(suite.turns)}")
     kind = str(row.get("category") or name)
-    return Question(f"{kind}-{row.get('question_id') or number}", kind, tuple(turns))
+    own = row.get("question_id")
+    return Question(f"{kind}-{number if own is None else own}", kind, tuple(turns))
 
 
 def conversations(

@@ -1,4 +1,4 @@
-"""The answers of both routes: texts, log probabilities and usage, whole or as server-sent events.
+"""The answers of all routes: texts, log probabilities and usage, whole or as server-sent events.
 
 A client that goes away ends its requests.
 """
@@ -266,8 +266,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                     ended = choice.generation.done()  # before the tokens are looked at: then these are all
                     if ended:
                         running.remove(choice)
-                        if (error := choice.generation.exception()) is not None:
-                            raise error
+                        await choice.generation  # raises its error; a grammar judges the text in a thread
                         if choice.judged:
                             await answer.service.judge(answer.job, choice)
                     content += answer.next_events(growing[choice.index], ended)
@@ -282,7 +281,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 except TimeoutError:  # nothing has been sent for so long, whatever came in
                     sent = clock()
                     yield b": waiting\n\n"
-        yield answer.last_events()
+        yield await answer.service.run(answer.service.threads, answer.last_events)  # may hold all of a conversation
     finally:
         answer.job.cancel()
 

@@ -94,14 +94,15 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         start = functools.partial(responses.start, kept)
-        return await _answered(service, request, ResponseBody, start, functools.partial(responses.conversation, kept))
+        converted = functools.partial(responses.conversation, kept, service)
+        return await _answered(service, request, ResponseBody, start, converted)
 
     @app.api_route("/v1/responses/{name}", methods=[*_READ, "DELETE"])
     async def response(name: str, request: Request, cache_salt: str | None = None) -> Response:
-        owner = Arrival(request.scope.get(CLIENT, "")).salt(cache_salt)
+        owner = responses.owner_of(Arrival(request.scope.get(CLIENT, "")), cache_salt)
         try:
             if request.method != "DELETE":
-                return JSONResponse(kept.response(owner, name))
+                return Response(kept.response(owner, name), media_type="application/json")
             kept.delete(owner, name)
         except Refusal as error:
             return _refused(error)
@@ -130,7 +131,7 @@ async def _answered(
     """Reads a body, submits what it asks for, and answers when all is generated, or streams.
 
     Args:
-        converted: what a body stands for.
+        converted: turns the body into that of a conversation.
     """
     endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
 
@@ -147,9 +148,12 @@ async def _answered(
         body = converted(asked, arrival) if converted is not None else cast(B, asked)
         return body if len(content) <= LARGE and service.takes_long(body) else submit(body)
 
+    def refused(error: BaseException) -> Refusal:
+        return service.refused(endpoint, error).renamed(kind.names)
+
     def counted(error: BaseException | None) -> Refusal | None:
         if error is not None:
-            return service.refused(endpoint, error)
+            return refused(error)
         service.metrics.requests.labels(endpoint, "completed").inc()
         return None
 
@@ -173,8 +177,10 @@ async def _answered(
             begun = await prepared(service.threads, service.seconds(), lambda: begin(content))
         if isinstance(begun, Body):
             with service.waits():
-                work = functools.partial(submit, cast(B, begun))
+                heavy, work = begun.heavy, functools.partial(submit, cast(B, begun))
                 begun = await prepared(service.patient, service.seconds(begun), work)
+                if heavy:
+                    await asyncio.sleep(service.pace.delay(request.scope[SPENT]))
         answer: Answer = begun
         request.scope[TOKENS] = answer.job.tokens
         if answer.body.stream:
@@ -182,9 +188,9 @@ async def _answered(
         await settled(answer, request.receive)
         response = JSONResponse(await service.run(service.threads, answer.whole))
     except ClientDisconnect:  # before the body was there
-        return _refused(service.refused(endpoint, client_gone()))
+        return _refused(refused(client_gone()))
     except Exception as error:
-        return _refused(service.refused(endpoint, error))
+        return _refused(refused(error))
     counted(None)
     return response
 

@@ -137,9 +137,11 @@ class Asked(Part):
 
     Attributes:
         instead: fields that are refused, with what to do instead.
+        names: of fields that are called otherwise on this route, by their names in chat.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD
+    names: ClassVar[dict[str, str]] = {}
 
     model: str | None = None
     stream: bool = False
@@ -159,7 +161,7 @@ class Asked(Part):
     deadline: float | None = Field(None, gt=0)
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
     drafted: bool = False
-    # Taken and not used:
+    # Taken and not used, but for what a kept response says again:
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -210,6 +212,11 @@ class Body(Asked):
     def listed(self) -> int | None:
         """How many of the likeliest tokens are listed for each token; None: no log probabilities."""
         raise NotImplementedError
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it takes long to be prepared, however few bytes it has."""
+        return False
 
     @property
     def includes_usage(self) -> bool:
@@ -313,6 +320,11 @@ class ChatBody(Body):
     @property
     def tokens_field(self) -> str:
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
+
+    @property
+    def heavy(self) -> bool:  # an image of two kilobytes may have millions of pixels
+        lists = (message.content for message in self.messages if isinstance(message.content, list))
+        return any(part.get("type") == "image_url" for parts in lists for part in parts)
 
     @property
     def listed(self) -> int | None:

@@ -96,7 +96,8 @@ class Metrics:
             else:
                 self.first.observe(moment - last)
             last, before = moment, count
-        report = generation.report
+        # Not the generation's own, which judges the text first.
+        report = generation.member.report if generation.member is not None else None
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         if report is None:
             return

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..constraints import ThinkingMarkers, known_markers
+from ..errors import shortened
 from .bodies import Message, Tool
 from .images import image_of
 from .refusals import Refusal, log
@@ -213,7 +214,7 @@ def _text_of(
             continue
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
             read = "text" if images is None else "text and image_url"
-            message = f"{param}: only parts of type {read} are read here, not {part.get('type')!r}"
+            message = f"{param}: only parts of type {read} are read here, not {shortened(repr(part.get('type')))}"
             raise Refusal(400, message, param=param, code="unsupported_content")
         parts.append({"type": "text", "text": part[part["type"]]})
     if any(part["type"] == "image" for part in parts):

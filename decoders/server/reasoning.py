@@ -92,7 +92,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 def _messages(text: str, ended: bool) -> tuple[str, str | None]:
     """The thoughts in messages of harmony, and what the others say, calls with their heads; None while there are no others."""
-    thoughts, answers = list[str](), list[str]()
+    thoughts, answers = list[str](), list[tuple[str, bool]]()  # with whether it is a call
     if not ended and text in ("", "<"):
         return "", None
     if not text.startswith("<|"):  # it writes no messages
@@ -106,10 +106,14 @@ def _messages(text: str, ended: bool) -> tuple[str, str | None]:
         else:
             if " to=" in head:
                 content = f"{head.replace('<|start|>assistant<', '<')}<|message|>{content}"
-            answers.append(content)
+            answers.append((content, " to=" in head))
     if ended and not thoughts and not answers:
         return "", text
-    return "\n\n".join(thoughts), "".join(answers) if answers else None
+    answer, spoken = "", False
+    for content, call in answers:
+        answer += f"\n\n{content}" if spoken and content and not call else content
+        spoken = not call and (spoken or content != "")
+    return "\n\n".join(thoughts), answer if answers else None
 
 
 def special_ids(spelling: Spelling, *texts: str) -> frozenset[int]:

@@ -59,6 +59,14 @@ class Refusal(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def renamed(self, names: Mapping[str, str]) -> Refusal:
+        """The same in the words of a route that calls fields otherwise; what a client has named itself stays so."""
+        new = names.get((self.param or "").partition(".")[0])
+        if self.param is None or new is None or self.code in ("unsupported_parameter", "unknown_parameter"):
+            return self
+        message = self.message.replace(f"{self.param}:", f"{new}:")
+        return Refusal(self.status, message, param=new, code=self.code, headers=self.headers)
+
     @property
     def outcome(self) -> str:
         """How the request is counted."""
@@ -145,7 +153,7 @@ def _is_mismatch(error: dict[str, Any]) -> bool:
 
 
 def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
-    place = [str(step) for step in error["loc"] if not _is_label(step)]
+    place = [shortened(str(step), 100) for step in error["loc"] if not _is_label(step)]
     for nested in (["response_format"], ["text", "format"]):
         if place[: len(nested)] == nested:
             del place[len(nested) : len(nested) + 1]  # pydantic says which kind of format it is
@@ -177,7 +185,7 @@ def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
 
 
 #: Names that pydantic puts into a path for the branch of a union.
-_LABELS = {"str", "bool", "constrained-str", "ToolChoice"}
+_LABELS = {"str", "bool", "constrained-str", "FlatChoice", "ToolChoice"}
 
 
 def _is_label(step: Any) -> bool:

@@ -79,13 +79,19 @@ class FlatTool(Function):
         return given
 
 
+class FlatName(ToolName):
+    """Names a function."""
+
+    type: Literal["function"]
+
+
 class FlatChoice(Part):
     """The function that has to be called, or the tools that may be."""
 
     type: Literal["function", "allowed_tools"]
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[FlatName] | None = Field(None, max_length=128)
 
 
 class ResponseStreamOptions(Part):
@@ -103,13 +109,21 @@ class ResponseBody(Asked):
         "max_completion_tokens": "it is called max_output_tokens here",
         "response_format": 'use text={"format": …}',
         "reasoning_effort": 'use reasoning={"effort": …}',
-        "n": "a response is one",
+        "n": "one response per request",
         "background": "responses are answered at once, or streamed",
         "conversation": "use previous_response_id",
         "prompt": "there are no stored prompts: use instructions and input",
         "max_tool_calls": "functions are called by the client",
         "context_management": "nothing is left out of a conversation",
-        "moderation": "there is none",
+        "moderation": "this server has none",
+    }
+    names: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "prompt": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
     }
 
     input: str | Several[dict[str, Any]]
@@ -127,6 +141,10 @@ class ResponseBody(Asked):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    # It is kept: as much as OpenAI takes.
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        None, max_length=16
+    )
     stream_options: ResponseStreamOptions | None = None
 
     @property
@@ -134,8 +152,12 @@ class ResponseBody(Asked):
         """The input as items."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
-    def chat(self, earlier: list[dict[str, Any]]) -> TurnBody:
-        """The request of a conversation that this one stands for. earlier: items of the conversation so far.
+    def chat(self, earlier: list[dict[str, Any]], large: bool = False) -> TurnBody:
+        """The request of a conversation that this one stands for.
+
+        Args:
+            earlier: items of the conversation so far.
+            large: whether these have many bytes.
 
         Raises:
             Refusal: there is an item or a part of one that is not supported.
@@ -158,7 +180,7 @@ class ResponseBody(Asked):
             **fields, **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
             max_completion_tokens=self.max_output_tokens, tools=[_tool(each) for each in self.tools or ()] or None,
             tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None, top_logprobs=self.top_logprobs,
-            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None, asked=self, items=items,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None, asked=self, items=items, large=large,
         )  # fmt: skip
 
     def _format(self) -> Any:
@@ -176,7 +198,7 @@ class ResponseBody(Asked):
             return {"type": "function", "function": ToolName(name=choice.name) if choice.name is not None else None}
         if choice.mode is None or not choice.tools:
             return {"type": "allowed_tools"}
-        names = [ToolName(name=str(tool.get("name"))) for tool in choice.tools]
+        names = [ToolName(name=tool.name) for tool in choice.tools]
         allowed = AllowedTools(mode=choice.mode, tools=[NamedTool(type="function", function=name) for name in names])
         return {"type": "allowed_tools", "allowed_tools": allowed}
 
@@ -187,10 +209,20 @@ class TurnBody(ChatBody):
     Attributes:
         asked: what it was asked with.
         items: of the conversation so far.
+        large: whether the earlier ones have many bytes.
     """
 
     asked: ResponseBody
     items: list[dict[str, Any]]
+    large: bool
+
+    @property
+    def tokens_field(self) -> str:
+        return "max_output_tokens"
+
+    @property
+    def heavy(self) -> bool:
+        return self.large or super().heavy
 
 
 def _tool(tool: FlatTool) -> Tool:
@@ -199,6 +231,11 @@ def _tool(tool: FlatTool) -> Tool:
 
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def of_assistant(item: dict[str, Any]) -> bool:
+    """Whether an item is an assistant's message or a call."""
+    return item.get("role") == "assistant" or item.get("type") == "function_call"
 
 
 def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
@@ -221,8 +258,10 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
         if kind == "message":
             role, content = _string(item, "role", place), _text(item.get("content"), f"{place}.content")
             if role not in ("system", "developer", "user", "assistant"):
-                raise _wrong(f"{place}.role", f"{role!r} is no role. Choose from: assistant, developer, system, user")
-            messages.append({"role": role, "content": content} | ({"reasoning_content": thought} if thought else {}))
+                given = shortened(repr(role))
+                raise _wrong(f"{place}.role", f"{given} is no role. Choose from: assistant, developer, system, user")
+            own = {"reasoning_content": thought} if thought and of_assistant(item) else {}
+            messages.append({"role": role, "content": content} | own)
         elif kind == "function_call":
             function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}
             call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
@@ -234,7 +273,8 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
             output = _text(item.get("output"), f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
         else:
-            raise _wrong(f"{place}.type", f"items of type {kind!r} are not supported. {suggest(str(kind), KINDS)}")
+            given = shortened(str(kind))
+            raise _wrong(f"{place}.type", f"items of type {given!r} are not supported. {suggest(given, KINDS)}")
         thought = ""
     return messages
 
@@ -257,7 +297,8 @@ def _text(content: Any, place: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if (kind not in _TEXTS and kind != "refusal") or not isinstance(text, str):
-            raise _wrong(f"{place}.{number}", f"only parts of text are read, not {kind!r}", "unsupported_content")
+            given = shortened(repr(kind))
+            raise _wrong(f"{place}.{number}", f"only parts of text are read, not {given}", "unsupported_content")
         texts.append(text)
     return "".join(texts)
 

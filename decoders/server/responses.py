@@ -6,33 +6,37 @@ import json
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from ..errors import shortened
 from .answers import Growing, TextToken, event
 from .chat import Conversing, submitted
 from .limits import Arrival
 from .refusals import Refusal
-from .response_bodies import ResponseBody, TurnBody
-from .service import Service
-from .texts import Choice
+from .response_bodies import ResponseBody, TurnBody, of_assistant
+from .service import LARGE, Service
+from .texts import Choice, Span
 from .turns import Piece
 
 #: Bytes of all responses that are kept, with their conversations.
 KEPT_BYTES = 64 << 20
+#: Whose a response is: the digest of a client's key, and :meth:`Arrival.salt`.
+Owner = tuple[str, str]
+
+
+def owner_of(arrival: Arrival, cache_salt: str | None) -> Owner:
+    """Whose the response to a request is."""
+    return arrival.client, arrival.salt(cache_salt)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A response, and the items of its conversation, its own at the end, both as JSON.
+    """A response, and the items of its conversation, its own at the end, both as JSON."""
 
-    Attributes:
-        owner: whose it is, of :meth:`Arrival.salt`.
-    """
-
-    owner: str
     response: bytes
     items: bytes
 
@@ -42,77 +46,107 @@ class _Kept:
 
 
 class Kept:
-    """Responses that can be asked for again, or gone on from; the least recently used go. For any number of threads.
+    """Responses that can be asked for again, or continued. For any number of threads.
+
+    The least recently used of the client that has most bytes go first.
 
     Args:
         most: bytes of them all.
     """
 
     def __init__(self, most: int = KEPT_BYTES) -> None:
-        self.most, self.size = most, 0
+        self.most = most
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: defaultdict[str, OrderedDict[tuple[str, str], _Kept]] = defaultdict(OrderedDict)  # by client
+        self._sizes = Counter[str]()
 
-    def keep(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return sum(self._sizes.values())
+
+    def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Keeps a response of `owner`, unless it is larger than all may be."""
-        kept = _Kept(owner, json.dumps(response).encode(), json.dumps(items).encode())
+        kept = _Kept(json.dumps(response).encode(), json.dumps(_read(items)).encode())
+        if kept.size > self.most:
+            return
+        client, salt = owner
         with self._lock:
-            self._kept[response["id"]] = kept
-            self.size += kept.size
+            self._kept[client][salt, response["id"]] = kept
+            self._sizes[client] += kept.size
             while self.size > self.most:
-                self.size -= self._kept.popitem(last=False)[1].size
+                ((largest, _),) = self._sizes.most_common(1)
+                self._sizes[largest] -= self._kept[largest].popitem(last=False)[1].size
 
-    def response(self, owner: str, id: str) -> dict[str, Any]:
-        """The response of `owner` with that id.
-
-        Raises:
-            Refusal: there is none.
-        """
-        response: dict[str, Any] = json.loads(self._found(owner, id).response)
-        return response
-
-    def items(self, owner: str, id: str) -> list[dict[str, Any]]:
-        """The items of its conversation, its own at the end.
+    def response(self, owner: Owner, id: str) -> bytes:
+        """The response of `owner` with that id, as JSON.
 
         Raises:
             Refusal: there is none.
         """
-        param = "previous_response_id"
-        items: list[dict[str, Any]] = json.loads(self._found(owner, id, param, "previous_response_not_found").items)
-        return items
+        return self._found(owner, id).response
 
-    def delete(self, owner: str, id: str) -> None:
+    def items(self, owner: Owner, id: str) -> bytes:
+        """The items of its conversation, its own at the end, as JSON.
+
+        Raises:
+            Refusal: there is none.
+        """
+        return self._found(owner, id, "previous_response_id", "previous_response_not_found").items
+
+    def delete(self, owner: Owner, id: str) -> None:
         """Forgets a response.
 
         Raises:
             Refusal: there is none.
         """
-        kept = self._found(owner, id)
+        self._found(owner, id)
+        client, salt = owner
         with self._lock:
-            if self._kept.pop(id, None) is not None:
-                self.size -= kept.size
+            if (kept := self._kept[client].pop((salt, id), None)) is not None:
+                self._sizes[client] -= kept.size
 
-    def _found(self, owner: str, id: str, param: str | None = None, code: str = "response_not_found") -> _Kept:
+    def _found(self, owner: Owner, id: str, param: str | None = None, code: str = "response_not_found") -> _Kept:
+        client, salt = owner
         with self._lock:
-            kept = self._kept.get(id)
-            if kept is None or kept.owner != owner:
+            kept = self._kept[client].get((salt, id))
+            if kept is None:
+                shown = shortened(repr(id))
                 message = (
-                    f"Response with id {id!r} not found: it was not stored, is another client's, or had to make room"
+                    f"Response with id {shown} not found: it was not stored, is another client's, or had to make room"
                 )
                 raise Refusal(404, message, param=param, code=code)
-            self._kept.move_to_end(id)
+            self._kept[client].move_to_end((salt, id))
             return kept
 
 
-def conversation(kept: Kept, body: ResponseBody, arrival: Arrival) -> TurnBody:
+def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`items` without thoughts that no assistant's item follows, which nobody reads again."""
+    following = [*items[1:], {}]
+    return [
+        each
+        for each, after in zip(items, following, strict=True)
+        if each.get("type") != "reasoning" or of_assistant(after)
+    ]
+
+
+def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arrival) -> TurnBody:
     """The request of a conversation that `body` stands for.
 
     Raises:
-        Refusal: there is no such previous response, or an item is not supported.
+        Refusal: there is no such previous response, its conversation is larger than a body may be, or an item is not supported.
     """
     previous = body.previous_response_id
-    earlier = kept.items(arrival.salt(body.cache_salt), previous) if previous is not None else []
-    return body.chat(earlier)
+    if previous is None:
+        return body.chat([])
+    content = kept.items(owner_of(arrival, body.cache_salt), previous)
+    if len(content) > service.limits.body or service.values(content) > service.most_values:
+        message = (
+            "previous_response_id: its conversation is larger than the body of a request may be "
+            f"({len(content):,} bytes; the limit is {service.limits.body:,}): send the items that matter as input"
+        )
+        raise Refusal(400, message, param="previous_response_id", code="context_length_exceeded")
+    return body.chat(json.loads(content), large=len(content) > LARGE)
 
 
 def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Response:
@@ -143,6 +177,7 @@ class Response(Conversing):
         self._number = 0  # of the next event
         self._open: tuple[str, int] | None = None  # kind and number of the item that grows
         self._logprobs: list[dict[str, Any]] = []
+        self._spans: list[Span] = []
 
     def first_events(self) -> bytes:
         return b"".join(
@@ -151,7 +186,8 @@ class Response(Conversing):
 
     def next_events(self, growing: Growing, ended: bool) -> bytes:
         turn = self.turn(growing)
-        pieces, _, tokens = turn.read(ended)
+        pieces, spans, tokens = turn.read(ended)
+        self._spans += spans if self.body.drafted else ()
         content = b"".join(self._grow(piece, growing, tokens) for piece in pieces)
         if ended:
             if not any(item["type"] != "reasoning" for item in self.output):
@@ -266,9 +302,9 @@ class Response(Conversing):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             response["completed_at"] = time.time()
-        response |= self.job.metrics() | self.warnings(choice)
+        response |= self.job.metrics() | self.warnings(choice) | self.details(self._spans)
         if self.body.asked.store is not False:
-            owner = self.job.arrival.salt(self.body.cache_salt)
+            owner = owner_of(self.job.arrival, self.body.cache_salt)
             self._kept.keep(owner, response, [*self.body.items, *self.output])
         return response
 
@@ -279,11 +315,15 @@ class Response(Conversing):
         tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
         return {**tokens, "total_tokens": usage["total_tokens"], **details, "decoders": usage["decoders"]}
 
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        """What was asked for, but for the input."""
+        return self.body.asked.model_dump(by_alias=True, exclude={"input"})
+
     def _response(self, status: str) -> dict[str, Any]:
-        asked, job = self.body.asked, self.job
+        asked, job, given = self.body.asked, self.job, self._given
         same = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user", "metadata",
                 "safety_identifier", "prompt_cache_key", "service_tier")  # fmt: skip
-        given = asked.model_dump(by_alias=True)
         return {
             "id": job.id, "object": "response", "created_at": job.created, "status": status, "background": False, "error": None,
             "incomplete_details": None, "model": self.service.name, "output": self.output,

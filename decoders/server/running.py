@@ -223,6 +223,9 @@ class Seldom(logging.Filter):
         self._shown: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, OSError):  # no descriptor is left for a connection, say: a line says it all
+            record.msg, record.args, record.exc_info = f"{str(record.msg).partition(chr(10))[0]}: {error}", (), None
         message, now = str(record.msg)[:100], time.monotonic()
         if now - self._shown.get(message, -SELDOM) < SELDOM:
             return False

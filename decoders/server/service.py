@@ -19,7 +19,7 @@ import torch
 from ..constraints import Backend, Regex, Vocabulary
 from ..engine.model.layout import context_length
 from ..engine.model.threads import release_threads
-from ..errors import QueueFull, UnsupportedError
+from ..errors import QueueFull, UnsupportedError, shortened
 from ..generate import OwnDefaults, enable, enabled
 from ..plugins import registry, resolve_strategy
 from ..serving.generation import Generation
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 #: Threads that read bodies, render prompts and submit. The event loop does none of it.
 THREADS = 4
-#: Threads that do so for requests that take long: those with a grammar to be compiled, and large ones. The others do not wait for them.
+#: Threads that do so for requests that take long: large ones, and those with images or a grammar to be compiled. The others do not
+#: wait for them.
 PATIENT_THREADS = 2
 #: Commas and opening brackets in a body, beside those of a prompt of the longest kind.
 VALUES = 40_000
@@ -179,8 +180,8 @@ class Service:
     def check_name(self, model: str | None) -> None:
         """Raises Refusal if `model` is not the one that is served."""
         if model is not None and model != self.name:
-            near = " Did you mean it?" if difflib.get_close_matches(model, [self.name], n=1, cutoff=0.4) else ""
-            message = f"there is no model {model!r} here, only {self.name!r}.{near}"
+            near = " Did you mean it?" if difflib.get_close_matches(model[:200], [self.name], n=1, cutoff=0.4) else ""
+            message = f"there is no model {shortened(repr(model))} here, only {self.name!r}.{near}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     @cached_property
@@ -205,15 +206,27 @@ class Service:
                 raise
             raise self.shutting_down() from error
 
+    @property
+    def most_values(self) -> int:
+        """Commas and opening brackets that a body may hold."""
+        return VALUES + 8 * self.limits.prompt_tokens
+
+    @staticmethod
+    def values(content: bytes) -> int:
+        """Commas and opening brackets in a text of JSON."""
+        return sum(map(content.count, (b",", b"[", b"{")))
+
     def check_values(self, content: bytes) -> None:
         """Raises Refusal for a body that holds more values than a request needs: a megabyte of brackets takes long to be read."""
-        count, most = sum(map(content.count, (b",", b"[", b"{"))), VALUES + 8 * self.limits.prompt_tokens
+        count, most = self.values(content), self.most_values
         if count > most:
             message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
             raise Refusal(400, message, code="too_many_values")
 
     def takes_long(self, body: Body) -> bool:
         """Whether a body is to be prepared by patient threads, as large ones are in any case."""
+        if body.heavy:
+            return True
         wanted = wanted_of(body, self.conversations.style)
         return wanted is not None and not self.workshop.known(wanted)
 
@@ -227,7 +240,7 @@ class Service:
         most = self.limits.constrained + PATIENT_THREADS
         if self._long >= most:
             raise QueueFull(
-                f"{self._long} requests that are large or have new grammars wait to be prepared, which is all: try again later"
+                f"{self._long} large requests, or with images or new grammars, wait to be prepared, which is all: try again later"
             )
         self._long += 1
         try:

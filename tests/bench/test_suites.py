@@ -42,7 +42,7 @@ PUBLISHED: list[tuple[str, str, list[dict[str, Any]], list[Question]]] = [
      [{"question_id": "ab", "category": "rag", "sub_category": "x", "turns": ["a", "b", "c"], "multiturn": True}],
      [Question("rag-ab", "rag", ("a", "b", "c"))]),
     ("speed-bench", "speed.jsonl",
-     [{"question_id": "ab", "category": "qa", "messages": [{"role": "user", "content": "a"}]}], [Question("qa-ab", "qa", ("a",))]),
+     [{"question_id": 0, "category": "qa", "messages": [{"role": "user", "content": "a"}]}], [Question("qa-0", "qa", ("a",))]),
     ("mt-bench", "question.jsonl", [TWO], [Question("writing-81", "writing", ("Write a post.", "Shorten it."))]),
     ("mt-bench", "data/train-00000-of-00001.parquet", [{"prompt": ["a", "b"], "category": "stem", "prompt_id": 3}],
      [Question("stem-1", "stem", ("a", "b"))]),

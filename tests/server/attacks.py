@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
+import struct
 import sys
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +65,18 @@ def settings(strategy: str, **config: Callable[[int], Any]) -> Callable[[int], A
     )
 
 
+def image(width: int, height: int) -> str:
+    """A data URL of a black image: a PNG of a bit per pixel, of two kilobytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(height * (1 + width // 8)), 9)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
 def content(text: str, route: str = COMPLETE) -> Callable[[int], Asked]:
     return lambda number: (route, text.encode())
 
@@ -101,6 +116,16 @@ ATTACKS: dict[str, Callable[[int], Asked]] = {
     ),
     "sixty thousand fields": content(json.dumps({"prompt": "a"} | {f"f{number}": 1 for number in range(60_000)})),
     "twenty thousand messages": content(json.dumps({"messages": [{"role": "user", "content": "a"}] * 20_000}), CHAT),
+    "images of many pixels": content(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": image(4096, 4096)}}]}
+                ]
+            }
+        ),
+        CHAT,
+    ),
     "a megabyte of JSON": content('{"prompt": "a", "metadata": {"a": ' + "[" * 500_000 + "]" * 500_000 + "}}"),
 }
 GONE = "the same, gone at once"

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from decoders.server import limits
 from decoders.server.limits import Limits
-from decoders.server.running import HEAD_BYTES, Seldom, most_connections, protocol
+from decoders.server.running import HEAD_BYTES, Seldom, most_connections, protocol, quiet
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -140,6 +140,17 @@ def test_what_strangers_bring_about_is_logged_once(served: Any, service_of: Any,
                 assert answer(connection)[:12] == b"HTTP/1.1 400"
     assert len([record for record in caplog.records if "Invalid HTTP" in record.getMessage()]) <= 1
     assert not any(isinstance(each, Seldom) for each in logging.getLogger("uvicorn.error").filters)
+
+
+def test_running_out_of_descriptors_is_a_line(caplog: Any) -> None:
+    with quiet(), contextlib.closing(asyncio.new_event_loop()) as loop:
+        for _ in range(3):
+            error = OSError(24, "Too many open files")
+            context = {"message": "socket.accept() out of system resource", "exception": error, "socket": "s"}
+            loop.call_exception_handler(context)
+    (record,) = caplog.records
+    assert record.getMessage() == "socket.accept() out of system resource: [Errno 24] Too many open files"
+    assert not record.exc_info
 
 
 def test_answers_without_tokens_are_held_back_while_others_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from decoders.cli import models
+from decoders.server import prompts
 from decoders.testing.images import SEEING
 
 from .conftest import EAGER, SIZE
@@ -137,6 +139,18 @@ def test_small_files_with_many_pixels_are_refused_together(seeing: Any) -> None:
     assert answer.json()["error"]["param"] == "messages.0.content.1"
 
 
+def test_images_are_decoded_where_small_requests_do_not_wait_for_them(seeing: Any, monkeypatch: Any) -> None:
+    names, decode = list[str](), prompts.image_of
+
+    def noted(*arguments: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return decode(*arguments)
+
+    monkeypatch.setattr(prompts, "image_of", noted)
+    assert text_of(seeing.post(CHAT, json=asked("?", RED))) is not None
+    assert len(names) == 1 and names[0].startswith("decoders-compile")
+
+
 def test_images_are_of_users(seeing: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": RED}}
     answer = seeing.post(CHAT, json=asked("?") | {"messages": [{"role": "system", "content": [image]}]})
@@ -153,3 +167,15 @@ def test_a_checkpoint_of_a_model_that_sees_is_served_with_its_processor(
     loaded = models.load_processor(str(tmp_path))
     assert loaded.image_processor is not None and loaded.chat_template == TEMPLATE
     assert models.load_processor("demo") is None
+
+
+def test_a_processor_that_lacks_a_package_is_told_of(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    import transformers
+
+    def lacking(*_: Any, **__: Any) -> None:
+        raise ImportError("torchvision is needed")
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lacking)
+    (tmp_path / "config.json").touch()
+    assert models.load_processor(str(tmp_path)) is None
+    assert "images are refused" in caplog.text and "torchvision is needed" in caplog.text

@@ -49,6 +49,7 @@ HARMONY, THINK = KNOWN[:2]
         (THINK, None, "<thi", "", "<thi"),
         (HARMONY, None, f"{HARMONY.begin}so{HARMONY.closing}yes", "so", "yes"),
         (HARMONY, None, f"{HARMONY.end}yes", "", "yes"),
+        (HARMONY, None, f"{HARMONY.end}One.<|end|><|start|>assistant{HARMONY.end}Two.", "", "One.\n\nTwo."),
         (ThinkingMarkers("(", ")"), True, ")x", "", "x"),
     ],
 )

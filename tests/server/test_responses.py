@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 pytest.importorskip("fastapi")
 
 from decoders.server.refusals import Refusal
+from decoders.server.response_bodies import messages_of
 from decoders.server.responses import Kept
 
 from .test_chat import post
@@ -152,14 +153,49 @@ def test_conversations_go_on_from_what_is_kept(thinker: Any) -> None:
 
 def test_what_is_kept_is_bounded_in_bytes() -> None:
     kept = Kept(3000)
+    me, other = ("me", "a"), ("other", "")
+    kept.keep(other, {"id": "resp_0"}, [{"role": "user", "content": "x" * 600}])
     for number in range(9):
-        kept.keep("me", {"id": f"resp_{number}"}, [{"role": "user", "content": "x" * 600}])
-        assert kept.items("me", "resp_0" if number < 3 else f"resp_{number}")
-    assert kept.size <= 3000
-    kept.keep("me", {"id": "large"}, [{"content": "x" * 5000}])
-    assert kept.size == 0
-    with pytest.raises(Refusal, match="not found"):
-        kept.items("me", "resp_8")
+        kept.keep(me, {"id": f"resp_{number}"}, [{"role": "user", "content": "x" * 600}])
+        assert kept.items(me, "resp_0" if number < 3 else f"resp_{number}")
+    kept.keep(me, {"id": "large"}, [{"content": "x" * 5000}])
+    assert 2000 < kept.size <= 3000
+    assert kept.items(me, "resp_8") and kept.items(other, "resp_0")  # a client makes room for its own
+    for owner, id in ((me, "resp_1"), (me, "large"), (("me", "b"), "resp_8")):
+        with pytest.raises(Refusal, match="not found"):
+            kept.items(owner, id)
+    kept.delete(me, "resp_8")
+    kept.delete(other, "resp_0")
+    assert kept.size < 2000
+
+
+def test_a_conversation_grows_no_larger_than_a_body(served: Any, service_of: Any) -> None:
+    with served(service_of(body=500)) as client:
+        first = respond(client, input="a" * 100, max_output_tokens=1)
+        second = respond(client, input="b" * 100, max_output_tokens=1, previous_response_id=first["id"])
+        answer = client.post(ROUTE, json={"input": "d", "previous_response_id": second["id"]})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "previous_response_id"
+        assert "larger than the body of a request may be" in answer.json()["error"]["message"]
+        assert client.get(f"{ROUTE}/{second['id']}").json() == second
+
+
+def test_thoughts_belong_to_what_the_assistant_says_next() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    messages = messages_of([thought, user, thought, said])
+    assert messages == [user, said | {"reasoning_content": "hm"}]
+    kept = Kept()
+    kept.keep(("", ""), {"id": "a"}, [thought, user, thought, thought, said, thought])
+    assert json.loads(kept.items(("", ""), "a")) == [user, thought, said]
+
+
+def test_a_response_tells_which_tokens_were_drafted(client: Any) -> None:
+    answer = respond(client, drafted=True)
+    tokens = answer["decoders"]["tokens"]
+    assert "".join(token["text"] for token in tokens) == answer["output"][0]["content"][0]["text"]
+    assert "decoders" not in respond(client)
+    streamed = events(client, drafted=True)[-1]["response"]["decoders"]["tokens"]
+    assert [token["drafted"] for token in streamed] == [token["drafted"] for token in tokens]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +215,13 @@ def test_what_is_kept_is_bounded_in_bytes() -> None:
         ({"input": [{"type": "function_call", "call_id": "a", "name": "walk"}]}, "input.0.arguments", "a text is needed"),
         ({"input": [], "instructions": None}, "input", "there is nothing to answer"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
+        ({"max_output_tokens": 201}, "max_output_tokens", "max_output_tokens is 201; the limit is 200"),
+        ({"input": "a " * 300}, "input", "tokens; the limit is 300"),
+        ({"text": {"format": {"type": "regex", "regex": "("}}}, "text.format", "regex"),
+        ({"metadata": {"a": "b" * 513}}, "metadata.a", "512 characters"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "16"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}}, "tool_choice.tools.0.name", "missing"),
+        ({"input": [{"type": "x" * 5000}]}, "input.0.type", "…' are not supported. Choose from"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(client: Any, body: dict[str, Any], param: str, message: str) -> None:
@@ -188,7 +231,8 @@ def test_what_is_not_supported_is_refused_by_name(client: Any, body: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "field", ['"metadata": {"a": 1e400}', '"tools": [{"type": "function", "name": "f", "parameters": {"a": -1e400}}]']
+    "field",
+    ['"strategy_config": {"a": 1e400}', '"tools": [{"type": "function", "name": "f", "parameters": {"a": -1e400}}]'],
 )
 def test_what_json_has_not_is_not_said_again(client: Any, field: str) -> None:
     body = f'{{"input": "a", "max_output_tokens": 1, {field}}}'

@@ -30,16 +30,21 @@ class Slow:
     def done(self) -> bool:
         return self.ended
 
-    def exception(self) -> None:
-        return None
+    def __await__(self) -> Iterator[None]:
+        return iter(())
 
 
 def test_a_stream_with_nothing_to_send_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
     generation = Slow()
+
+    async def run(_: Any, function: Callable[[], bytes]) -> bytes:
+        return function()
+
     choice = SimpleNamespace(index=0, generation=generation, judged=False)
     answer: Any = SimpleNamespace(
         job=SimpleNamespace(choices=[choice], cancel=lambda: None),
+        service=SimpleNamespace(threads=None, run=run),
         growing=lambda choice: None,
         first_events=lambda: b"",
         next_events=lambda growing, ended: b"data: all of it\n\n" if ended else b"",
