@@ -100,7 +100,8 @@ def test_another_image_behind_the_same_tokens_is_read(name: str, own_passes: lis
     one = image_prompts(name)
     other = one | {"pixel_values": one["pixel_values"].flip(-1)}
     texts = [written(name, inputs).sequences for inputs in (one, other, one)]
-    assert own_passes == [1, 1] and not torch.equal(texts[0], texts[1])  # both texts are kept
+    # Both texts are kept, but a state that has seen more than the prompt cannot be cut back.
+    assert own_passes == [1] * (3 if name == "qwen3_5" else 2) and not torch.equal(texts[0], texts[1])
     for inputs, text in zip((one, other, one), texts, strict=True):
         assert_same_tokens(enabled(name), inputs, expected(name, inputs), text, name)
 
