@@ -120,8 +120,6 @@ class Answer(ABC):
         special: special tokens that are written by their names, since what they mark is looked for in the text.
     """
 
-    kind: str
-    chunk_kind: str
     special: frozenset[int] = frozenset()
 
     def __init__(self, service: Service, body: Body, job: Job) -> None:
@@ -133,14 +131,53 @@ class Answer(ABC):
         """`choice` from its beginning."""
         return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
 
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every choice has ended."""
-        choices = [self.complete(choice) for choice in self.job.choices]
-        return self._frame(self.kind, choices) | {"usage": self.usage()} | self.job.metrics()
+
+    @abstractmethod
+    def first_events(self) -> bytes:
+        """Events of a stream before there is text."""
+
+    @abstractmethod
+    def next_events(self, growing: Growing, ended: bool) -> bytes:
+        """Events of a stream when there may be more text of a choice."""
+
+    @abstractmethod
+    def last_events(self) -> bytes:
+        """Events of a stream once every choice has ended."""
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """The event of a stream that ends with an error."""
+        return event(refusal.body)
 
     def usage(self) -> dict[str, Any]:
         """What it took."""
         return self.job.usage()
+
+    def warnings(self, choice: Choice) -> dict[str, Any]:
+        """Under ``warnings``: what the grammar of an ended text could not honour, and what the text breaks; empty if nothing."""
+        said = [warning for warning in (choice.use.warnings if choice.use else ()) if warning.endswith(LEFT_OUT)]
+        said += [choice.invalid] if choice.invalid is not None else []
+        return {"warnings": said} if said else {}
+
+    def details(self, spans: Sequence[Span]) -> dict[str, Any]:
+        """Which tokens were drafted, if that was asked for."""
+        if not self.body.drafted:
+            return {}
+        return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
+
+
+class ChoicesAnswer(Answer):
+    """An answer in choices, each of which a stream tells of in chunks.
+
+    Attributes:
+        kind: ``object`` of the whole answer.
+        chunk_kind: ``object`` of a chunk.
+    """
+
+    kind: str
+    chunk_kind: str
 
     @abstractmethod
     def complete(self, choice: Choice) -> dict[str, Any]:
@@ -154,23 +191,20 @@ class Answer(ABC):
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
         """What a stream says of a choice when there may be more text; the last one has its ``finish_reason``."""
 
+    def whole(self) -> dict[str, Any]:
+        choices = [self.complete(choice) for choice in self.job.choices]
+        return self._frame(self.kind, choices) | {"usage": self.usage()} | self.job.metrics()
+
     def first_events(self) -> bytes:
-        """Events of a stream before there is text."""
         return self._events([part for choice in self.job.choices for part in self.opening(choice)])
 
     def next_events(self, growing: Growing, ended: bool) -> bytes:
-        """Events of a stream when there may be more text of a choice."""
         return self._events(self.pieces(growing, ended))
 
     def last_events(self) -> bytes:
-        """Events of a stream once every choice has ended."""
         if not self.body.includes_usage:
             return _DONE
         return event(self._frame(self.chunk_kind, []) | {"usage": self.usage()} | self.job.metrics()) + _DONE
-
-    def error_event(self, refusal: Refusal) -> bytes:
-        """The event of a stream that ends with an error."""
-        return event(refusal.body)
 
     def _events(self, parts: list[dict[str, Any]]) -> bytes:
         more = {"usage": None} if self.body.includes_usage else {}
@@ -179,18 +213,6 @@ class Answer(ABC):
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         job = self.job
         return {"id": job.id, "object": kind, "created": job.created, "model": self.service.name, "choices": choices}
-
-    def warnings(self, choice: Choice) -> dict[str, Any]:
-        """Under ``warnings``: what the grammar of an ended text could not honour, and what the text breaks; empty if nothing."""
-        said = [warning for warning in (choice.use.warnings if choice.use else ()) if warning.endswith(LEFT_OUT)]
-        said += [choice.invalid] if choice.invalid is not None else []
-        return {"warnings": said} if said else {}
-
-    def details(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """Which tokens were drafted, if that was asked for."""
-        if not self.body.drafted:
-            return {}
-        return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
 
 
 def joined(spans: Sequence[Span]) -> str:

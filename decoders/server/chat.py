@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import Answer, Growing, TextToken
+from .answers import Answer, ChoicesAnswer, Growing, TextToken
 from .bodies import ChatBody
 from .grammars import Calling, wanted_of
 from .limits import Arrival
@@ -91,7 +91,7 @@ class Conversing(Answer):
         return entries
 
 
-class Chat(Conversing):
+class Chat(Conversing, ChoicesAnswer):
     """An answer of this route."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import Answer, Growing, TextToken, joined
+from .answers import ChoicesAnswer, Growing, TextToken, joined
 from .bodies import CompletionBody
 from .grammars import wanted_of
 from .limits import Arrival
@@ -45,7 +45,7 @@ def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     return prompt
 
 
-class Completion(Answer):
+class Completion(ChoicesAnswer):
     """An answer of this route."""
 
     kind = chunk_kind = "text_completion"

@@ -19,7 +19,7 @@ from .limits import Arrival
 from .refusals import Refusal
 from .response_bodies import ResponseBody, TurnBody, of_assistant
 from .service import LARGE, Service
-from .texts import Choice, Span
+from .texts import Span
 from .turns import Piece, Turn
 
 #: Bytes of all responses that are kept, with their conversations.
@@ -211,11 +211,6 @@ class Response(Conversing):
         (choice,) = self.job.choices
         self.next_events(self.growing(choice), True)
         return self._finished()
-
-    def complete(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError("a response has items")
-
-    opening = pieces = complete  # type: ignore[assignment]
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         name, number = f"response.{kind}", self._number
