@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -194,6 +195,11 @@ def run_blocks(page: str, monkeypatch: pytest.MonkeyPatch, address: str) -> None
                 )
                 exec(code, vars(module))
             written = stream.getvalue()
+    if needed(page):  # clients of other libraries that nobody closes, as in a reader's script
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            vars(module).clear()
+            gc.collect()
 
 
 #: Pages that check several strategies: the first checks of the kit, all of them in the slow run.
