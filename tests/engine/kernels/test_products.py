@@ -71,7 +71,7 @@ def test_a_product_is_that_of_float64_within_rounding(
 
 @functools.cache
 def product_of_all(dtype: torch.dtype, inputs: int) -> tuple[torch.Tensor, ...]:
-    x, matrix, bias = random(70, inputs, dtype=dtype), random(33, inputs, dtype=dtype, seed=1), random(33, dtype=dtype)
+    x, matrix, bias = random(70, inputs, dtype=dtype), random(70, inputs, dtype=dtype, seed=1), random(70, dtype=dtype)
     return x, matrix, bias, few_rows_linear(x, matrix, bias)
 
 
