@@ -120,7 +120,6 @@ def _register() -> None:
         advise,
         bench,
         bench_load,
-        config,
         demo,
         doctor,
         generate,
@@ -142,7 +141,7 @@ def _register() -> None:
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(listing.grammars)
-    app.command()(config.config)
+    app.command()(listing.config)
     app.command()(serve.serve)
     app.command()(new_plugin.new_plugin)
     app.command()(doctor.doctor)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.layers import decoder_layers
-from ..common.transformers_compat import set_attention
+from ..common.transformers_compat import decoder_layers, set_attention
 from ..errors import SettingsError
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
 from ..heads.dflash import DFlashConfig, DFlashNetwork, embedding_of

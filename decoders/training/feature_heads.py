@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.layers import decoder_layers
-from ..common.transformers_compat import config_value
+from ..common.transformers_compat import config_value, decoder_layers
 from ..errors import SettingsError, TrainingError
 from .recipes import Recipe
 from .texts import Texts, TextStore, counted, digest, held_out_rows, stop_tokens, workplace
