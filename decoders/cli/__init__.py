@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DecodersError
+from .catalogue import ExtensibleGroup
 from .console import plain_console
-from .extensions import ExtensibleGroup
 
 #: Options that users of transformers look for, and what there is instead.
 INSTEAD = {
@@ -116,26 +116,13 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import (
-        advise,
-        bench,
-        bench_load,
-        demo,
-        doctor,
-        generate,
-        listing,
-        new_plugin,
-        prepare,
-        serve,
-        train,
-        train_drafters,
-    )
+    from . import bench, bench_load, demo, doctor, generate, listing, new_plugin, prepare, serve, train, train_drafters
 
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(prepare.warmup)
     app.command()(prepare.calibrate)
-    app.command()(advise.advise)
+    app.command()(prepare.advise)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.grammar_backends)
