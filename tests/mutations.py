@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         "placeholders-are-drafted", "decoders/engine/decode/batch.py",
-        "draft.tokens.masked_fill(torch.isin(draft.tokens, placeholders), -1)",
+        "draft.tokens.masked_fill(stands_for_images, -1)",
         "draft.tokens",
         ("images/test_calls.py",),
     ),
