@@ -251,7 +251,9 @@ class Batch(Roster):
         if placeholders is None or self.verifier is not None:
             return draft
         check_draft(draft, self.request.strategy.name, self.blocks.rows)
-        return replace(draft, tokens=draft.tokens.masked_fill(torch.isin(draft.tokens, placeholders), -1))
+        # Not isin, which sorts where there are many placeholders or few tokens, and waits for the device.
+        stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)
+        return replace(draft, tokens=draft.tokens.masked_fill(stands_for_images, -1))
 
     @property
     def _prunes(self) -> bool:
