@@ -44,11 +44,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self) -> Language:
-        """The language of the arguments.
-
-        Raises:
-            GrammarError: they cannot be expressed; names the function.
-        """
+        """The language of the arguments. Raises GrammarError: they cannot be expressed; names the function."""
         try:
             language = self._language()
         except GrammarError as error:
