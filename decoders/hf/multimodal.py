@@ -37,7 +37,8 @@ def has_own_generate(model: PreTrainedModel) -> bool:
     """Whether the design's ``generate`` is not transformers' common one. It may change the model by what prompts have besides text:
     Granite Speech switches adapters on for sounds, and off for text.
     """
-    return type(model).generate is not GenerationMixin.generate
+    kind: Any = type(model)
+    return kind.generate is not GenerationMixin.generate
 
 
 def inputs_of(
