@@ -69,6 +69,8 @@ def inputs_of(
     special = torch.isin(input_ids, torch.tensor(placeholder_ids(model) or (), device=input_ids.device))
     for kind in kinds.values():
         special = special | (kind != kind[:, -1:])
+    if mask is not None:
+        special = special & mask.bool()
     rows = [row[width - length :].nonzero() for row, length in zip(special, lengths, strict=True)]
     ends = [int(places[-1]) + 1 if len(places) else 0 for places in rows]
     if not contents and not any(ends):

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
@@ -21,6 +24,12 @@ from .models import VOCAB, WINDOW, _spread
 
 #: The token that stands for a part of an image or, in models that hear, of a sound, those of others, and those around it: text.
 IMAGE, VIDEO, OTHER, BEGIN, END = 120, 121, 122, 118, 119
+#: Classes that make a model, and the configs that each has one for.
+_MODELS = (
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+)
 Pixels = Callable[[int, torch.Generator], dict[str, Tensor]]
 
 
@@ -51,8 +60,7 @@ class SeeingArchitecture:
         config = AutoConfig.for_model(self.model_type, **self.options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            models = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
-            kind = next(each for each in models if type(config) in each._model_mapping)
+            kind = next(auto for auto, designs in _MODELS if type(config) in designs)
             model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
             _spread(model, self.embedding)
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0

@@ -166,6 +166,20 @@ def test_of_a_batch_only_the_row_is_read_whose_image_has_changed(name: str, own_
         assert_same_tokens(enabled(name), inputs, text, out.sequences, name)
 
 
+def test_beside_a_long_question_the_image_of_a_short_one_stays_as_it_is(own_passes: list[int]) -> None:
+    """Rows are read together: in the time of the longer text no row begins within its image."""
+    name, short = "llava", 5
+    one, other = image_prompts(name, (1, 1)), image_prompts(name, (1, 1), question=1)
+    for key in ("input_ids", "attention_mask"):
+        other[key][1] = torch.cat([torch.zeros(short, dtype=torch.int64), one[key][1, :-short]])
+    text = expected(name, other)
+    without_texts(name)
+    written(name, one)
+    out = written(name, other)
+    assert own_passes == [1, 1] and all(out.report.reused)
+    assert_same_tokens(enabled(name), other, text, out.sequences, name)
+
+
 def test_images_that_were_taken_for_another_rows_are_read_all_together(
     own_passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
