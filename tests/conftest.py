@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import itertools
+import math
 import os
 import sys
 import tempfile
@@ -152,6 +153,32 @@ def designs_are_checked_once() -> Iterator[None]:
         patch.setattr(self_check, "check_tree_logits", once)
         patch.setattr(self_check.verdicts, "key_of", lambda *_: None)  # nothing is kept in the user's folder
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_compiles_by_the_clock() -> Iterator[None]:
+    """Models that many tests share have run so long uncompiled that compiling them would begin in the middle of another test, sooner on
+    a busy machine. Tests of that say when it is due.
+    """
+    import torch
+
+    from decoders.engine.model.compiled import functions, tiers
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(tiers, "FORWARD_SECONDS", math.inf)
+            patch.setattr(functions, "FUNCTION_SECONDS", math.inf)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_behind_a_test() -> Iterator[None]:
+    """What a test compiles in the background ends with it: the next one has other patches, and Dynamo writes to what all share."""
+    from decoders.engine.model.compiled import background
+
+    yield
+    for job in list(background._running):
+        job.wait(240)
 
 
 @pytest.fixture(autouse=True)

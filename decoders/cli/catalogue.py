@@ -92,11 +92,7 @@ def _commands_of_plugins() -> dict[str, Callable[..., None]]:
 
 
 def as_command(function: Callable[..., None], name: str) -> Any:
-    """`function` as a command.
-
-    Raises:
-        PluginError: Typer cannot read its parameters.
-    """
+    """`function` as a command. Raises PluginError: Typer cannot read its parameters."""
     made = typer.Typer(add_completion=False, rich_markup_mode=None)
     made.command(name.rpartition(" ")[2])(function)
     try:

@@ -189,7 +189,11 @@ def demo_models() -> Iterator[Finding]:
     if demo.available():
         yield Finding("demo", "ok", "models present")
     else:
-        yield Finding("demo", "warning", "models absent: decoders train demo")
+        yield Finding(
+            "demo",
+            "warning",
+            "models absent: install hf-decoders again, or train them (docs/how-to/train-the-demo-models.md)",
+        )
 
 
 def same_tokens(name: str, dtype: str) -> Iterator[Finding]:

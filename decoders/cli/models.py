@@ -32,11 +32,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def known_dtype(name: str) -> str:
-    """`name`, which is one of :data:`DTYPES`.
-
-    Raises:
-        UnknownNameError: it is not.
-    """
+    """`name`, which is one of :data:`DTYPES`. Raises UnknownNameError: it is not."""
     if name not in DTYPES:
         raise UnknownNameError("dtype", name, DTYPES)
     return name
@@ -139,11 +135,7 @@ def load_processor(name: str) -> Any:
 
 
 def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by itself: of a folder, a name on the hub, or a GGUF file.
-
-    Raises:
-        ModelLoadError: no such tokenizer.
-    """
+    """A tokenizer by itself: of a folder, a name on the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
     options = _where_to_look("Tokenizer", name)
     try:
         return load_tokenizer(name, **options)
@@ -207,11 +199,7 @@ def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bo
 
 
 def load_shape(name: str, dtype: str = "float32") -> PreTrainedModel:
-    """A model of a shape with random weights, on CUDA if there is one.
-
-    Raises:
-        UnknownNameError: no such shape or dtype.
-    """
+    """A model of a shape with random weights, on CUDA if there is one. Raises UnknownNameError: no such shape or dtype."""
     if dtype not in DTYPES[1:]:
         raise UnknownNameError("dtype", dtype, DTYPES[1:])
     import torch

@@ -189,11 +189,7 @@ def _keys(given: list[str] | None) -> list[str]:
 
 
 def _markers(given: str) -> tuple[str, str]:
-    """The two markers of ``--thinking``.
-
-    Raises:
-        SettingsError: they are not two.
-    """
+    """The two markers of ``--thinking``. Raises SettingsError: they are not two."""
     parts = given.split()
     if len(parts) != 2:
         raise SettingsError(f'--thinking {given!r} has {len(parts)} markers: give two, as in "<think> </think>"')
@@ -238,11 +234,7 @@ def _service(
 
 
 def _corpus(path: Path) -> list[Content]:
-    """The texts of ``--suffix-corpus``.
-
-    Raises:
-        SettingsError: it is no file of texts.
-    """
+    """The texts of ``--suffix-corpus``. Raises SettingsError: it is no file of texts."""
     from ..prompts.reading import read_file
 
     try:

@@ -15,11 +15,7 @@ def cache_folder() -> Path:
 
 
 def regular(path: Path) -> Path:
-    """`path` with links resolved; the file need not exist.
-
-    Raises:
-        OSError: it exists and is no regular file.
-    """
+    """`path` with links resolved; the file need not exist. Raises OSError: it exists and is no regular file."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -47,11 +47,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self, notation: Notation | None = None) -> Language:
-        """The language of the arguments in a notation, JSON by default.
-
-        Raises:
-            GrammarError: they cannot be expressed; names the function.
-        """
+        """The language of the arguments, in JSON by default. Raises GrammarError: they cannot be expressed; names the function."""
         try:
             language = self._language(notation)
         except GrammarError as error:

@@ -103,11 +103,7 @@ def as_specs(
 
 
 def spec_of_library(name: str) -> Spec:
-    """The grammar of the library called `name`, with or without its suffix.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
+    """The grammar of the library called `name`, with or without its suffix. Raises UnknownNameError: there is none."""
     try:
         ready = library.find(name)
     except UnknownNameError as error:
@@ -157,11 +153,7 @@ def _aliased(value: Any) -> Any:
 
 
 def _term(value: Any) -> Term:
-    """`value` as outlines reads it.
-
-    Raises:
-        TypeError, ValueError, RecursionError: outlines cannot read it.
-    """
+    """`value` as outlines reads it. Raises TypeError, ValueError, RecursionError: outlines cannot read it."""
     from outlines.types.dsl import Term, is_genson_schema_builder, python_types_to_terms
 
     is_a_type = isinstance(value, type) or typing.get_origin(value) is not None

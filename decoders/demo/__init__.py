@@ -73,8 +73,8 @@ def load(
     path = _directory(directory) / name
     if not (path / "model.safetensors").is_file():
         raise DemoModelMissingError(
-            f"There is no demo model in {path}. Train it with `decoders train demo` (an hour and a half on a laptop CPU) "
-            "and pass the directory it wrote."
+            f"There is no demo model in {path}. Train it with `decoders train demo`, a command of plugins/decoders-lab (an hour and a "
+            "half on a laptop CPU), and pass the directory it wrote."
         )
     import torch
     from transformers import AutoTokenizer

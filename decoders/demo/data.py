@@ -1,4 +1,4 @@
-"""The demo models' data: the Python standard library's own sources, split by file; edit tasks made of them; and batches of both.
+"""The demo models' data: the Python standard library's own sources, split by file, and edit tasks made of them.
 
 An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy from plain
 code. These texts teach it, so that copy-heavy decoding (prompt lookup, speculative drafts) behaves as on large models.
@@ -22,15 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerFast
-
-LICENCE = "PSF-2.0"
 HELD_OUT_PER_MILLE = 30
 
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
@@ -66,8 +58,6 @@ LINES = range(5, 41)
 MAX_CHARACTERS = 3600
 COPY_SHARE = 0.25
 _NOT_RENAMED = set(keyword.kwlist) | set(keyword.softkwlist) | set(dir(builtins)) | {"self", "cls"}
-#: Share of a batch that are edit tasks.
-EDIT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -128,14 +118,6 @@ def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:
     train = [source for source in sources if not is_held_out(source.path)]
     held_out = [source for source in sources if is_held_out(source.path)]
     return train, held_out
-
-
-def digest(sources: list[Source]) -> str:
-    """A fingerprint of the corpus, so that a run is not resumed on other data."""
-    hasher = hashlib.sha256()
-    for source in sources:
-        hasher.update(source.path.encode() + b"\0" + source.text.encode() + b"\0")
-    return hasher.hexdigest()
 
 
 def _is_table(text: str) -> bool:
@@ -237,66 +219,3 @@ def _names(function: ast.AST) -> Iterable[str]:
             yield node.arg
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
-
-
-def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """One text's ids without special tokens, without a warning about texts longer than the model's context."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarray:
-    """Texts as one stream of ids [T] uint16: the end token, then each text followed by the end token."""
-    end = tokenizer.eos_token_id
-    parts = [np.array([end], dtype=np.uint16)]
-    for text in texts:
-        parts.append(np.array([*ids_of(tokenizer, text), end], dtype=np.uint16))
-    return np.concatenate(parts)
-
-
-class Batches:
-    """Batches of B rows of T + 1 ids: a quarter of the rows edit tasks, the others windows of code.
-
-    Code windows are drawn without replacement: epoch e cuts the stream at its own random offset and permutes the
-    windows. Edit rows start at a task and have random functions with random renames, generated on the fly.
-    """
-
-    def __init__(
-        self, sources: list[Source], tokenizer: PreTrainedTokenizerFast, *, seed: int, rows: int, length: int
-    ) -> None:
-        self.seed, self.rows, self.length = seed, rows, length
-        self.tokenizer = tokenizer
-        self.stream = encode(tokenizer, (source.text for source in sources))
-        self.functions = functions(sources)
-        self.names = new_names(self.functions)
-        self.edit_rows = round(EDIT_SHARE * rows) if self.functions and self.names else 0
-        self._epoch: tuple[int, int, np.ndarray] = (-1, 0, np.empty(0, dtype=np.int64))
-
-    def batch(self, step: int) -> torch.Tensor:
-        """The batch of one step: ids [B, T + 1] int64 (inputs are all but the last, labels all but the first)."""
-        import torch
-
-        code_rows = self.rows - self.edit_rows
-        rows = [self._code(step * code_rows + row) for row in range(code_rows)]
-        rows += [self._edit(step * self.edit_rows + row) for row in range(self.edit_rows)]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-    def _code(self, index: int) -> np.ndarray:
-        windows = (len(self.stream) - 1 - self.length) // self.length
-        if windows < 1:
-            raise ValueError(f"the corpus has {len(self.stream)} tokens, too few for rows of {self.length}")
-        epoch, place = divmod(index, windows)
-        if epoch != self._epoch[0]:
-            rng = np.random.default_rng([self.seed, epoch])
-            self._epoch = (epoch, int(rng.integers(self.length)), rng.permutation(windows))
-        _, offset, order = self._epoch
-        start = offset + int(order[place]) * self.length
-        return self.stream[start : start + self.length + 1]
-
-    def _edit(self, index: int) -> np.ndarray:
-        rng = random.Random(f"{self.seed}/{index}")
-        ids: list[int] = []
-        while len(ids) < self.length + 1:
-            task = edit_task(rng.choice(self.functions), self.names, rng)
-            ids += [*ids_of(self.tokenizer, task.text), self.tokenizer.eos_token_id]
-        return np.array(ids[: self.length + 1], dtype=np.uint16)

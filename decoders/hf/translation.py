@@ -85,11 +85,7 @@ def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) ->
 def tokens_of(
     draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> TokenMap:  # fmt: skip
-    """:func:`token_map` of two models.
-
-    Raises:
-        UnsupportedError: one of them cannot be told in bytes.
-    """
+    """:func:`token_map` of two models. Raises UnsupportedError: one of them cannot be told in bytes."""
     sizes = [vocabulary_of(model) for model in (target, draft)]
     try:
         return token_map(tokenizer, sizes[0], draft_tokenizer, sizes[1])

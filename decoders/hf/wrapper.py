@@ -125,11 +125,7 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
-        """Checks and prepares a call; refusals come before anything is changed.
-
-        Args:
-            shares: whether it shares its steps with others.
-        """
+        """Checks and prepares a call; refusals come before anything is changed. shares: whether it shares its steps with others."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
         if ready is None:  # else the model was checked already

@@ -17,7 +17,7 @@ from ..verifiers.verifier import Verifier
 COMMANDS = (
     "demo", "generate", "warmup", "calibrate", "advise", "strategies", "verifiers", "grammar-backends", "plugins", "grammars",
     "config", "serve",
-    "new-plugin", "doctor", "bench", "bench load", "train", "train demo", "train ngram", "train medusa", "train eagle3",
+    "new-plugin", "doctor", "bench", "bench load", "train", "train ngram", "train medusa", "train eagle3",
     "train dflash", "train draft",
 )  # fmt: skip
 

@@ -266,11 +266,7 @@ def event(content: dict[str, Any], name: str | None = None) -> bytes:
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
-    """An answer in events, as it is written.
-
-    Raises:
-        what a request raises.
-    """
+    """An answer in events, as it is written. Raises what a request raises."""
     news, choices = asyncio.Event(), answer.job.choices
     growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time

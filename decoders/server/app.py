@@ -35,11 +35,7 @@ _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions"
 
 
 def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> App:
-    """The application around `service`, which is closed with it.
-
-    Args:
-        keys, hosts: see :class:`~decoders.server.limits.Gate`.
-    """
+    """The application around `service`, which is closed with it. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

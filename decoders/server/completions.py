@@ -18,11 +18,7 @@ DEFAULT_TOKENS = 16
 
 
 def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completion:
-    """Submits what is asked for.
-
-    Raises:
-        Refusal, and what :meth:`decoders.Scheduler.submit` raises.
-    """
+    """Submits what is asked for. Raises Refusal, and what :meth:`decoders.Scheduler.submit` raises."""
     if body.echo and body.logprobs is not None:
         raise Refusal(
             400, "echo beside logprobs is not supported: prompts have none", param="echo", code="invalid_value"

@@ -164,11 +164,7 @@ class Service:
         release_threads()
 
     def check(self, body: Asked) -> None:
-        """Checks what needs no look at the rest of the body.
-
-        Raises:
-            Refusal: another model; the server is being shut down.
-        """
+        """Checks what needs no look at the rest of the body. Raises Refusal: another model; the server is being shut down."""
         if self.draining:
             raise self.shutting_down()
         self.check_name(body.model)
@@ -261,11 +257,7 @@ class Service:
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
     def check_count(self, body: Body, prompts: int) -> int:
-        """How many texts are asked for, with so many prompts.
-
-        Raises:
-            Refusal: more than a request may, or more than ever fit.
-        """
+        """How many texts are asked for, with so many prompts. Raises Refusal: more than a request may, or more than ever fit."""
         count = (body.n or 1) * prompts
         self._check_texts(count)
         return count
@@ -349,11 +341,7 @@ class Service:
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
-        """Most new tokens after `prompt`.
-
-        Raises:
-            Refusal: more than there may be.
-        """
+        """Most new tokens after `prompt`. Raises Refusal: more than there may be."""
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")

@@ -27,11 +27,7 @@ SAID_OTHERWISE = {
 
 
 def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments` of ``generate`` for a request, or for all of them.
-
-    Raises:
-        UnsupportedError: one of :data:`SAID_OTHERWISE`.
-    """
+    """`arguments` of ``generate`` for a request, or for all of them. Raises UnsupportedError: one of :data:`SAID_OTHERWISE`."""
     for name, advice in SAID_OTHERWISE.items():
         if arguments.get(name) is not None:
             raise UnsupportedError(f"{name} is no argument of a request: {advice}")

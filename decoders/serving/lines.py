@@ -43,11 +43,7 @@ class InputLine:
 
 
 def is_json(path: Path) -> bool:
-    """Whether its lines are JSON, by its name.
-
-    Raises:
-        SettingsError: the name does not tell.
-    """
+    """Whether its lines are JSON, by its name. Raises SettingsError: the name does not tell."""
     suffix = path.suffix.lower()
     if suffix not in (*JSON_SUFFIXES, PLAIN_SUFFIX):
         raise SettingsError(

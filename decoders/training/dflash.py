@@ -45,6 +45,9 @@ from .trainer import soft_cross_entropy
 if TYPE_CHECKING:
     from rich.console import Console
 
+#: Rows of text that the keys and values of a new draft model's context are fitted to.
+FITTED = 64
+
 
 def train_dflash(
     model: PreTrainedModel,
@@ -86,12 +89,14 @@ def train_dflash(
         counts = torch.bincount(train.ids.flatten(), minlength=shape.vocab_size)
         # The mask is a token that texts do without.
         config = block_config(run, shape, layers, size, int(counts.argmin()))
+        teacher = Teacher(model, layers, run.bf16)
         if given is None:
             draft = new_draft_model(model, run, config)
+            fit_context(draft.network, teacher, train.part(0, FITTED))
         else:
             ids = ids if given.vocabulary is None or given.vocabulary.ids is None else given.vocabulary.ids
             draft = begin_with(given, config, model.get_output_embeddings().weight.detach().float()[ids])
-        return BlockLearner(run, draft, Teacher(model, layers, run.bf16), ids, train, judged)
+        return BlockLearner(run, draft, teacher, ids, train, judged)
 
     def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
         assert isinstance(learner, BlockLearner)
@@ -125,8 +130,9 @@ class BlockDraft(nn.Module):
 
 
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
-    """One whose context begins as the target's highest feature, and whose head adds nothing yet. Layers and norms begin as the target's
-    last ones, as far as these have weights of their names and shapes.
+    """One whose context begins as the target's highest feature, and whose head adds nothing yet. Its layers begin as layers of the
+    target, as far as these have weights of their names and shapes: the first as the first, which reads embeddings as a block does,
+    the last as the last, others spread between.
     """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
@@ -135,22 +141,55 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
         for parameter in draft.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-    network, hidden, last = draft.network, config.layer.hidden_size, _weights(decoder_layers(model)[-1])
+    network, hidden = draft.network, config.layer.hidden_size
     with torch.no_grad():
         network.fc.weight[:, -hidden:] += torch.eye(hidden)
-        for layer in network.layers:
-            own = layer.state_dict()
-            _copy(last, own)
+        for layer, origin in zip(network.layers, _origins(network, model), strict=True):
+            own, given = layer.state_dict(), _weights(origin)
+            _copy(given, own)
             for part in "qk":  # a norm keeps the mean size that queries and keys of a normed state had
-                if (name := f"self_attn.{part}_norm.weight") not in last:
+                if (name := f"self_attn.{part}_norm.weight") not in given:
                     read = own[f"self_attn.{part}_proj.weight"] * own["input_layernorm.weight"]
                     own[name].fill_(read.square().sum(1).mean().sqrt())
-        first, final = last.get("input_layernorm.weight"), _scale(getattr(model.base_model, "norm", None))
+        first, final = given.get("input_layernorm.weight"), _scale(getattr(model.base_model, "norm", None))
         norms = {"hidden_norm.weight": first, "norm.weight": final}
         _copy({name: norm for name, norm in norms.items() if norm is not None}, network.state_dict())
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
     return draft.to(model.device)
+
+
+def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
+    """The layer of the target that each layer begins as."""
+    decoder = decoder_layers(model)
+    top, above = len(decoder) - 1, len(network.layers) - 1
+    return [decoder[round(top * index / above) if above else top] for index in range(above + 1)]
+
+
+@torch.no_grad()
+def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts) -> None:
+    """Lets keys and values of the context begin as those of the target's layers that the network's began as: what least squares over
+    `texts` can make of the features that the network reads. Layers with other keys or values stay as they are.
+    """
+    pairs, made = list[tuple[nn.Linear, nn.Linear]](), dict[nn.Module, Tensor]()
+    for layer, origin in zip(network.layers, _origins(network, teacher.model), strict=True):
+        parts, theirs = dict(layer.named_modules()), dict(origin.named_modules())
+        for name in ("self_attn.k_proj", "self_attn.v_proj"):
+            own, given = parts[name], theirs.get(name)
+            if isinstance(own, nn.Linear) and isinstance(given, nn.Linear) and own.weight.shape == given.weight.shape:
+                pairs.append((own, given))
+    hooks = [given.register_forward_hook(lambda linear, _, output: made.update({linear: output})) for _, given in pairs]
+    try:
+        features = teacher.lesson(texts, []).features
+    finally:
+        for hook in hooks:
+            hook.remove()
+    read = network.fused(features).flatten(0, 1).double().cpu()
+    gram = read.T @ read
+    gram += 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)  # few texts, or features alike
+    for own, given in pairs:
+        fitted = torch.linalg.solve(gram, read.T @ made[given].flatten(0, 1).double().cpu())
+        own.weight.copy_(fitted.T)
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:

@@ -607,23 +607,6 @@ def test_doctor_survives_a_check_that_crashes(monkeypatch: pytest.MonkeyPatch) -
     assert "python" in result.stdout
 
 
-def test_train_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    import decoders.demo.train as training
-
-    calls: list[Any] = []
-
-    def train_demo(out: Path, **options: Any) -> dict[str, dict[str, float]]:
-        calls.append((out, options))
-        return {"draft": {"loss": 1.5}}
-
-    monkeypatch.setattr(training, "train_demo", train_demo)
-    result = run("train", "demo", "somewhere", "--target-tokens", "100", "--no-compile", "--seed", "3", "--json")
-    assert json.loads(result.stdout) == {"draft": {"loss": 1.5}}
-    ((out, options),) = calls
-    assert out == Path("somewhere")
-    assert (options["target_tokens"], options["compile"], options["seed"], options["console"]) == (100, False, 3, None)
-
-
 def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import decoders.cli.models as cli_models
     import decoders.training.medusa as training

@@ -138,6 +138,22 @@ def test_what_an_engine_computes_with_counts(kept: Path) -> None:
         torch.set_num_threads(threads)
 
 
+def test_a_thread_may_write_to_modules_while_they_are_looked_at(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Dynamo does, which puts what it compiled among the globals of the function."""
+
+    class Grows:
+        @property
+        def __class__(self) -> type:  # asked whether it runs
+            vars(attention).setdefault("_compiled_meanwhile", None)
+            return object
+
+    monkeypatch.setattr(attention, "_compiled_meanwhile", None, raising=False)
+    monkeypatch.delattr(attention, "_compiled_meanwhile")
+    monkeypatch.setattr(attention, "_grows", Grows(), raising=False)
+    passed(tiny_model("llama"), kept)
+    assert hasattr(attention, "_compiled_meanwhile") and day_of(tiny_model("llama")) == FIRST_DAY
+
+
 def test_a_verdict_against_a_model_is_not_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.LayerKind, "narrow", lambda kind, allowed, *_: allowed)
     for _ in range(2):

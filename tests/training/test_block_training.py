@@ -16,7 +16,7 @@ from decoders.heads.dflash_files import load_draft_model, read_config, save_draf
 from decoders.strategies import DFlash
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.spy import Spy
-from decoders.training.dflash import BlockLearner, begin_with, block_config, new_draft_model, train_dflash
+from decoders.training.dflash import BlockLearner, begin_with, block_config, fit_context, new_draft_model, train_dflash
 from decoders.training.feature_heads import Teacher, layer_config
 from decoders.training.recipes import BlockTraining
 from decoders.training.texts import Texts
@@ -276,3 +276,25 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counti
         train()
     assert not (tmp_path / "config.json").exists()
     assert run().layers_of(2) == (0,) and run().layers_of(6) == (1, 3, 4) and run(layers=(0, -2)).layers_of(6) == (0, 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depth, origins", [(1, [3]), (2, [0, 3]), (3, [0, 2, 3]), (6, [0, 1, 1, 2, 2, 3])])
+def test_a_new_draft_model_begins_as_layers_of_the_target(depth, origins) -> None:
+    """The last layer's keys and values are the target's own: what goes into that layer is the last feature."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    training = run(depth=depth)
+    config = block_config(training, layer_config(model, None, depth), training.layers_of(4), 128, MASK)
+    network, layers = new_draft_model(model, training, config).network, model.model.layers
+    begun = [next(i for i, of in enumerate(layers) if torch.equal(own.mlp.up_proj.weight, of.mlp.up_proj.weight))
+             for own in network.layers]  # fmt: skip
+    assert begun == origins
+    rows = torch.randint(1, 128, (16, 24), generator=torch.Generator().manual_seed(1))
+    teacher, texts = Teacher(model, config.layers, False), Texts(rows, torch.full((16,), 24))
+    features = teacher.lesson(texts, ()).features
+    own, last = network.layers[-1].self_attn, layers[-1].self_attn
+    states = layers[-1].input_layernorm(features[..., -model.config.hidden_size :])
+    fit_context(network, teacher, texts)
+    read = network.fused(features)
+    for fitted, wanted in ((own.k_proj(read), last.k_proj(states)), (own.v_proj(read), last.v_proj(states))):
+        assert (fitted - wanted).norm() < 0.05 * wanted.norm()

@@ -120,11 +120,7 @@ def spend(seconds: float) -> None:
 
 
 def check(what: str, keyword: str | None = None) -> None:
-    """Refuses to continue `what` if time is up.
-
-    Raises:
-        GrammarError: time is up.
-    """
+    """Refuses to continue `what` if time is up. Raises GrammarError: time is up."""
     current = _current.get()
     if current is not None and time.thread_time() > current.ends:
         raise GrammarError(f"{what} takes longer than {current.seconds:g} s, {current.limit}", keyword)

@@ -109,11 +109,7 @@ def whole_text(pattern: str) -> str:
 
 
 def _check_anchors(pattern: str, tree: Pattern) -> None:
-    """Checks that all anchors of `tree` are at the ends of the text.
-
-    Raises:
-        GrammarError: one is elsewhere.
-    """
+    """Checks that all anchors of `tree` are at the ends of the text. Raises GrammarError: one is elsewhere."""
     # Whether a part comes first, and where text follows it.
     todo: list[tuple[Pattern, bool, int | None]] = [(tree, True, None)]
     while todo:

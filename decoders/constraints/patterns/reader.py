@@ -31,11 +31,7 @@ _UNREPEATABLE: dict[_Last, Problem] = {
 
 
 def read(pattern: str, dialect: Dialect) -> Pattern:
-    """The tree of `pattern`.
-
-    Raises:
-        GrammarError: it is not well formed, or has constructs that the dialect refuses.
-    """
+    """The tree of `pattern`. Raises GrammarError: it is not well formed, or has constructs that the dialect refuses."""
     return _Reader(pattern, dialect).read()
 
 

@@ -45,11 +45,7 @@ class Place:
     subtracted: bool = False
 
     def child(self, *keys: str | int) -> Place | bool:
-        """The schema under `keys`.
-
-        Raises:
-            GrammarError: it is no schema.
-        """
+        """The schema under `keys`. Raises GrammarError: it is no schema."""
         target: Any = self.schema
         for key in keys:
             target = target[key]
@@ -70,11 +66,7 @@ class Place:
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
 
     def follow(self, reference: str, keyword: str = "$ref") -> Place | bool:
-        """The schema that `reference` refers to.
-
-        Raises:
-            GrammarError: the document has no such schema.
-        """
+        """The schema that `reference` refers to. Raises GrammarError: the document has no such schema."""
         from referencing.exceptions import Unresolvable
         from referencing.jsonschema import lookup_recursive_ref
 
@@ -121,11 +113,7 @@ def members(contents: Any) -> Iterator[tuple[str, Any]]:
 
 
 def document(text: str) -> Place | bool:
-    """The schema in `text`.
-
-    Raises:
-        GrammarError: not JSON, too large, or of an unknown draft.
-    """
+    """The schema in `text`. Raises GrammarError: not JSON, too large, or of an unknown draft."""
     from jsonschema_specifications import REGISTRY
 
     if len(text) > limits.SCHEMA_CHARACTERS:

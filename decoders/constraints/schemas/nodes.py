@@ -90,8 +90,4 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def step(self, count: int = 1) -> None:
-        """Counts work against the limit.
-
-        Raises:
-            GrammarError: the limit is exceeded.
-        """
+        """Counts work against the limit. Raises GrammarError: the limit is exceeded."""

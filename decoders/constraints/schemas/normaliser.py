@@ -105,11 +105,7 @@ class Normaliser(SchemaAlgebra):
             self.depth -= 1
 
     def shapes(self, node: Node) -> Shapes:
-        """The values of `node`.
-
-        Raises:
-            GrammarError: it cannot be expressed.
-        """
+        """The values of `node`. Raises GrammarError: it cannot be expressed."""
         try:
             return self.normalise(node)
         except (_CycleError, RecursionError) as problem:

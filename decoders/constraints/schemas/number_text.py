@@ -105,11 +105,7 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
 
 
 def schema(numbers: Numbers) -> dict[str, Any]:
-    """`numbers`, which are multiples, as a schema for llguidance.
-
-    Raises:
-        GrammarError: llguidance cannot read them.
-    """
+    """`numbers`, which are multiples, as a schema for llguidance. Raises GrammarError: llguidance cannot read them."""
     if numbers.kind == "fraction" or numbers.step is None:
         raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
     if numbers.step.numerator > limits.STEP:  # its automaton has a state per remainder

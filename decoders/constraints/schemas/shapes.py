@@ -74,11 +74,7 @@ def union(*several: Shapes) -> Shapes:
 
 
 def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
-    """The values of `a` that are not in `b`.
-
-    Raises:
-        GrammarError: it cannot be expressed.
-    """
+    """The values of `a` that are not in `b`. Raises GrammarError: it cannot be expressed."""
     of_types = {name: _difference(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()}
     return Shapes(a.units - b.units, **of_types)
 

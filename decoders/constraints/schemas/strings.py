@@ -68,11 +68,7 @@ class Strings:
             raise GrammarError(str(problem), "format" if self.formats else None) from problem
 
     def automaton(self) -> FSM:
-        """The strings as an automaton, without regard to formats; not for enumerated ones.
-
-        Raises:
-            GrammarError: too large.
-        """
+        """The strings as an automaton, without regard to formats; not for enumerated ones. Raises GrammarError: too large."""
         return _automaton(self)
 
     def simplified(self) -> Strings | None:

@@ -88,11 +88,7 @@ def dumped(automaton: MaskedAutomaton) -> bytes:
 
 
 def restored(content: bytes, vocabulary: Vocabulary) -> MaskedAutomaton:
-    """The automaton that was dumped as `content`.
-
-    Raises:
-        GrammarError: it is no dump, or not for `vocabulary`.
-    """
+    """The automaton that was dumped as `content`. Raises GrammarError: it is no dump, or not for `vocabulary`."""
     try:
         parts = tensors.load(content)
     except (SafetensorError, ValueError) as error:

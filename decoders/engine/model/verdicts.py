@@ -106,7 +106,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
     seen = _Seen(model)
     for name in sorted(sys.modules):
         if name.startswith(_ROOM) and not name.startswith(_BESIDE):
-            held = vars(sys.modules[name]).values()
+            held = list(vars(sys.modules[name]).values())  # at once: another thread may import or compile
             seen.follow([each for each in held if _runs(each) or (isinstance(each, type) and each.__module__ == name)])
     for name in (NAME, str(attention_of(model.config))):
         seen.follow([AttentionInterface().get(name), AttentionMaskInterface().get(name)])
@@ -193,7 +193,7 @@ class _Seen:
                     waiting += _named(value)
             elif isinstance(value, type) and self._follows(value.__module__):
                 waiting += [base for base in value.__mro__[1:] if self._follows(base.__module__)]
-                waiting += [each for each in vars(value).values() if _runs(each) or isinstance(each, PLAIN)]
+                waiting += [each for each in list(vars(value).values()) if _runs(each) or isinstance(each, PLAIN)]
             elif isinstance(value, type) and issubclass(value, nn.Module):
                 waiting.append(value.forward)
             elif isinstance(value, (tuple, list)) and len(value) <= 500:

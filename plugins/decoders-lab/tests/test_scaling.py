@@ -121,7 +121,7 @@ def test_shapes_have_the_parameters_that_they_say(pair: tuple[Any, Any]) -> None
 
 
 def test_every_shape_takes_the_demo_models() -> None:
-    from decoders.demo.shapes import SHAPES as DEMO
+    from decoders_lab.demo.shapes import SHAPES as DEMO
 
     with torch.device("meta"):
         target, draft = DEMO["target"].model(), DEMO["draft"].model()

@@ -90,11 +90,7 @@ class Guide(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Reads the device: not for use between steps.
-
-        Raises:
-            GrammarError: a row has left its grammar.
-        """
+        """Reads the device: not for use between steps. Raises GrammarError: a row has left its grammar."""
 
     def expect(self, sequences: Sequences) -> None:
         """Prepares :meth:`forced` before a step is recorded; `sequences` are the rows as they begin."""

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,7 +25,7 @@ SWITCH_INTERVAL = 2e-5
 #: Dynamo and inductor keep process-wide state: one compilation at a time.
 _turn = threading.Lock()
 
-_running: weakref.WeakSet[BackgroundCompile] = weakref.WeakSet()
+_running: set[BackgroundCompile] = set()
 
 
 class _ProcessEnds(BaseException):

@@ -313,7 +313,8 @@ def _plain(value: Any) -> types.FunctionType | None:
 
 
 def _class_names(kind: type) -> set[str]:
-    return {name for base in kind.__mro__ for name in vars(base)}
+    # At once: the first compilation of a process writes to nn.Module, in a thread of its own.
+    return set().union(*map(vars, kind.__mro__))
 
 
 def is_of_library(function: types.FunctionType) -> bool:

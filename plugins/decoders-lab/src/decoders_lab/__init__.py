@@ -1,6 +1,7 @@
-"""The laboratory of hf-decoders: other engines beside ours, models padded to a larger one's cost, and what single parts cost.
+"""The laboratory of hf-decoders: other engines beside ours, models padded to a larger one's cost, what single parts cost, and how
+the demo models were trained.
 
-Everything is a command in the group ``decoders bench``. What a command measures with is imported when it runs.
+Everything is a command in the groups ``decoders bench`` and ``decoders train``. What a command measures with is imported when it runs.
 """
 
 from __future__ import annotations

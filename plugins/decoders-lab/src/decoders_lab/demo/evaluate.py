@@ -6,10 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .data import Source, encode
+import numpy as np
+import torch
+
+from decoders.common.repetition import in_loops
+from decoders.demo.data import Source
+from decoders.training.texts import own_texts
+
+from .batches import encode
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -17,9 +23,6 @@ def windows(
     sources: list[Source], tokenizer: PreTrainedTokenizerFast, *, length: int = 512, rows: int = 8
 ) -> Iterator[torch.Tensor]:
     """The sources as ids [B, T + 1] int64, every token predicted once; the last, shorter window comes alone."""
-    import numpy as np
-    import torch
-
     ids = torch.from_numpy(encode(tokenizer, (source.text for source in sources)).astype(np.int64))
     whole = (len(ids) - 1) // length
     cut = [ids[k * length : (k + 1) * length + 1] for k in range(whole)]
@@ -33,8 +36,6 @@ def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sources: list[Source], *, length: int = 512
 ) -> dict[str, float]:
     """Held-out loss: `loss` (nats per token), `bits_per_byte`, `accuracy` (greedy next token), `tokens`, `bytes`."""
-    import torch
-
     total, correct, count = 0.0, 0, 0
     with torch.no_grad():
         for ids in windows(sources, tokenizer, length=length):
@@ -62,8 +63,6 @@ def agreement(
     length: int = 512,
 ) -> float:
     """Share of held-out positions where draft and target choose the same greedy token: an estimate of acceptance."""
-    import torch
-
     same, count = 0, 0
     with torch.no_grad():
         for ids in windows(sources, tokenizer, length=length):
@@ -86,10 +85,6 @@ def looping(
 
     The windows of `length` tokens are spread evenly over the sources; nan where these have none.
     """
-    import torch
-
-    from ..common.repetition import in_loops
-    from ..training.texts import own_texts
 
     cut = [ids[:, :length] for ids in windows(sources, tokenizer, length=length, rows=1) if ids.shape[1] > length]
     if not cut:

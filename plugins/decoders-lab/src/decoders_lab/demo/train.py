@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import TrainingError
-from ..training.trainer import Learner, Run, Trainer
-from .data import COPY_SHARE, EDIT_SHARE, LICENCE, Batches, Source, digest, read_sources, split, stdlib_root
+from decoders.demo.data import COPY_SHARE, Source, read_sources, split, stdlib_root
+from decoders.errors import TrainingError
+from decoders.training.trainer import Learner, Run, Trainer
+
+from .batches import EDIT_SHARE, LICENCE, Batches, digest
 from .evaluate import agreement, evaluate, looping
 from .learner import DemoLearner, DemoTraining, UnlikelihoodLearner, UnlikelihoodTraining
 from .shapes import LOOP_STEPS, SHAPES, TOKENS, DemoShape, train_tokenizer
@@ -49,7 +51,7 @@ def train_demo(
     """Trains tokenizer, draft and target, writes them to `out_dir/{draft,target}`, and returns each model's figures.
 
     Each learns from `target_tokens` or `draft_tokens` of files, and then for `loop_steps` steps not to loop
-    (:class:`UnlikelihoodLearner`). The figures are those of `decoders.demo.evaluate.evaluate` on the held-out files,
+    (:class:`UnlikelihoodLearner`). The figures are those of `decoders_lab.demo.evaluate.evaluate` on the held-out files,
     `agreement`, and `looping` after and before those steps.
 
     At every checkpoint the model is also written, so that it can be tried during training. With `resume`, checkpoints under
@@ -205,7 +207,7 @@ model of this size to copy from its context, as large models do.
 {legs[0].seconds / 60:.0f} minutes on a CPU. Muon for the hidden matrices, AdamW for embeddings and norms.
 Peak learning rate {shape.learning_rate:g}, warm-up, stable, linear decay over the last fifth.
 {_against_loops(legs[1:])}
-Reproduce with `decoders train demo`.
+Reproduce with `decoders train demo`, of decoders-lab.
 
 ## Held-out figures
 {_figures(figures)}

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from decoders_lab.demo.batches import Batches
+from decoders_lab.demo.evaluate import looping
+from decoders_lab.demo.learner import DemoLearner, DemoTraining, UnlikelihoodLearner, UnlikelihoodTraining
+from decoders_lab.demo.shapes import SHAPES, DemoShape, train_tokenizer
+from decoders_lab.demo.train import train_demo
 from rich.console import Console
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from decoders import demo
+from decoders.cli import app
 from decoders.common.repetition import in_loops
 from decoders.demo import data
-from decoders.demo.data import Batches
-from decoders.demo.evaluate import looping
-from decoders.demo.learner import DemoLearner, DemoTraining, UnlikelihoodLearner, UnlikelihoodTraining
-from decoders.demo.shapes import SHAPES, DemoShape, train_tokenizer
-from decoders.demo.train import train_demo
 from decoders.errors import TrainingError
 from decoders.training.texts import own_texts
 from decoders.training.trainer import Trainer
@@ -36,7 +41,7 @@ def sources():
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
     """How much of the text loops is measured several times in a run: here on a few tokens."""
-    from decoders.demo import learner, train
+    from decoders_lab.demo import learner, train
 
     monkeypatch.setattr(train, "looping", partial(looping, length=80, rows=2))
     settings = partial(learner.UnlikelihoodTraining, prompt=8, length=32)
@@ -170,3 +175,22 @@ def test_looping_of_too_little_text_is_not_a_number(sources):
     tokenizer = train_tokenizer([source.text for source in sources], vocabulary=300)
     short = [data.Source("short.py", "x = 1")]
     assert math.isnan(looping(TINY.model(vocabulary=len(tokenizer)), tokenizer, short))
+
+
+def test_train_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import decoders_lab.demo.train as training
+
+    calls: list[Any] = []
+
+    def train_demo(out: Path, **options: Any) -> dict[str, dict[str, float]]:
+        calls.append((out, options))
+        return {"draft": {"loss": 1.5}}
+
+    monkeypatch.setattr(training, "train_demo", train_demo)
+    result = CliRunner().invoke(
+        app, ["train", "demo", "somewhere", "--target-tokens", "100", "--no-compile", "--seed", "3", "--json"]
+    )
+    assert json.loads(result.stdout) == {"draft": {"loss": 1.5}}
+    ((out, options),) = calls
+    assert out == Path("somewhere")
+    assert (options["target_tokens"], options["compile"], options["seed"], options["console"]) == (100, False, 3, None)

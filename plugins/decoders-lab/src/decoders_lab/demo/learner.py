@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..common.repetition import in_loops
-from ..training.texts import own_texts
-from ..training.trainer import Learner, Run, warmup_stable_decay
-from .data import Batches
+from decoders.common.repetition import in_loops
+from decoders.training.texts import own_texts
+from decoders.training.trainer import Learner, Run, warmup_stable_decay
+
+from .batches import Batches
 from .shapes import DemoShape
 
 if TYPE_CHECKING:
