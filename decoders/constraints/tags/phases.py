@@ -154,7 +154,7 @@ class PhaseAutomaton:
             return None
         if token in self.stops and (only is None or phase.exact or phase.over):
             return Place(ENDED) if phase.ends else None
-        found = markers.read(place.node, markers.symbols(token))
+        found = markers.found(place.node, token)
         if found.marker is not None:
             return self.enter(phase.markers[found.marker][1], found.rest)
         return Place(place.phase, found.node, place.count + 1)
