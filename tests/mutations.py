@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         "placeholders-are-drafted", "decoders/engine/decode/batch.py",
-        "draft.tokens.masked_fill(torch.isin(draft.tokens, placeholders), -1)",
+        "draft.tokens.masked_fill(stands_for_images, -1)",
         "draft.tokens",
         ("images/test_calls.py",),
     ),
@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what-steps-show-of-costs-is-forgotten", "decoders/engine/decode/calibration.py",
-        "return self._ratios.setdefault(rows, {})",
+        "return self._ratios.setdefault((rows, context.bit_length() // 2), {})",
         "return {}",
         ("engine/test_calibration.py",),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -40,6 +41,10 @@ def host_reads(tensor: Tensor) -> bool:
     """Whether Python may read values without waiting: on a CPU, outside of traced and recorded code."""
     # The context variable comes last: traced code must not read it.
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
+
+
+#: Held while a step is recorded, and by whoever waits for a whole device: CUDA gives a recording up when another thread does that.
+RECORDING = threading.RLock()
 
 
 def current(device: torch.device) -> AbstractContextManager:

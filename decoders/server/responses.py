@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import shortened
 from .answers import Growing, TextToken, event
 from .chat import Conversing, submitted
-from .limits import Arrival
+from .limits import Arrival, values
 from .refusals import Refusal
 from .response_bodies import ResponseBody, TurnBody, of_assistant
 from .service import LARGE, Service
@@ -140,7 +140,7 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
     if previous is None:
         return body.chat([])
     content = kept.items(owner_of(arrival, body.cache_salt), previous)
-    if len(content) > service.limits.body or service.values(content) > service.most_values:
+    if len(content) > service.limits.body or values(content) > service.limits.most_values:
         message = (
             "previous_response_id: its conversation is larger than the body of a request may be "
             f"({len(content):,} bytes; the limit is {service.limits.body:,}): send the items that matter as input"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from decoders.engine.model.compiled.background import SWITCH_INTERVAL, BackgroundCompile, worth_compiling
+from decoders.common import devices
+from decoders.engine.model.compiled.background import SWITCH_INTERVAL, BackgroundCompile, compiling, worth_compiling
 from decoders.engine.model.weights.state import _Watched
 
 WAIT = 240.0
@@ -46,6 +47,28 @@ def test_failure_is_one_warning_of_the_thread_that_asks():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not job.poll()
+
+
+def test_nobody_waits_for_a_whole_device_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, begun = [], threading.Event()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_synchronize", lambda: waits.append("a kernel was timed"), raising=False)
+
+    def times_a_kernel() -> None:
+        begun.set()
+        torch._C._cuda_synchronize()
+
+    with compiling():
+        thread = threading.Thread(target=times_a_kernel)
+        with devices.RECORDING:
+            thread.start()
+            assert begun.wait(WAIT)
+            thread.join(0.02)
+            assert not waits
+        thread.join(WAIT)
+    torch._C._cuda_synchronize()  # as torch has it again
+    assert len(waits) == 2 and devices.RECORDING.acquire(blocking=False)
+    devices.RECORDING.release()
 
 
 def test_two_compilations_take_turns():

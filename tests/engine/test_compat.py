@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
@@ -225,6 +226,27 @@ def test_parameters_of_a_module_itself() -> None:
     assert module.weight is other, VERSION
     torch.nn.utils.parametrizations.orthogonal(module)
     assert "weight" not in torch_compat.own_parameters(module), VERSION
+
+
+def test_whoever_waits_for_a_device_does_so_by_one_function() -> None:
+    """CUDA builds alone have it: here the source says so."""
+    assert "torch._C._cuda_synchronize()" in inspect.getsource(torch.cuda.synchronize), VERSION
+
+
+def test_float32_that_is_rounded_is_known_by_whatever_name_it_was_allowed() -> None:
+    cuda, matmul = torch.device("cuda"), torch.backends.cuda.matmul
+    usual, precision = torch.get_float32_matmul_precision(), matmul.fp32_precision
+    assert not torch_compat.rounds_float32(cuda)
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert torch_compat.rounds_float32(cuda) and not torch_compat.rounds_float32(torch.device("cpu")), VERSION
+        torch.set_float32_matmul_precision(usual)
+        assert not torch_compat.rounds_float32(cuda), VERSION
+        matmul.fp32_precision = "tf32"
+        assert torch_compat.rounds_float32(cuda), VERSION
+    finally:
+        matmul.fp32_precision = precision
+        torch.set_float32_matmul_precision(usual)
 
 
 def test_the_counter_of_writes_has_the_name_that_is_let_through() -> None:

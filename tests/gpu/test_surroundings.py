@@ -11,7 +11,7 @@ import decoders
 from decoders.errors import CacheMemoryError, UnsupportedError
 from decoders.testing import prompts, tiny_model
 
-from .subjects import Subject, fresh_target, subject_of
+from .subjects import NEW, Subject, fresh_target, subject_of
 
 FLOAT32 = torch.float32
 
@@ -64,6 +64,30 @@ def test_a_stream_of_the_callers_is_waited_for(cuda: torch.device) -> None:
                 late = {name: tensor + 0 for name, tensor in inputs.items()}
                 out = Subject(subject.model, {rows: late}).decode(rows, strategy).sequences
                 assert torch.equal(out, expected[rows]), (strategy, rows)
+
+
+def test_calls_within_changing_streams_do_not_overtake_each_other(cuda: torch.device) -> None:
+    """When a call returns, its last step may still be running, on the tensors of the next call."""
+    subject = fresh_target(FLOAT32, cuda)
+    expected = subject.decode(1).sequences
+    streams = [torch.cuda.Stream(cuda) for _ in range(2)]
+    torch.cuda.synchronize(cuda)
+    for turn in range(8):
+        with torch.cuda.stream(streams[turn % 2]):
+            out = subject.decode(1, "prompt_lookup", decoders_config={"reuse": False})
+            assert torch.equal(out.sequences, expected), turn
+
+
+def test_products_that_are_rounded_are_no_fault_of_a_kernel(cuda: torch.device) -> None:
+    """TensorFloat-32, where the caller allows it: logits differ by more than float32's rounding, in transformers' passes as well."""
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        subject = fresh_target(FLOAT32, cuda)
+        out = subject.decode(1, "prompt_lookup")
+    finally:
+        torch.set_float32_matmul_precision(usual)
+    assert out.report.new_tokens == NEW and vars(subject.model)["generate"].engine().target.attends == "triton"
 
 
 def test_a_recording_of_the_callers_is_refused_and_ends_cleanly(cuda: torch.device) -> None:

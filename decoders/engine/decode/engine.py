@@ -92,6 +92,7 @@ class Engine:
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
         self._freed: FreedWeights | None = None
+        self._stream: torch.cuda.Stream | None = None  # of the last call
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
         """Whether this engine still serves `model`. Weights that were written to since are packed again."""
@@ -147,9 +148,19 @@ class Engine:
             torch.inference_mode(False),
             torch.no_grad(),
         ):
+            self._follow_stream()
             if self.threads is not None:
                 self.threads.use()
             yield
+
+    def _follow_stream(self) -> None:
+        """Queues this call's work on the device behind the last call's, which may have been made within another stream: when a call
+        returns, a step that changes nothing may still be running.
+        """
+        if self.target.device.type == "cuda":
+            last, self._stream = self._stream, torch.cuda.current_stream(self.target.device)
+            if last is not None and last != self._stream:
+                self._stream.wait_stream(last)
 
     @property
     def compiled_passes(self) -> int:

@@ -23,7 +23,7 @@ from .ranks import Ranks
 from .state_probe import Recurrent, StateProbe, may_keep_states
 from .torch_compat import modules_in, parameters_in
 from .weights.fused import Group, SharedInputs
-from .weights.packing import packable
+from .weights.packing import may_be_fused
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
@@ -145,7 +145,7 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
     """Groups of plain linear layers that read the same input, found by running one token without multiplying."""
-    layers = {path: module for path, module in model.named_modules() if packable(module, smallest=0)}
+    layers = {path: module for path, module in model.named_modules() if may_be_fused(module)}
     if not layers or may_keep_states(model):  # recurrent layers may depend on values
         return []
     with SharedInputs(layers) as shared:

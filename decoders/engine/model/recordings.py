@@ -60,10 +60,13 @@ class Recorder:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        # With "thread_local" other threads may allocate and wait meanwhile.
+        # With "thread_local" other threads may allocate meanwhile, and wait for streams.
         mode = "thread_local"
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+            with (
+                devices.RECORDING,
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
+            ):
                 output = body()
         except BaseException:
             self._stream = self._pool = None  # not used again after a failure

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...common import devices
-from ...common.layers import decoder_layers
-from ...common.transformers_compat import cache_keyword
+from ...common.transformers_compat import cache_keyword, decoder_layers
 from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
@@ -35,6 +34,7 @@ from .layout import (
 )
 from .ranks import Ranks
 from .state_probe import adopt
+from .torch_compat import rounds_float32
 from .weights.fingerprints import Fingerprints
 from .weights.packing import pack
 from .weights.quantization import Precision, quantize, rounds_activations
@@ -116,7 +116,8 @@ class Target:
         quantized: the quantized matrices.
         weights: state of the weights that were packed.
         samples: fingerprints of their values, to notice changes.
-        rounds: whether activations, keys or values are quantized, so that a difference in the last bit may change a quantized value.
+        rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
+            last bit may change a rounded value.
         layers: decoder layers whose outputs are in its results, see :meth:`watching`.
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these can read a text in several passes.
@@ -177,7 +178,7 @@ class Target:
         self.device = self.layout[0].device
         ids = placeholder_ids(model)
         self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
-        self.rounds = precision.rounds or rounds_activations(model)
+        self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
         # Multiples need tokens to be run again, which recurrent states do not allow.
         self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:

@@ -324,6 +324,14 @@ def writes_counted(tensor: Tensor) -> int:
         return 0
 
 
+def rounds_float32(device: torch.device) -> bool:
+    """Whether products of float32 matrices are rounded on a CUDA `device`, as TensorFloat-32 does: the user may have allowed it.
+
+    ``allow_tf32`` and ``get_float32_matmul_precision`` say the same, and raise where it was allowed by another of the three names.
+    """
+    return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of `tensor`: a part where several processes share it (``DTensor``), all of it elsewhere."""
     to_local = getattr(tensor, "to_local", None)
@@ -418,6 +426,26 @@ def traced_by_one_thread() -> Iterator[None]:
         return usual(self, module, forward, args, kwargs)
 
     with mock.patch.object(torch.fx.Tracer, "call_module", call_module):
+        yield
+
+
+@contextmanager
+def device_waits_behind(lock: AbstractContextManager) -> Iterator[None]:
+    """While inside, whoever waits for all of a CUDA device, in any thread, holds `lock` meanwhile.
+
+    Inductor and Triton do so when they time kernels, by ``torch.cuda.synchronize`` under several names; this is what is behind all.
+    torch's own recordings have such a lock too (``cudagraph_trees.graph_capture_lock``), which they alone take.
+    """
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    wait: Callable[[], None] = torch._C._cuda_synchronize
+
+    def synchronize() -> None:
+        with lock:
+            wait()
+
+    with mock.patch.object(torch._C, "_cuda_synchronize", synchronize):
         yield
 
 

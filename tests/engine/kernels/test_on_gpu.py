@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from decoders.engine.model.kernels import interpreted
-from decoders.engine.model.kernels.products import few_rows_linear, rms_norm
+from decoders.engine.model.kernels.products import few_rows_linear, few_rows_linears, rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(interpreted(), reason="kernels are interpreted")]
 
@@ -33,6 +33,20 @@ def test_a_row_of_a_product_has_the_same_bits_for_any_number_of_rows(
     for rows in ROWS:
         assert torch.equal(few_rows_linear(x[:rows], matrix, bias), whole[:rows]), rows
         assert torch.equal(few_rows_linear(x[-rows:], matrix, bias), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize("sizes", [(2048, 512, 512), (8192, 8192)])
+def test_a_row_of_several_products_in_one_has_the_same_bits_for_any_number_of_rows(sizes: tuple[int, ...]) -> None:
+    x, *matrices = (torch.randn(rows, 2048, device="cuda").bfloat16() for rows in (200, *sizes))
+    biases = [torch.randn(size, device="cuda").bfloat16() for size in sizes]
+    whole = few_rows_linears(x[:128], matrices, biases)
+    exact = F.linear(x.float(), torch.cat(matrices).float(), torch.cat(biases).float())
+    for product in (whole, few_rows_linears(x, matrices, biases)):  # the latter by cuBLAS
+        torch.testing.assert_close(
+            product.float(), exact[: len(product)], rtol=torch.finfo(torch.bfloat16).eps, atol=0.05
+        )
+    for rows in ROWS:
+        assert torch.equal(few_rows_linears(x[:rows], matrices, biases), whole[:rows]), rows
 
 
 @pytest.mark.parametrize("width", [64, 2048, 4096, 6000])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 import decoders
 from decoders.engine.model import self_check, torch_compat
 from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.layout import shared_inputs
 from decoders.engine.model.weights import same_bits
 from decoders.engine.model.weights.freed import free_originals
 from decoders.engine.model.weights.packing import pack
@@ -29,7 +31,7 @@ from decoders.testing.models import tiny_model
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
-from decoders.engine.model.kernels.products import MOST_ROWS, few_rows_linear, plan
+from decoders.engine.model.kernels.products import MOST_ROWS, few_rows_linear, few_rows_linears, plan
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 AS_IT_IS = {"compile": False, "reuse": False}
@@ -40,6 +42,16 @@ def on_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers on the CPU are taken for ones on CUDA, and none is packed."""
     monkeypatch.setattr(same_bits, "has_kernel", lambda device: True)
     monkeypatch.setattr(torch_compat, "packed_type", lambda dtype: None)
+
+
+class Products(torch_compat.TorchDispatchMode):
+    """Counts products by the kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += func is torch.ops.decoders.few_rows_linear.default
+        return func(*args, **(kwargs or {}))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -81,6 +93,22 @@ def test_a_row_has_the_same_bits_however_many_there_are(rows: int, first: int, i
     x, matrix, bias, whole = product_of_all(dtype, inputs)
     part = slice(first, first + rows)
     assert torch.equal(few_rows_linear(x[part], matrix, bias), whole[part])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 64, 64)])
+def test_several_matrices_are_one_product_in_which_a_row_has_the_same_bits(
+    sizes: tuple[int, ...], with_bias: bool
+) -> None:
+    """In sums of two stretches: 530 terms."""
+    x, matrices = random(130, 530), [random(size, 530, seed=size + i) for i, size in enumerate(sizes)]
+    biases = [random(size, seed=9 + i) for i, size in enumerate(sizes)] if with_bias else []
+    whole = few_rows_linears(x[:20], matrices, biases)
+    joint = F.linear(x.double(), torch.cat(matrices).double(), torch.cat(biases).double() if biases else None)
+    torch.testing.assert_close(whole.double(), joint[:20], rtol=1e-5, atol=1e-4)
+    assert torch.equal(few_rows_linears(x[17:18], matrices, biases), whole[17:18])
+    many = few_rows_linears(x[None], matrices, biases)  # by torch
+    torch.testing.assert_close(many[0].double(), joint, rtol=1e-5, atol=1e-4)
 
 
 def test_rows_may_have_any_shape_and_strides() -> None:
@@ -140,6 +168,30 @@ def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(nam
         assert all(torch.equal(compiled(x[:rows]), layer(x[:rows])) for rows in (2, 5, len(x)))
     with pytest.raises(RuntimeError, match="dtype"):
         layer(x.float())
+
+
+@pytest.mark.usefixtures("on_our_kernel")
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # without biases, and with them
+def test_layers_that_read_the_same_input_are_one_product_and_nothing_is_copied(name: str) -> None:
+    sizes = dict(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
+    model = tiny_model(name, num_hidden_layers=1, **sizes).bfloat16()
+    twin = share_weights(model)
+    groups = shared_inputs(twin, 1)
+    pack(twin, groups=groups)
+    own, ours = model.get_decoder().layers[0], share_weights(twin).get_decoder().layers[0]
+    attention = [getattr(ours.self_attn, f"{part}_proj") for part in "qkv"]
+    for layers, parent in ((attention, own.self_attn), ([ours.mlp.gate_proj, ours.mlp.up_proj], own.mlp)):
+        # A copy of the tree has groups of its own layers.
+        assert all(len(layer.group) == len(layers) and layer in layer.group for layer in layers)
+        x, plain = (
+            random(3, 128, dtype=torch.bfloat16),
+            {id(layer.weight): layer for layer in parent.children() if hasattr(layer, "weight")},
+        )
+        with torch.no_grad(), Products() as products:
+            results = [layer(x) for layer in layers]
+        assert products.count == 1
+        for result, layer in zip(results, layers, strict=True):
+            torch.testing.assert_close(result, plain[id(layer.weight)](x), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.usefixtures("on_our_kernel")
@@ -203,10 +255,12 @@ from triton.compiler import ASTSource
 from decoders.engine.model.kernels.products import STAGES, _multiply
 
 for tiles in STAGES:
-    constants = dict(TILES=tiles, TILE=16, BLOCK=32, STEP=64, WHOLE=False, BIAS=False, matrix_input=1)
-    pointers = dict(x="*bf16", matrix="*bf16", bias="*bf16", out="*fp32")
+    constants = dict(TILES=tiles, TILE=16, BLOCK=32, STEP=64, WHOLE=False, BIAS=False, matrix_input=1, MATRICES=3)
+    pointers = dict.fromkeys(("x", "matrix", "second", "third", "bias", "second_bias", "third_bias"), "*bf16") | dict(out="*fp32")
     types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in _multiply.arg_names}
-    source = ASTSource(_multiply, types, constants)
+    aligned = (*pointers, "inputs", "outputs", "matrix_output", "stretch", "first_outputs", "second_outputs")
+    names = _multiply.arg_names
+    source = ASTSource(_multiply, types, constants, {(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=2, num_stages=STAGES[tiles]))
     print(*sorted(set(re.findall(r"(?:mma|tcgen05)[.\\w]*", code.asm["ptx"]))))
 """

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 import torch
 
+from ....common import devices
 from ..threads import set_threads, torchs_own
-from ..torch_compat import traced_by_one_thread
+from ..torch_compat import device_waits_behind, traced_by_one_thread
 
 #: Switch interval of the interpreter during compilation, in seconds (Python's default is 0.005). Every operator of a decoding
 #: step releases the lock and waits for it again: with the default a step of 300 operators would take 1.5 s.
@@ -51,7 +52,8 @@ class BackgroundCompile:
         self._work = work
         self._error: BaseException | None = None
         self._modes = torch.is_inference_mode_enabled(), torchs_own()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        # Its tensors are the caller's, and are used and freed in the order of the caller's work.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._over = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name=f"compile {name}", daemon=True)
@@ -85,7 +87,7 @@ class BackgroundCompile:
         try:
             with (
                 compiling() as started,
-                torch.cuda.device(self._device),
+                torch.cuda.stream(self._stream),
                 torch.inference_mode(inference),
                 torch.no_grad(),
             ):
@@ -118,7 +120,7 @@ def compiling() -> Iterator[float]:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(min(usual, SWITCH_INTERVAL))
         try:
-            with traced_by_one_thread():
+            with traced_by_one_thread(), device_waits_behind(devices.RECORDING):
                 yield time.perf_counter()
         finally:
             sys.setswitchinterval(usual)

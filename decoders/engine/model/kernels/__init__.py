@@ -54,8 +54,16 @@ def _without_bfloat16(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function` with float32 instead of bfloat16, which Triton's interpreter multiplies as if it were integers."""
 
     def widened(*arguments: Any) -> Tensor:
-        narrow = [isinstance(value, Tensor) and value.dtype == torch.bfloat16 for value in arguments]
-        result = function(*(value.float() if n else value for value, n in zip(arguments, narrow, strict=True)))
-        return result.to(torch.bfloat16) if any(narrow) else result
+        tensors = [
+            t for value in arguments for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)
+        ]
+        narrow = any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+        result = function(*map(wide, arguments))
+        return result.to(torch.bfloat16) if narrow else result
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, list):
+            return [wide(each) for each in value]
+        return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
     return widened

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIRST_SPLIT, OCTAVE = 128, 16
 #: Rows of a tile: those of one tensor-core instruction, so that a query's products use the same instructions in every block.
 ROWS = 16
-#: Rows of a tile of text, more because the time of prompts is that of their products.
-TEXT_ROWS = 64
 #: Text whose queries make this many programs keeps a device busy without splitting keys.
 ENOUGH_PROGRAMS = 128
 #: Bytes of the parts of one launch; beyond that, rows are attended to one after the other.
@@ -124,12 +122,37 @@ def kernel_attention(
     return attend(query, key, value, attention_mask, sinks, kind_of(module), scaling, softcap), None
 
 
+class Tiles(NamedTuple):
+    """Sizes of the tiles that a program works on; they fit into 99 KB of shared memory, which every card since Ampere has.
+
+    Attributes:
+        rows: queries times heads of one group. More for text, because the time of prompts is that of their products.
+        keys: slots, at most :data:`WORD`.
+        stages: tiles of keys that are read ahead.
+        width: of keys, and `value_width` of values, rounded up to powers of two.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    width: int
+    value_width: int
+
+
+def tiles_for(width: int, value_width: int, dtype: torch.dtype, *, text: bool) -> Tiles:
+    """The tiles for heads of these widths. Products in float32 are loops that are written out, which compile slowly for large tiles."""
+    wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
+    if dtype == torch.float32:
+        return Tiles(32 if text else ROWS, 32 if max(wide, value_wide) <= 128 else 16, 2, wide, value_wide)
+    return Tiles(64 if text else ROWS, WORD if max(wide, value_wide) <= 128 else 32, 3, wide, value_wide)
+
+
 @dataclass(frozen=True)
 class Launch:
     """What a layer may attend to, and how its queries and keys are distributed to programs.
 
     Attributes:
-        tile: rows of a tile: queries times heads of one group.
+        tile: the sizes of a tile.
         tiles: number of tiles per row of the batch and key head.
         splits: number of splits of the keys, 0 if they are not split.
         window: positions that each query looks back, 0: all.
@@ -138,7 +161,7 @@ class Launch:
         softcap: bound of the scores, 0: none.
     """
 
-    tile: int
+    tile: Tiles
     tiles: int
     splits: int
     window: int
@@ -152,16 +175,16 @@ def _tree_attention(
     softcap: float,
 ) -> Tensor:  # fmt: skip
     query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    (rows, heads, queries, _), value_width = query.shape, value.shape[3]
+    (rows, heads, queries, width), value_width = query.shape, value.shape[3]
     out = query.new_empty(rows, queries, heads, value_width)
     text = mask.shape[3] == 2
-    tile = TEXT_ROWS if text else ROWS
-    tiles = -(-queries * heads // key.shape[1] // tile)
+    tile = tiles_for(width, value_width, query.dtype, text=text)
+    tiles = -(-queries * heads // key.shape[1] // tile.rows)
     splits = split_count(key.shape[2])
     if text and tiles * rows * key.shape[1] >= ENOUGH_PROGRAMS:
         splits = 0
     launch = Launch(tile, tiles, splits, window, chunk, scale, softcap)
-    at_once = max(MOST_SCRATCH // max(tiles * tile * key.shape[1] * splits * (value_width + 2) * 4, 1), 1)
+    at_once = max(MOST_SCRATCH // max(tiles * tile.rows * key.shape[1] * splits * (value_width + 2) * 4, 1), 1)
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
         _launch(launch, query[part], key[part], value[part], mask[part], sinks, out[part])
@@ -177,10 +200,7 @@ def _launch(
     tile, tiles, splits, window, chunk = launch.tile, launch.tiles, launch.splits, launch.window, launch.chunk
     (rows, heads, queries, width), (_, kv_heads, view, value_width) = query.shape, value.shape
     nodes, columns = mask.shape[2:]
-    wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
-    keys_per_tile = 64 if wide * query.element_size() <= 256 else 32
-    stages = max(min(3, 98304 // (keys_per_tile * (wide + value_wide) * query.element_size())), 1)
-    pairs, per_pair = rows * kv_heads, tiles * tile
+    pairs, per_pair = rows * kv_heads, tiles * tile.rows
     parts = out.new_empty(pairs * per_pair * max(splits, 1) * (value_width + 2) if splits else 1, dtype=torch.float32)
     count = pairs * per_pair * splits
     part_out, part_max, part_sum = (
@@ -189,15 +209,15 @@ def _launch(
         parts[count * (value_width + 1) :],
     )
     shared: dict[str, Any] = dict(
-        HEADS=kv_heads, G=heads // kv_heads, DV=value_width, VWIDTH=value_wide, WORDS=columns - 2, M=tile, BN=keys_per_tile,
+        HEADS=kv_heads, G=heads // kv_heads, DV=value_width, VWIDTH=tile.value_width, WORDS=columns - 2, M=tile.rows, BN=tile.keys,
         FIRST=FIRST_SPLIT, OCTAVE=OCTAVE, TEXT=columns == 2, WINDOW=window > 0, CHUNK=chunk > 0, SINK=sinks is not None,
     )  # fmt: skip
     attend_kernel[(max(splits, 1), tiles, pairs)](
         query, key, value, mask, sinks, out, part_out, part_max, part_sum,
         launch.scale, launch.softcap, window, chunk, view, nodes, queries, splits,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
-        D=width, WIDTH=wide, SPLIT=splits > 0, CAP=launch.softcap > 0, IEEE=query.dtype == torch.float32,
-        num_warps=4, num_stages=stages, enable_fp_fusion=True, **shared,
+        D=width, WIDTH=tile.width, SPLIT=splits > 0, CAP=launch.softcap > 0, IEEE=query.dtype == torch.float32,
+        num_warps=4, num_stages=tile.stages, enable_fp_fusion=True, **shared,
     )  # fmt: skip
     if splits:
         merge_kernel[(queries * heads // kv_heads, pairs)](

@@ -55,7 +55,8 @@ def attend_kernel(
     powers of two that hold them. ``IEEE``: products are float32's, without TensorFloat-32.
     """
     split, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, h = (pair // HEADS).to(tl.int64), pair % HEADS
+    # 64 bits: 128 heads with 128 numbers in each of 131,072 slots are 2^31.
+    b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
     base = tl.load(MASK + b * smb + WORDS + 1).to(tl.int32)
     begin, end = seen_slots(base, tile, view, nodes, queries, window, chunk, G, M, BN, TEXT, WINDOW, CHUNK)
     if SPLIT:

@@ -1,5 +1,7 @@
 """Products of few rows, ``x @ matrix.T + bias``, and root-mean-square norms, in which a row has the same bits for any number of rows.
 
+Up to three matrices of one input (queries, keys and values; gate and up) are one product; each is read where it is.
+
 cuBLAS chooses its kernel by the number of rows, and another kernel adds the terms of a sum in another order. Here the order depends
 only on the matrix: terms are cut into stretches at fixed places (:func:`plan`), tensor cores add up each stretch from beginning to end,
 16 rows at a time by the same instruction whatever the rows are, and the stretches are added in order.
@@ -13,6 +15,7 @@ timing. Here each row is one program, and the order of its sum depends only on i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +32,8 @@ TILE = 16
 MOST_TILES = 8
 #: PyTorch computes products of more rows (long texts, large batches), for which cuBLAS is as fast as the device allows.
 MOST_ROWS = TILE * MOST_TILES
+#: Most matrices of one product. The outputs of each are a multiple of the largest block, so that a block is of one matrix.
+MOST_MATRICES, LARGEST_BLOCK = 3, 64
 #: Programs that a product should have: about two for each of the 132 multiprocessors of an H100. It is the same on every device, since
 #: bits depend on it.
 PROGRAMS = 256
@@ -57,13 +62,13 @@ class Plan(NamedTuple):
 
 
 def plan(outputs: int, inputs: int, itemsize: int) -> Plan:
-    """How a matrix ``[outputs, inputs]`` is multiplied, by any number of rows.
+    """How a matrix ``[outputs, inputs]`` is multiplied, or several that have so many outputs together, by any number of rows.
 
     Large matrices have enough programs with blocks of 64 outputs, which read the rows half as often as blocks of 32. The sums of
     smaller ones are cut into stretches until there are about :data:`PROGRAMS`. 3072 x 2048 becomes 96 blocks of 4 stretches,
     2048 x 8192 64 of 4, and 16384 x 2048 256 of 1.
     """
-    block = 64 if outputs >= 64 * PROGRAMS else 32
+    block = LARGEST_BLOCK if outputs >= LARGEST_BLOCK * PROGRAMS else 32
     blocks, stretches, step = triton.cdiv(outputs, block), 1, STEP_BYTES // itemsize
     while blocks * stretches < PROGRAMS and inputs >= 2 * stretches * LEAST_STRETCH:
         stretches *= 2
@@ -73,9 +78,10 @@ def plan(outputs: int, inputs: int, itemsize: int) -> Plan:
 
 @triton.jit(do_not_specialize=["rows"])
 def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
-    x, matrix, bias, out, rows, outputs, inputs, matrix_output, matrix_input, stretch,
+    x, matrix, second, third, bias, second_bias, third_bias, out, rows, outputs, inputs, matrix_output, matrix_input, stretch,
+    first_outputs, second_outputs,
     TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    WHOLE: tl.constexpr, BIAS: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
     """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: it is the only stretch."""
     block, part = tl.program_id(0), tl.program_id(1)
@@ -83,7 +89,16 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     row = tl.arange(0, TILE)
     begin = part * stretch
     end = tl.minimum(begin + stretch, inputs)
-    columns = matrix + output.to(tl.int64)[None, :] * matrix_output  # matrices of 2^31 elements exist
+    own = output
+    if MATRICES > 1:
+        behind = block * BLOCK >= first_outputs
+        matrix, bias = tl.where(behind, second, matrix), tl.where(behind, second_bias, bias)
+        own -= tl.where(behind, first_outputs, 0)
+    if MATRICES > 2:
+        behind = block * BLOCK >= first_outputs + second_outputs
+        matrix, bias = tl.where(behind, third, matrix), tl.where(behind, third_bias, bias)
+        own -= tl.where(behind, second_outputs, 0)
+    columns = matrix + own.to(tl.int64)[None, :] * matrix_output  # matrices of 2^31 elements exist
     sums = ()
     for _ in tl.static_range(TILES):
         sums += (tl.zeros([TILE, BLOCK], tl.float32),)  # type: ignore[assignment]  # one for each row tile
@@ -106,7 +121,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     for i in tl.static_range(TILES):
         result = sums[i]  # type: ignore[var-annotated]
         if BIAS:
-            result += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+            result += tl.load(bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
         place = row + i * TILE
         if not WHOLE:
             place += part * rows
@@ -116,8 +131,9 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
 
 @triton.jit(do_not_specialize=["count"])
 def _add_stretches(  # type: ignore[no-untyped-def]
-    parts, bias, out, count, outputs, STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr
-):
+    parts, bias, second_bias, third_bias, out, count, outputs, first_outputs, second_outputs,
+    STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr,
+):  # fmt: skip
     """``[STRETCHES, count]`` → ``[count]``, added in order; count: rows times outputs."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = place < count
@@ -125,54 +141,82 @@ def _add_stretches(  # type: ignore[no-untyped-def]
     for part in tl.static_range(STRETCHES):
         total += tl.load(parts + part * count + place, mask=here, other=0.0)
     if BIAS:
-        total += tl.load(bias + place % outputs, mask=here, other=0.0).to(tl.float32)
+        own = place % outputs
+        of = bias + own
+        if MATRICES > 1:
+            of = tl.where(own < first_outputs, of, second_bias + (own - first_outputs))
+        if MATRICES > 2:
+            third = own - first_outputs - second_outputs
+            of = tl.where(third < 0, of, third_bias + third)
+        total += tl.load(of, mask=here, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=here)
 
 
-def _few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    outputs, inputs = matrix.shape
+def _few_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    sizes, inputs = [matrix.shape[0] for matrix in matrices], x.shape[-1]
     if not 0 < x.numel() <= MOST_ROWS * inputs:
-        return F.linear(x, matrix, bias)
-    flat = x.reshape(-1, inputs).contiguous()
+        return _many_rows_linear(x, matrices, biases)
+    flat, outputs = x.reshape(-1, inputs).contiguous(), sum(sizes)
     rows, (block, stretches, stretch, step) = flat.shape[0], plan(outputs, inputs, x.element_size())
     out = x.new_empty((*x.shape[:-1], outputs))
-    whole, given = stretches == 1, bias is not None
+    whole, given = stretches == 1, bool(biases)
     parts = out if whole else x.new_empty((stretches, rows, outputs), dtype=torch.float32)
-    added = flat if bias is None else bias  # the kernel needs some tensor here
+    # The kernels need some tensor for what there is not.
+    first, second, third = (*matrices, *[matrices[0]] * (MOST_MATRICES - len(matrices)))
+    added = (*biases, *[flat] * (MOST_MATRICES - len(biases)))
     tiles = 1
     while tiles < MOST_TILES and tiles * TILE < rows:
         tiles *= 2
+    lengths = sizes[0], sizes[1] if len(sizes) > 1 else 0
     _multiply[(triton.cdiv(outputs, block), stretches)](
-        flat, matrix, added, parts, rows, outputs, inputs, matrix.stride(0), matrix.stride(1), stretch,
-        TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given,
+        flat, first, second, third, *added, parts, rows, outputs, inputs, *first.stride(), stretch, *lengths,
+        TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given, MATRICES=len(matrices),
         # A warp per 16 outputs. Their number changes no bits, since no sum is shared by warps.
         num_warps=block // 16, num_stages=STAGES[tiles], enable_fp_fusion=True,
     )  # fmt: skip
     if not whole:
         count = rows * outputs
         _add_stretches[(triton.cdiv(count, 256),)](
-            parts,
-            added,
-            out,
-            count,
-            outputs,
-            STRETCHES=stretches,
-            BLOCK=256,
-            BIAS=given,
-            num_warps=2,
-            enable_fp_fusion=True,
-        )
+            parts, *added, out, count, outputs, *lengths, STRETCHES=stretches, BLOCK=256, BIAS=given, MATRICES=len(matrices),
+            num_warps=2, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
-def _product_fake(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], matrix.shape[0]))
+def _many_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Products of many rows, or none, by torch's kernels."""
+    if len(matrices) == 1:
+        return F.linear(x, matrices[0], biases[0] if biases else None)
+    out = x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))
+    flat, parts = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]).split([len(m) for m in matrices], -1)
+    for place, (matrix, part) in enumerate(zip(matrices, parts, strict=True)):
+        if biases:
+            torch.addmm(biases[place], flat, matrix.t(), out=part)
+        else:
+            torch.mm(flat, matrix.t(), out=part)
+    return out
 
 
-#: ``x @ matrix.T + bias``. x: ``[…, K]``, matrix: ``[O, K]`` of any strides, bias: ``[O]`` or None, all of one type; gives ``[…, O]``.
-few_rows_linear = operator(
-    "few_rows_linear(Tensor x, Tensor matrix, Tensor? bias) -> Tensor", _few_rows_linear, _product_fake
+def _product_fake(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))
+
+
+#: ``x @ torch.cat(matrices).T + torch.cat(biases)``, ``[…, O]``. x: ``[…, K]``, matrices: up to :data:`MOST_MATRICES` of ``[O, K]`` and
+#: of the same strides, biases: as many of ``[O]``, or none; all of one type.
+few_rows_linears = operator(
+    "few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor", _few_rows_linear, _product_fake
 )
+
+
+def few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ matrix.T + bias``. x: ``[…, K]``, matrix: ``[O, K]`` of any strides, bias: ``[O]`` or None, all of one type."""
+    return few_rows_linears(x, [matrix], [] if bias is None else [bias])
+
+
+def are_one_product(matrices: Sequence[Tensor]) -> bool:
+    """Whether :func:`few_rows_linears` takes these matrices, no more than it takes at all, together."""
+    shared = {(matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device) for matrix in matrices}
+    return len(shared) == 1 and not any(len(matrix) % LARGEST_BLOCK for matrix in matrices)
 
 
 @triton.jit

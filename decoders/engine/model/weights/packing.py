@@ -6,6 +6,7 @@ On CUDA a kernel of ours multiplies matrices as they are (:mod:`.same_bits`): th
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
@@ -106,7 +107,7 @@ _KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]
 }
 
 
-class WeightCopy:
+class WeightCopy(ABC):
     """A copy of parameters in another form, stale once they change.
 
     Attributes:
@@ -126,9 +127,9 @@ class WeightCopy:
         """Whether a parameter has changed since it was copied."""
         return self._made_of.changed
 
+    @abstractmethod
     def repack(self) -> None:
         """Copies the parameters' present values into the same tensors, which graphs hold."""
-        raise NotImplementedError
 
 
 @torch.no_grad()
@@ -251,6 +252,7 @@ def pack(
         biases: list[Any] = [cast(Any, module).bias for module in layers.values()]
         kind, matrix = cast(Any, packable(modules[paths[0]], smallest))
         _stand_in(packing, layers, kind, _shared(weights, matrix, [] if biases[0] is None else biases))
+    as_one = list(same_kind(groups, lambda path: _few_rows_group(modules[path]))) if exact_products else []
     known = {id(layer.module): layer for layer in packing.layers.values()}
     for path, module in modules.items():
         if exact_products and (kind := _few_rows_kind(module)) is not None:
@@ -263,7 +265,14 @@ def pack(
             known[id(module)] = packing.layers[path]
         elif id(module) in known:  # one module under two names
             packing.layers[path] = known[id(module)]
+    for paths in as_one:
+        same_bits.multiply_as_one([modules[path] for path in paths])
     return packing
+
+
+def may_be_fused(module: nn.Module) -> bool:
+    """Whether a layer is packed, or multiplied by our kernel, and so may be one product with others that read the same input."""
+    return packable(module, smallest=0) is not None or _few_rows_group(module) is not None
 
 
 def _kind(module: Any, smallest: int) -> object:
@@ -299,6 +308,11 @@ def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
     if weight is None:
         return same_bits.norm_kind(module)
     return same_bits.KINDS[type(module)] if same_bits.multiplies(weight) else None
+
+
+def _few_rows_group(module: Any) -> object:
+    """A value that is equal for layers that may be one product on CUDA; None for a layer that our kernel does not multiply."""
+    return None if _plain_weight(module) is None or not same_bits.multiplies(module.weight) else module.bias is None
 
 
 def _plain_weight(module: nn.Module) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .. import torch_compat
 from ..kernels import runs_kernels
+from .fused import columns_of, outputs_of, share_of
 from .twin import share_weights
 
 #: ATen gives each thread at least GRAIN elements, and never computes whole multiples of TWO_VECTORS with scalar code.
@@ -24,19 +25,31 @@ ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
 
 
 class _FewRows:
-    """Base of the layers below. They read their parameters directly, so that there is no copy that could be stale."""
+    """Base of the layers below. They read their parameters directly, so that there is no copy that could be stale.
+
+    Attributes:
+        group: the layers that read the same input and are multiplied as one (:mod:`.fused`), this one among them; None: it alone.
+        columns: this layer's columns of their product.
+    """
+
+    group: tuple[Any, ...] | None = None
+    columns: tuple[int, int] = 0, 0
 
     def matrix(self) -> Tensor:
         """``[out, in]``, of any strides."""
         return cast(Tensor, self.weight)  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        from ..kernels.products import few_rows_linear  # imports Triton
+        from ..kernels.products import few_rows_linear, few_rows_linears  # imports Triton
 
-        matrix = self.matrix()
+        matrix, group = self.matrix(), self.group
         if x.dtype != matrix.dtype:
             return super().forward(x)  # type: ignore[misc]  # of the layer that it replaces
-        return few_rows_linear(x, matrix, self.bias)  # type: ignore[attr-defined]
+        if group is None:
+            return few_rows_linear(x, matrix, self.bias)  # type: ignore[attr-defined]
+        biases = [] if group[0].bias is None else [layer.bias for layer in group]
+        matrices = [layer.matrix() for layer in group]
+        return share_of(x, group[0].weight, self.columns, lambda x: few_rows_linears(x, matrices, biases))
 
 
 class FewRowsLinear(_FewRows, nn.Linear):
@@ -52,6 +65,17 @@ class FewRowsConv1D(_FewRows, Conv1D):
 
 #: Per kind of layer, the class that replaces it.
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
+
+
+def multiply_as_one(layers: Sequence[nn.Module]) -> None:
+    """Makes layers that read the same input one product, or as few as the kernel can."""
+    from ..kernels.products import MOST_MATRICES, are_one_product  # imports Triton
+
+    for begin in range(0, len(layers), MOST_MATRICES):
+        group: tuple[Any, ...] = tuple(layers[begin : begin + MOST_MATRICES])
+        if len(group) > 1 and are_one_product([layer.matrix() for layer in group]):
+            for layer, columns in zip(group, columns_of([outputs_of(layer) for layer in group]), strict=True):
+                layer.group, layer.columns = group, columns
 
 
 def multiplies(weight: Tensor) -> bool:
