@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoders.common import devices
 from decoders.constraints import lookups
 from decoders.constraints.base import CompiledGrammar, Language, Policy, pack, unpack
 from decoders.constraints.lookups import TokenTable
@@ -172,13 +173,14 @@ def test_a_draft_runs_ahead_grows_trees_and_is_forgotten(data, rows):
     assert torch.equal(both[1].end().allowed, outer[1].end().allowed)
 
 
-def test_nothing_waits_for_the_device():
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [compiled(REGEXES[0], "full"), None, compiled(REGEXES[4], "canonical")]
     guide = on_device(rows)
     text = sequences([[4]] * 3)
     guide.forced(text, 4)  # tables made once, by the host: in an ordinary step
     guide.block(torch.full((3, 4), -1), Topology.chain(4))
     place = guide.positions.data_ptr()
+    monkeypatch.setattr(devices, "static_shapes", lambda device: True)  # on a CPU, trees are made by the host
     with NoHostReads():
         ahead = guide.ahead()
         ahead.follow()
