@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what-steps-show-of-costs-is-forgotten", "decoders/engine/decode/calibration.py",
-        "return self._ratios.setdefault(rows, {})",
+        "return self._ratios.setdefault((rows, context.bit_length() // 2), {})",
         "return {}",
         ("engine/test_calibration.py",),
     ),

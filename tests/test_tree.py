@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.common.devices import moved_together
+from decoders.common.devices import as_recorded, moved_together
 from decoders.errors import DraftError
 from decoders.strategy import Draft
 from decoders.tree import Topology, TreeTensors
@@ -75,14 +75,18 @@ def test_ancestors_are_the_walk_to_the_root(parents):
 def test_topology_made_on_the_device_equals_the_static_one(first, second):
     nodes = max(len(first), len(second))
     rows = [Topology.from_parents(p).padded(nodes) for p in (first, second)]
-    made = TreeTensors.from_parents(torch.tensor([r.parents for r in rows]))
+    parents = torch.tensor([r.parents for r in rows])
+    with as_recorded():
+        made = TreeTensors.from_parents(parents)
+    assert same(TreeTensors.from_parents(parents), made), "on the host it is made node by node"
     for row, topology in enumerate(rows):
         alone = TreeTensors(*(getattr(made, f.name)[row : row + 1] for f in dataclasses.fields(TreeTensors)))
         assert same(alone, topology.tensors(1, CPU))
 
 
 def test_deep_chain_on_the_device_reaches_its_root():
-    made = TreeTensors.from_parents(torch.arange(-1, 64)[None])
+    with as_recorded():
+        made = TreeTensors.from_parents(torch.arange(-1, 64)[None])
     assert same(made, Topology.chain(64).tensors(1, CPU))
 
 
@@ -238,7 +242,9 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(raw):
         parents.append(parent if sound else -1)
     topology = Topology.from_parents(parents)
     for depth in (None, topology.max_depth):
-        same_candidates(TreeTensors.from_parents(torch.tensor([parents]), depth), topology)
+        with as_recorded():
+            made = TreeTensors.from_parents(torch.tensor([parents]), depth)
+        same_candidates(made, topology)
 
 
 @pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DecodersError
+from .catalogue import ExtensibleGroup
 from .console import plain_console
-from .extensions import ExtensibleGroup
 
 #: Options that users of transformers look for, and what there is instead.
 INSTEAD = {
@@ -116,33 +116,19 @@ def main() -> None:
 
 
 def _register() -> None:
-    from . import (
-        advise,
-        bench,
-        bench_load,
-        config,
-        demo,
-        doctor,
-        generate,
-        listing,
-        new_plugin,
-        prepare,
-        serve,
-        train,
-        train_drafters,
-    )
+    from . import bench, bench_load, demo, doctor, generate, listing, new_plugin, prepare, serve, train, train_drafters
 
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(prepare.warmup)
     app.command()(prepare.calibrate)
-    app.command()(advise.advise)
+    app.command()(prepare.advise)
     app.command()(listing.strategies)
     app.command()(listing.verifiers)
     app.command()(listing.grammar_backends)
     app.command()(listing.plugins)
     app.command()(listing.grammars)
-    app.command()(config.config)
+    app.command()(listing.config)
     app.command()(serve.serve)
     app.command()(new_plugin.new_plugin)
     app.command()(doctor.doctor)

@@ -22,7 +22,7 @@ from .benches import (
     with_options_of,
     write_json,
 )
-from .extensions import ExtensibleGroup
+from .catalogue import ExtensibleGroup
 
 
 class BenchGroup(ExtensibleGroup):
@@ -93,8 +93,7 @@ def measure(
         ),
     ] = None,
     prompt_length: Annotated[
-        str | None,
-        typer.Option(help="Prompts of so many random tokens instead, comma-separated. Of shapes: 64."),
+        str | None, typer.Option(help="Prompts of so many random tokens instead, comma-separated. Of shapes: 64.")
     ] = None,
     suite: Annotated[
         str | None,

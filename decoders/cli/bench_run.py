@@ -284,8 +284,7 @@ class Run:
             return [bench.random_workloads(vocabulary, plan.prompt_lengths, rows, most) for rows in plan.batches]
         assert tokenizer is not None
         if plan.suite is not None:
-            with waiting(self.console, "answering first turns"):
-                texts = self._conversations(methods, tokenizer, plan.suite)
+            texts = self._conversations(methods, tokenizer, plan.suite)
         elif plan.prompts is None:
             texts = read_prompts("instruct" if tokenizer.chat_template else "all", plan.limit)
         return [bench.workloads(tokenizer, texts, rows) for rows in plan.batches]
@@ -295,13 +294,16 @@ class Run:
         same.
         """
         plain = replace(next(method for method in methods if method.name == PLAIN), sampling=None)
+        questions = self.plan.questions
 
         def answer(content: Content) -> str:
+            advance("answering first turns")
             (work,) = bench.workloads(tokenizer, [("", "", content)])
             call = bench.decode(plain, work, self.plan.new_tokens)
             return str(tokenizer.decode(written(plain, work, call.sequences)[0], skip_special_tokens=True))
 
-        return conversations(SUITES[suite], self.plan.questions, answer, bool(tokenizer.chat_template))
+        with progress_bar(self.console, sum(len(question.turns) - 1 for question in questions)) as advance:
+            return conversations(SUITES[suite], questions, answer, bool(tokenizer.chat_template))
 
     def _take_turns(self, name: str, methods: list[Method], groups: list[list[bench.Workload]]) -> None:
         plan, records = self.plan, list[Record]()

@@ -48,9 +48,8 @@ def renamed(strategy: str) -> dict[str, str]:
     """The files of the project for a strategy of this name, by path."""
     files = template()
     name = "".join(part.title() for part in strategy.split("_"))
-    if any(
-        re.search(rf"\b{name}\b", text) for text in files.values()
-    ):  # the class must not stand in the place of another
+    # The class must not stand in the place of another.
+    if any(re.search(rf"\b{name}\b", text) for text in files.values()):
         name += "Strategy"
     words = {
         "decoders-example": f"decoders-{strategy.replace('_', '-')}", "decoders_example": f"decoders_{strategy}",

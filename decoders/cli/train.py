@@ -9,8 +9,8 @@ import typer
 
 from ..common.files import regular, write_whole
 from ..errors import SettingsError
+from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
-from .extensions import ExtensibleGroup
 from .models import Dtype
 
 app = typer.Typer(no_args_is_help=True, help="Train models.", cls=ExtensibleGroup, rich_markup_mode=None)
@@ -25,10 +25,7 @@ def train() -> None:
 def ngram(
     out: Annotated[Path, typer.Argument(help="File to write, customarily *.safetensors.", dir_okay=False)],
     model: Annotated[str, typer.Option(help='Path or hub name of a causal language model, "demo" or "demo:draft".')],
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text file to cut prompts from; may be repeated."),
-    ] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help="Text file to cut prompts from; may be repeated.")] = None,
     prompt_length: Annotated[int, typer.Option(min=1, help="Tokens per prompt from --prompts.")] = 32,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens to sample and count.")] = 200_000,
     seed: Annotated[int, typer.Option(help="Seed of the sampling and of the choice of prompts.")] = 0,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 EDIT_TASKS = 8000
 
 Data = Annotated[
-    list[Path] | None,
-    typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own."),
+    list[Path] | None, typer.Option(help="Text file, or folder of them; may be repeated. For the demo model: its own.")
 ]
 Output = Annotated[
     Path, typer.Option("--output", "--out", help="Folder to write to; continued if a run was interrupted.")

@@ -135,9 +135,8 @@ def _of_type(value: Any) -> Spec:
     try:
         term = _term(value)
     except (TypeError, ValueError, RecursionError) as error:
-        if (
-            isinstance(value, type) or typing.get_origin(value) is not None
-        ):  # Pydantic may know types that outlines does not
+        # Pydantic may know types that outlines does not.
+        if isinstance(value, type) or typing.get_origin(value) is not None:
             return json_schema(value)
         raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
     spec = _of_term(term)
@@ -185,9 +184,8 @@ def _of_schema(term: Any) -> Spec:
             "a whitespace_pattern of outlines is not read: use decoders.json_schema(schema, whitespace=…)",
             "whitespace_pattern",
         )
-    return json_schema(
-        json.loads(term.schema), closed=True
-    )  # as in outlines, whose schemas come from types and functions
+    # As in outlines, whose schemas come from types and functions.
+    return json_schema(json.loads(term.schema), closed=True)
 
 
 def _as_patterns(term: Any) -> Any:

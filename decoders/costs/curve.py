@@ -92,10 +92,9 @@ class CostCurve(_Stored):
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 
     def context_near(self, rows: int, context: int, compiled: bool) -> int | None:
-        """The nearest context at which so many rows were measured in this tier, within a factor of four."""
+        """The nearest context at which so many rows were measured in this tier."""
         measured = {point.context for point in self.points if (point.rows, point.compiled) == (rows, compiled)}
-        near = [length for length in measured if context <= 4 * length <= 16 * context]
-        return min(near, key=lambda length: (abs(length - context), length), default=None)
+        return min(measured, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
         """Expected seconds of a step.

@@ -56,9 +56,7 @@ def available(directory: str | os.PathLike[str] | None = None) -> bool:
 
 
 def load(
-    name: str = "target",
-    dtype: torch.dtype | None = None,
-    directory: str | os.PathLike[str] | None = None,
+    name: str = "target", dtype: torch.dtype | None = None, directory: str | os.PathLike[str] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The demo model `name` ("target" or "draft") in `dtype` (default: float32) and its tokenizer, in eval mode.
 

@@ -130,9 +130,7 @@ class DecoderLayer(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj"):
             plain = getattr(self.self_attn, name)
             setattr(
-                self.self_attn,
-                name,
-                nn.Linear(2 * config.hidden_size, plain.out_features, bias=plain.bias is not None),
+                self.self_attn, name, nn.Linear(2 * config.hidden_size, plain.out_features, bias=plain.bias is not None)
             )
         self.mlp = LlamaMLP(config)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)

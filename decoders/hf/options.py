@@ -138,11 +138,7 @@ class Options:
         in_call = with_hints(chosen, own["strategy_config"], hints_of(others))
         in_config = with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs), of_config)
         return Options(
-            strategy=resolve_strategy(
-                chosen,
-                in_call,
-                defaults.config_for(chosen, in_config),
-            ),
+            strategy=resolve_strategy(chosen, in_call, defaults.config_for(chosen, in_config)),
             verifier=resolve_verifier(own["verifier"] or runtime.verifier, own["verifier_config"]),
             runtime=runtime,
             grammar=own["grammar"] if own["grammar"] is not None else configured["grammar"],

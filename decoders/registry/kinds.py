@@ -181,12 +181,7 @@ class PluginInfo:
         version: of its distribution.
         provider: name of its distribution.
         hooks: hooks it implements.
-        strategies: names it claims, usable or not.
-        verifiers: likewise.
-        grammar_backends: likewise.
-        grammars: likewise.
-        observers: likewise.
-        commands: likewise.
+        strategies, verifiers, grammar_backends, grammars, observers, commands: names it claims, usable or not.
         status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed by
             another plugin; its other names are usable).
         error: the reason of any status but "loaded".

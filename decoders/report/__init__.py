@@ -1,8 +1,7 @@
 """What a call did, measured: :class:`Report`, returned as ``out.report``; and :class:`Observer`, told of calls while they run."""
 
 from .figures import GrammarUse, Stage, Stopwatch, Timings
-from .observers import ObservedCall, Observer
-from .report import Report
+from .report import ObservedCall, Observer, Report
 from .written import TracedStep, Tree, Written
 
 __all__ = [

@@ -57,11 +57,8 @@ class Growing:
         special: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
-        self._spelling, self._tokens, self._settled = (
-            spelling,
-            list[TextToken](),
-            0,
-        )  # not shown yet, and how many were made
+        self._spelling = spelling
+        self._tokens, self._settled = list[TextToken](), 0  # not shown yet, and how many were made
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
         """New since the last call: text that may be shown, and its tokens if log probabilities are asked for."""

@@ -138,8 +138,8 @@ async def _answered(
             raise Refusal(400, "something in the body is nested too deeply", code="invalid_value") from error
 
     def begin(content: bytes) -> B | Answer:
-        service.check_values(content)
-        asked = parsed(kind, content, service.list_checks)
+        service.limits.check_values(content)
+        asked = parsed(kind, content, service.limits.list_checks(service.slots))
         service.check(asked)
         body = converted(asked, arrival) if converted is not None else cast(B, asked)
         return body if len(content) <= LARGE and service.takes_long(body) else submit(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -209,9 +210,9 @@ class Body(Asked):
         return "max_tokens"
 
     @property
+    @abstractmethod
     def listed(self) -> int | None:
         """How many of the likeliest tokens are listed for each token; None: no log probabilities."""
-        raise NotImplementedError
 
     @property
     def heavy(self) -> bool:

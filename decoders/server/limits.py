@@ -24,6 +24,8 @@ IDLE_SHARE, BURST = 0.1, 0.02
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Most bodies of the largest size that are in memory at a time, in bytes of them all.
 BODIES = 64
+#: Commas and opening brackets in a body, beside those of a prompt of the longest kind.
+VALUES = 40_000
 CLOSE = {"Connection": "close"}
 #: Seconds of the event loop that a request takes at least, and a byte of its body.
 HANDLING, BYTE = 4e-4, 4e-9
@@ -137,6 +139,48 @@ class Limits:
     read: float = 20.0
     sharing: bool = True
     client_settings: tuple[str, ...] = ("bounded",)
+
+    @property
+    def most_values(self) -> int:
+        """Commas and opening brackets that a body may hold."""
+        return VALUES + 8 * self.prompt_tokens
+
+    def check_values(self, content: bytes) -> None:
+        """Raises Refusal for a body that holds more values than a request needs: a megabyte of brackets takes long to be read."""
+        count, most = values(content), self.most_values
+        if count > most:
+            message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
+            raise Refusal(400, message, code="too_many_values")
+
+    def check_texts(self, count: int) -> None:
+        """Raises Refusal for more texts than a request may ask for, or than ever fit."""
+        most = min(self.choices, self.queue + self.rows)
+        if count > most:
+            message = f"{count} texts are asked for (n times prompts); the limit is {most}"
+            raise Refusal(400, message, param="n", code="too_many_choices")
+
+    def too_long(self, tokens: str, slots: int) -> Refusal:
+        """The refusal of a prompt of so many `tokens`, where a row has so many `slots`."""
+        message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
+        return Refusal(400, message, param="prompt", code="context_length_exceeded")
+
+    def list_checks(self, slots: int) -> dict[str, Callable[[list[Any]], None]]:
+        """What refuses lists in bodies that are too long whatever is in them, by the names of their fields."""
+
+        def prompt(given: list[Any]) -> None:
+            if given and not isinstance(given[0], int):
+                self.check_texts(len(given))
+
+        def messages(given: list[Any]) -> None:
+            if len(given) > self.prompt_tokens:
+                raise self.too_long(f"more than {len(given)}", slots)
+
+        return {"prompt": prompt, "messages": messages, "input": messages}
+
+
+def values(content: bytes) -> int:
+    """Commas and opening brackets in a text of JSON."""
+    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 class Gate:

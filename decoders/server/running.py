@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
     return type("BoundedHttpTools", (_OfHttpTools, _Bounded, HttpToolsProtocol), bounds)
 
 
-class _Bounded:
+class _Bounded(ABC):
     """What is added to uvicorn's protocols.
 
     Attributes:
@@ -110,9 +111,9 @@ class _Bounded:
         if phase is not None and self._timer is None:
             self._wait()
 
+    @abstractmethod
     def _phase(self) -> object:
         """The part of a request that is still to come: a value for its head or body that differs between requests; None for nothing."""
-        raise NotImplementedError
 
     def _wait(self) -> None:
         self._timer = self.loop.call_later(self.seconds, self._late)

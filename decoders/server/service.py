@@ -44,8 +44,6 @@ THREADS = 4
 #: Threads that do so for requests that take long: large ones, and those with images or a grammar to be compiled. The others do not
 #: wait for them.
 PATIENT_THREADS = 2
-#: Commas and opening brackets in a body, beside those of a prompt of the longest kind.
-VALUES = 40_000
 #: Seconds that reading prompts may hold up a step: a client that sends one long prompt after the other must not stop those who write.
 LONGEST_PAUSE = 0.02
 #: Bytes of a body from which on it is a large one: its prompt takes 10 ms or more to be tokenized.
@@ -202,23 +200,6 @@ class Service:
                 raise
             raise self.shutting_down() from error
 
-    @property
-    def most_values(self) -> int:
-        """Commas and opening brackets that a body may hold."""
-        return VALUES + 8 * self.limits.prompt_tokens
-
-    @staticmethod
-    def values(content: bytes) -> int:
-        """Commas and opening brackets in a text of JSON."""
-        return sum(map(content.count, (b",", b"[", b"{")))
-
-    def check_values(self, content: bytes) -> None:
-        """Raises Refusal for a body that holds more values than a request needs: a megabyte of brackets takes long to be read."""
-        count, most = self.values(content), self.most_values
-        if count > most:
-            message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
-            raise Refusal(400, message, code="too_many_values")
-
     def takes_long(self, body: Body) -> bool:
         """Whether a body is to be prepared by patient threads, as large ones are in any case."""
         if body.heavy:
@@ -249,38 +230,13 @@ class Service:
         with suppress(UnsupportedError):  # of tokens that are no bytes
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
-                raise self._too_long(f"more than {least}")
-
-    def _too_long(self, tokens: str) -> Refusal:
-        most = min(self.limits.prompt_tokens, self.slots - 1)
-        message = f"the prompt has {tokens} tokens; the limit is {most}"
-        return Refusal(400, message, param="prompt", code="context_length_exceeded")
+                raise self.limits.too_long(f"more than {least}", self.slots)
 
     def check_count(self, body: Body, prompts: int) -> int:
         """How many texts are asked for, with so many prompts. Raises Refusal: more than a request may, or more than ever fit."""
         count = (body.n or 1) * prompts
-        self._check_texts(count)
+        self.limits.check_texts(count)
         return count
-
-    @property
-    def list_checks(self) -> dict[str, Callable[[list[Any]], None]]:
-        """What refuses lists in bodies that are too long whatever is in them, by the names of their fields."""
-
-        def prompt(given: list[Any]) -> None:
-            if given and not isinstance(given[0], int):
-                self._check_texts(len(given))
-
-        def messages(given: list[Any]) -> None:
-            if len(given) > self.limits.prompt_tokens:
-                raise self._too_long(f"more than {len(given)}")
-
-        return {"prompt": prompt, "messages": messages, "input": messages}
-
-    def _check_texts(self, count: int) -> None:
-        most = min(self.limits.choices, self.limits.queue + self.limits.rows)
-        if count > most:
-            message = f"{count} texts are asked for (n times prompts); the limit is {most}"
-            raise Refusal(400, message, param="n", code="too_many_choices")
 
     def seconds(self, body: Body | None = None) -> float:
         """How long a request may take, from its arrival on."""
@@ -346,7 +302,7 @@ class Service:
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
         if len(prompt) > limits.prompt_tokens or left < 1:
-            raise self._too_long(str(len(prompt)))
+            raise limits.too_long(str(len(prompt)), self.slots)
         wanted, field = body.most_tokens, body.tokens_field
         if wanted is None:
             return min(default or limits.new_tokens, limits.new_tokens, left)

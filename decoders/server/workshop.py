@@ -28,17 +28,7 @@ from typing import Any
 
 import torch
 
-from ..constraints import (
-    Backend,
-    CompiledGrammar,
-    Lark,
-    Spec,
-    TaggedGrammar,
-    Vocabulary,
-    compiled,
-    mask_words,
-    unpack,
-)
+from ..constraints import Backend, CompiledGrammar, Lark, Spec, TaggedGrammar, Vocabulary, compiled, mask_words, unpack
 from ..errors import GrammarError
 from .bodies import Part
 from .forks import MEGABYTES, SPARE_SECONDS, Check, exchanged, pickled, unpickled, work

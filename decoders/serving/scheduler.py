@@ -305,9 +305,8 @@ class Scheduler:
         now = time.monotonic()
         over = []
         with self._changed:
-            if (
-                now >= self._expiry or self._closing
-            ):  # else one that waits was not cancelled, or its cancel() takes it out
+            # Else one that waits was not cancelled, or its cancel() takes it out.
+            if now >= self._expiry or self._closing:
                 over = [entry for entry in self._waiting if is_over(entry[2], now)]
                 self._waiting = [entry for entry in self._waiting if not is_over(entry[2], now)]
                 heapq.heapify(self._waiting)

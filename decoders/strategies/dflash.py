@@ -127,7 +127,7 @@ class DFlashDrafter(BlockDrafter):
         network, config = files.network, files.config
         vocabulary = files.vocabulary or DraftVocabulary(context.vocab_size)
         super().__init__(context, network.fc.in_features, length + 1, 0, vocabulary, children)
-        self.network, self.chooser, self.mask_token = network, files.head, config.mask_token_id
+        self.chooser, self.mask_token = files.head, config.mask_token_id
         self.embed = embedding_of(context.model, context.embed) if files.embed is None else files.embed
         self.head = context.head if files.lm_head is None else files.lm_head
         self.first = int(not config.from_last)  # the node of a block that drafts the first token
@@ -152,7 +152,7 @@ class DFlashDrafter(BlockDrafter):
         return self.masks, self.block, self.module
 
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> None:
-        self.module(base, features, context=True)
+        self.context = self.module(base, features, context=True)[:, -1]
 
     def root(self) -> Expansion:
         self.read_window()
@@ -161,8 +161,7 @@ class DFlashDrafter(BlockDrafter):
         logits = self.head(states)
         if self.chooser is None:
             return self.opened(logits)
-        context = self.network.fused(self.window[:, -1])
-        self.drafted = DraftedBlock(logits, states, context, self.sequences.length > 1, self.embed)
+        self.drafted = DraftedBlock(logits, states, self.context, self.sequences.length > 1, self.embed)
         self.level, self.begun = 0, self.chooser.begin(self.drafted)
         self.paths: Tensor | None = None  # of all nodes that have been continued
         return self._chosen(self.sequences.last, None)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.layers import decoder_layers
-from ..common.transformers_compat import set_attention
+from ..common.transformers_compat import decoder_layers, set_attention
 from ..errors import SettingsError
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
 from ..heads.dflash import DFlashConfig, DFlashNetwork, embedding_of
@@ -282,8 +281,7 @@ class BlockLearner(FeatureLearner):
         """The gradients are those of ``Σ_k decay^k · CE_k``, against the target's distribution over the tokens that can be drafted,
         where the target's best token is one of them.
         """
-        texts = self.train.chosen(self.examples_of(step))
-        lesson = self.teacher.lesson(texts, self.stops)
+        texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)
         anchors = self._anchors(lesson, step)
         preceding = self._places_of(anchors)

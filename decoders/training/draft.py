@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.layers import decoder_layers
-from ..common.transformers_compat import config_value
+from ..common.transformers_compat import config_value, decoder_layers
 from ..errors import SettingsError, TrainingError
 from ..generate import disable, enable
 from .cards import draft_card

@@ -169,8 +169,7 @@ class HeadLearner(FeatureLearner):
         self.training, self.positions = training, training.rows * (training.length - training.depth)
 
     def learn(self, step: int) -> Tensor:
-        lesson = self.teacher.lesson(self.train.chosen(self.examples_of(step)), self.stops)
-        return self.backward(lesson, self._chains(step))
+        return self.backward(self.lesson(step)[1], self._chains(step))
 
     def _chains(self, step: int) -> Tensor | None:
         """``[C]`` int64, ascending, the positions at which a step simulates whole chains; None: all."""

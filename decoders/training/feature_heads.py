@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.layers import decoder_layers
-from ..common.transformers_compat import config_value
+from ..common.transformers_compat import config_value, decoder_layers
 from ..errors import SettingsError, TrainingError
 from .recipes import Recipe
 from .texts import Texts, TextStore, counted, digest, held_out_rows, stop_tokens, workplace
@@ -32,6 +31,8 @@ WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
 #: Rows that acceptance is measured on between steps.
 WATCHED = 32
+#: Most bytes of what the target computed that are kept from one pass over the text to the next.
+KEPT = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,43 @@ class Teacher:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
         decoder = decoder_layers(model)
         self.model, self.layers, self.bf16 = model, [decoder[layer] for layer in layers], bf16
+        self._kept: dict[int, tuple[Tensor, Tensor]] | None = None
+
+    def keep(self, texts: Texts) -> None:
+        """Keeps what it computes for the rows of `texts`, if that takes no more than :data:`KEPT` and gives the logits back."""
+        width = self.model.get_output_embeddings().weight.shape[1] * (len(self.layers) + 1)
+        if texts.ids.numel() * width * (2 if self.bf16 else 4) <= KEPT and self.says_what_its_matrix_gives(
+            texts.ids[:1]
+        ):
+            self._kept = {}
 
     @torch.no_grad()
-    def lesson(self, texts: Texts, stops: Sequence[int]) -> Lesson:
-        """Reads all rows of `texts` at once. stops: what ends the model's own text; nothing behind it counts."""
+    def lesson(self, texts: Texts, stops: Sequence[int], rows: Tensor | None = None) -> Lesson:
+        """Reads all rows of `texts` at once.
+
+        Args:
+            stops: what ends the model's own text; nothing behind it counts.
+            rows: their numbers in what is kept; None: they are read once.
+        """
         model, ids = self.model, texts.ids.to(self.model.device)
-        with self._noting() as noted, self.precision():
-            logits = model(input_ids=ids, use_cache=False).logits
-        features = torch.cat([noted[layer].float() for layer in self.layers], dim=-1)
+        kept = self._kept if rows is not None else None
+        numbers = [] if rows is None else rows.tolist()
+        if kept is None or not all(number in kept for number in numbers):
+            with self._noting() as noted, self.precision():
+                logits = model(input_ids=ids, use_cache=False).logits
+            features = torch.cat([noted[layer] for layer in self.layers], dim=-1)
+            if kept is not None:
+                own = torch.bfloat16 if self.bf16 else torch.float32  # what its readers compute in
+                parts = (part.to("cpu", own) for part in (features, noted[model.get_output_embeddings()]))
+                kept.update(zip(numbers, zip(*parts, strict=True), strict=True))
+        else:
+            features, read = (
+                torch.stack(part).to(ids.device) for part in zip(*(kept[n] for n in numbers), strict=True)
+            )
+            with self.precision():
+                logits = model.get_output_embeddings()(read)
         embedded = model.get_input_embeddings()(ids).float()
-        return Lesson(features, embedded, logits.float(), counted(texts, stops).to(ids.device))
+        return Lesson(features.float(), embedded, logits.float(), counted(texts, stops).to(ids.device))
 
     def precision(self) -> torch.autocast | nullcontext:
         """What the target, and what reads it, compute in."""
@@ -84,25 +112,27 @@ class Teacher:
         Args:
             ids: ``[B, T]``, some text.
         """
-        output, read = self.model.get_output_embeddings(), list[Tensor]()
-        hook = output.register_forward_pre_hook(lambda _, args: read.append(args[0]))
-        try:
+        output = self.model.get_output_embeddings()
+        with self._noting() as noted:
             logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits.float()
-        finally:
-            hook.remove()
-        given = nn.functional.linear(read[0], output.weight, getattr(output, "bias", None)).float()
+        given = nn.functional.linear(noted[output], output.weight, getattr(output, "bias", None)).float()
         return given.shape == logits.shape and torch.allclose(
             given, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())
         )
 
     @contextmanager
     def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
+        """What the layers give, and what the output head reads, while the target runs."""
         noted: dict[torch.nn.Module, Tensor] = {}
 
         def note(layer: torch.nn.Module, _: object, output: Tensor | tuple) -> None:
             noted[layer] = output if isinstance(output, Tensor) else output[0]
 
+        def note_read(output: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+            noted[output] = given[0]
+
         hooks = [layer.register_forward_hook(note) for layer in dict.fromkeys(self.layers)]
+        hooks.append(self.model.get_output_embeddings().register_forward_pre_hook(note_read))
         try:
             yield noted
         finally:
@@ -129,6 +159,8 @@ class FeatureLearner(EpochLearner):
         self.stops = stop_tokens(teacher.model)
         self._watched = held_out.part(0, WATCHED)
         self.optimizers = muon_and_adamw(network, recipe.rate, outer)
+        if recipe.epochs > 1:
+            teacher.keep(train)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
         """The run of this network. identity: fingerprints of text and model."""
@@ -137,6 +169,12 @@ class FeatureLearner(EpochLearner):
     @abstractmethod
     def acceptance(self, texts: Texts) -> Acceptance:
         """What becomes of drafts at the positions of `texts` that count."""
+
+    def lesson(self, step: int) -> tuple[Texts, Lesson]:
+        """The rows of a step."""
+        rows = self.examples_of(step)
+        texts = self.train.chosen(rows)
+        return texts, self.teacher.lesson(texts, self.stops, rows)
 
     def lessons(self, texts: Texts) -> Iterator[tuple[Texts, Lesson]]:
         """All rows of `texts`, a step's at a time."""

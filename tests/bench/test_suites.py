@@ -140,4 +140,5 @@ def test_the_command_measures_both_turns_greedily_and_drawn(tmp_path: Path) -> N
     assert all(r["identical"] and r["plain_ratio"]["median"] > 0 and r["accepted_length"] >= 1 for r in ours)
     assert [v["temperature"] for v in result["verdicts"]] == [0.0, 1.0]
     tables = " ".join(done.stderr.split())
+    assert "1/1 answering first turns" in tables
     assert tables.count("speed-up over plain decoding / tokens per step") == 2 and "T = 1" in tables

@@ -17,8 +17,8 @@ from decoders.bench.records import Record
 from decoders.bench.tables import fitting, load_table
 from decoders.bench.verdict import verdicts
 from decoders.cli import bench_run, demo, doctor, prepare, train_drafters
-from decoders.cli.advise import print_advice as print_of
 from decoders.cli.generate import show_report
+from decoders.cli.prepare import print_advice as print_of
 from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.engine.decode.calibration import NODES
 from decoders.engine.model.target import Invariance

@@ -68,10 +68,9 @@ def test_new_points_replace_old_ones_at_their_place() -> None:
     assert [p.seconds for p in measured.points] == [1.5, 2.0]
 
 
-def test_it_covers_contexts_up_to_four_times_as_long_or_short() -> None:
-    measured = curve(point(3, 1.0, context=100))
-    assert measured.context_near(1, 400, False) == measured.context_near(1, 25, False) == 100
-    assert measured.context_near(1, 401, False) is measured.context_near(1, 24, False) is None
+def test_the_nearest_context_is_one_of_the_same_rows_and_tier() -> None:
+    measured = curve(point(3, 1.0, context=100), point(3, 1.0, context=1000))
+    assert measured.context_near(1, 8000, False) == 1000 and measured.context_near(1, 24, False) == 100
     assert measured.context_near(2, 100, False) is measured.context_near(1, 100, True) is None
 
 

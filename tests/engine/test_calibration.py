@@ -28,17 +28,23 @@ def engine() -> Engine:
 
 def test_points_are_measured_for_every_size_once_and_kept(engine: Engine, tmp_path: Path) -> None:
     calibration = engine.calibration
-    curve = calibration.measured(tmp_path, [1, 2], [32], False)
+    curve = calibration.measured(tmp_path, [1, 2], [32], False, anew=True)
     assert {(p.rows, p.context) for p in curve.points} == {(1, 32), (2, 32)}
     assert [p.nodes for p in curve.points if p.rows == 1] == [3, 5, 9, 17, 33, 65]  # a block has three nodes at least
     assert curve_files.read(tmp_path, subject_of(engine.target)) == curve
-    assert calibration.measured(tmp_path, [1], [40], False) is not None
-    assert calibration.known(tmp_path) == curve  # 40 tokens are near enough to 32
+    assert calibration.measured(tmp_path, [1], [2000], False) is not None
+    assert calibration.known(tmp_path) == curve  # in a longer context the steps of a call teach the difference
+
+
+def test_a_call_waits_for_few_steps(stepwise: Any) -> None:
+    engine, sizes = stepwise(lambda sizes: 10 + sizes[-1])
+    points = engine.calibration.measured(None, [1], [16], False).points
+    assert [p.nodes for p in points] == [3, 5, 17] and len(sizes) == 4 * len(points)
 
 
 def test_sizes_are_those_of_the_blocks_of_a_call(engine: Engine, tmp_path: Path) -> None:
     """In a plain step several rows have one node each."""
-    curve = engine.calibration.measured(tmp_path, [4], [16], False)
+    curve = engine.calibration.measured(tmp_path, [4], [16], False, anew=True)
     assert [p.nodes for p in curve.points if p.rows == 4] == [1, 2, 3, 5, 9, 17, 33, 65]
 
 
@@ -47,7 +53,7 @@ def test_a_plain_step_that_got_a_graph_of_its_own_is_measured_then(
 ) -> None:
     single = False
     monkeypatch.setattr(engine.forward_pass, "runs_single", lambda rows: single)
-    before = engine.calibration.measured(tmp_path, [1], [300], False)
+    before = engine.calibration.measured(tmp_path, [1], [300], False, anew=True)
     assert next(p.nodes for p in before.points if p.context == 300) == 3
     single = True
     after = engine.calibration.measured(tmp_path, [1], [290], False)  # at the context of the other sizes
@@ -61,7 +67,7 @@ def test_another_process_reads_what_one_has_measured(engine: Engine, tmp_path: P
 
 
 def test_little_time_leaves_sizes_out(tmp_path: Path) -> None:
-    curve = Engine(tiny_model("llama")).calibration.measured(tmp_path, [1], [16, 500], False, seconds=1e-9)
+    curve = Engine(tiny_model("llama")).calibration.measured(tmp_path, [1], [16, 500], False, seconds=1e-9, anew=True)
     assert [p.nodes for p in curve.points] == [3, 5]
 
 
@@ -88,20 +94,20 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, lis
 def test_a_machine_that_is_slow_for_a_while_makes_no_size_dear(stepwise: Any) -> None:
     """Two steps of each size come first; of those that follow, a stretch as long as all steps of one size is slow."""
     engine, sizes = stepwise(lambda sizes: 100 if 14 <= len(sizes) < 24 else 10 + sizes[-1])
-    points = engine.calibration.measured(None, [1], [16], False).points
+    points = engine.calibration.measured(None, [1], [16], False, anew=True).points
     assert sizes[12:24] == [3, 3, 5, 5, 9, 9, 17, 17, 33, 33, 65, 65]
     assert [p.seconds for p in points] == pytest.approx([0.001 * (10 + p.nodes) for p in points])
 
 
 def test_what_another_size_left_in_the_caches_is_not_what_a_step_costs(stepwise: Any) -> None:
     engine, _ = stepwise(lambda sizes: 10 + sizes[-1] + (5 if sizes[-2:-1] != sizes[-1:] else 0))
-    points = engine.calibration.measured(None, [1], [16], False).points
+    points = engine.calibration.measured(None, [1], [16], False, anew=True).points
     assert [p.seconds for p in points] == pytest.approx([0.001 * (10 + p.nodes) for p in points])
 
 
 def test_compiling_takes_no_time_from_measuring(stepwise: Any) -> None:
     engine, _ = stepwise(lambda sizes: 10 + sizes[-1] + (60_000 if sizes[-1] not in sizes[:-1] else 0))
-    points = engine.calibration.measured(None, [1], [16], False, seconds=10.0).points
+    points = engine.calibration.measured(None, [1], [16], False, anew=True).points
     assert [p.nodes for p in points] == [3, 5, 9, 17, 33, 65]
 
 
@@ -111,7 +117,7 @@ def test_what_steps_show_of_sizes_is_kept_until_they_are_measured_anew(tmp_path:
     for _ in range(2):
         decode(model, prompts(), "auto", max_new_tokens=8, decoders_config=loop)
     calibration = vars(model)["generate"].engine().calibration
-    steps = sum(count for _, count in calibration.ratios(1)[False].values())
+    steps = sum(count for _, count in calibration.ratios(1, 8)[False].values())
     assert steps >= 8
     decode(model, prompts(), "autoregressive", max_new_tokens=8, decoders_config=loop)
     decode(
@@ -122,9 +128,10 @@ def test_what_steps_show_of_sizes_is_kept_until_they_are_measured_anew(tmp_path:
         max_new_tokens=8,
         decoders_config=loop,
     )
-    assert sum(count for _, count in calibration.ratios(1)[False].values()) == steps  # equal calls have equal budgets
+    learnt = calibration.ratios(1, 8)[False].values()
+    assert sum(count for _, count in learnt) == steps  # equal calls have equal budgets
     calibration.measured(tmp_path, [1], [24], False, anew=True)
-    assert not calibration.ratios(1)
+    assert not calibration.ratios(1, 8)
 
 
 def test_what_the_curve_depends_on_is_in_its_subject(engine: Engine) -> None:

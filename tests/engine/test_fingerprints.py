@@ -127,5 +127,5 @@ def test_only_fingerprints_tell_what_was_written_to() -> None:
     assert asks == {
         "engine/model/torch_compat.py", "engine/model/weights/fingerprints.py",
         "engine/model/weights/fused.py",  # products of one step, of tensors that no caller holds
-        "engine/decode/guard.py", "testing/conditions.py",  # who look for writes by hooks, and say that they miss those through .data
+        "engine/decode/rows.py", "testing/conditions.py",  # who look for writes by hooks, and say that they miss those through .data
     }  # fmt: skip

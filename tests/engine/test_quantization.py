@@ -379,7 +379,7 @@ def test_a_plain_step_of_one_row_is_padded_where_one_node_has_other_bits() -> No
 def test_costs_of_a_row_tell_plain_steps_from_blocks(tmp_path: Path) -> None:
     model = decoders.enable(tiny_model("llama").bfloat16())
     engine = vars(model)["generate"].engine(RuntimeSettings.model_validate({"weights": "int4"}))
-    curve = engine.calibration.measured(tmp_path, [1], [30], False)
+    curve = engine.calibration.measured(tmp_path, [1], [30], False, anew=True)
     assert [point.nodes for point in curve.points][:2] == [1, 4]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decoders.common.layers import decoder_layers
+from decoders.common.transformers_compat import decoder_layers
 from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.common import devices
-from decoders.engine.decode.calibration import REPEATS
+from decoders.engine.decode.calibration import REPEATS_IN_CALL
 from decoders.engine.decode.sessions import KEPT_SESSIONS
 from decoders.engine.model.compiled import background, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
@@ -242,9 +242,9 @@ def test_the_time_of_replays_makes_passes_worth_compiling(
 
 def test_costs_are_measured_of_replays(target: PreTrainedModel, device: TapeRecorder) -> None:
     engine = target.generate.engine()
-    curve = engine.calibration.measured(None, [1], [8], False, nodes=(1, 5, 9))
-    assert [point.nodes for point in curve.points] == [4, 8, 16]
-    assert device.recorded == 3 and device.replayed >= 3 * 2 * (REPEATS - 1)
+    curve = engine.calibration.measured(None, [1], [8], False)
+    assert [point.nodes for point in curve.points] == [4, 8, 32]
+    assert device.recorded == 3 and device.replayed >= 3 * 2 * (REPEATS_IN_CALL - 1)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from decoders.strategies import (
     Staged,
     Threshold,
 )
+from decoders.strategies.eagle3 import Eagle3Drafter
 from decoders.strategies.lookahead import BlockShape, block_shape
 from decoders.strategies.merged import Merged, MergedSettings
 from decoders.strategy import Strategy
@@ -109,25 +110,36 @@ def test_blocks_are_as_large_as_a_step_affords(monkeypatch, strategy, plain, ste
 
 
 @pytest.mark.parametrize(
-    "made, settings, plain, steep",
-    [
-        ("eagle3", {}, 25, 4),
-        ("eagle3", {"tree": "none"}, 6, 4),
-        ("eagle3", {"tree": "none", "length": 5}, 6, 6),
-        ("dflash", {}, 6, 4),
-    ],
+    "settings, plain, steep",
+    [({}, (25, 5), (4, 3)), ({"tree": "none"}, (6, 5), (4, 3)), ({"tree": "none", "length": 5}, (6, 5), (6, 5))],
+    ids=["tree", "chain", "set by hand"],
 )
-def test_a_network_makes_as_many_passes_as_a_step_affords(monkeypatch, made, settings, plain, steep):
-    """Its draft has one level for each."""
-    if made == "eagle3":
-        model, strategy = (
-            test_eagle3.target(),
-            Eagle3(head=test_eagle3.written("authors"), layers=(0, 2, 4), **settings),
-        )
-    else:
-        model, strategy = test_dflash.target(), DFlash(draft_model=test_dflash.written("authors"), **settings)
-    assert nodes(monkeypatch, strategy, None, model) == plain
-    assert nodes(monkeypatch, strategy, STEEP, model) == steep
+def test_a_head_makes_as_many_passes_as_a_step_affords(monkeypatch, settings, plain, steep):
+    """In every round one for each level of its draft."""
+    passes: list[int] = []
+    root, further = Eagle3Drafter.root, Eagle3Drafter.further
+
+    def first(self):
+        passes.append(1)
+        return root(self)
+
+    def next_(self, *arguments):
+        passes[-1] += 1
+        return further(self, *arguments)
+
+    monkeypatch.setattr(Eagle3Drafter, "root", first)
+    monkeypatch.setattr(Eagle3Drafter, "further", next_)
+    strategy = Eagle3(head=test_eagle3.written("authors"), layers=(0, 2, 4), **settings)
+    for costs, (most, levels) in ((None, plain), (STEEP, steep)):
+        assert nodes(monkeypatch, strategy, costs, test_eagle3.target()) == most
+        assert set(passes) == {levels}
+        passes.clear()
+
+
+def test_a_block_is_as_long_as_a_step_affords(monkeypatch):
+    model, strategy = test_dflash.target(), DFlash(draft_model=test_dflash.written("authors"))
+    assert nodes(monkeypatch, strategy, None, model) == 6
+    assert nodes(monkeypatch, strategy, STEEP, model) == 4
 
 
 def test_a_window_is_not_cut_by_what_a_step_affords(monkeypatch):

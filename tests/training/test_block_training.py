@@ -298,3 +298,21 @@ def test_a_new_draft_model_begins_as_layers_of_the_target(depth, origins) -> Non
     read = network.fused(features)
     for fitted, wanted in ((own.k_proj(read), last.k_proj(states)), (own.v_proj(read), last.v_proj(states))):
         assert (fitted - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_what_the_target_computes_is_kept_for_the_next_pass(monkeypatch, name, bf16) -> None:
+    model, training = a_model(name), run(rows=2, bf16=bf16)
+
+    def losses() -> list[float]:
+        learner = a_learner(model, training)
+        return [learner.learn(step).item() for step in range(4)]
+
+    learner = a_learner(model, training)
+    first = [learner.learn(step).item() for step in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("the target ran again"))
+        kept = first + [learner.learn(step).item() for step in (2, 3)]
+    monkeypatch.setattr("decoders.training.feature_heads.KEPT", 0)
+    assert losses() == kept

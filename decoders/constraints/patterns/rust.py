@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from ...errors import GrammarError
 from . import characters
@@ -51,31 +50,25 @@ RUST = Dialect(
 
 
 #: Rust's dialect as far as ECMA-262 can express it. ``\d``, ``\w``, ``\s`` and ``.`` get ECMA-262's sets, which are smaller.
-_IN_SCHEMAS = replace(
-    ECMA,
+_IN_SCHEMAS = Dialect(
     messages={
         **{problem: reason for problem, reason in ECMA.messages.items() if problem != "repeated twice"},
         "word boundary": "a word boundary",
         "back-reference": "a back-reference",
     },
+    error=ECMA.error,
+    dot=ECMA.dot,
+    escapes={**ECMA.escapes, "a": single("\a")},
     escapes_outside={
         "A": Anchor(end=False), "z": Anchor(end=True),
         **dict.fromkeys("bB<>", "word boundary"), **dict.fromkeys("123456789", "back-reference"),
     },
-    escapes={**ECMA.escapes, "a": single("\a")},
-    escapes_in_class={},
+    named_property=ECMA.named_property,
     short_properties=True,
-    codes="xuU",
-    codes_in_braces="xuU",
-    surrogate_pairs=False,
-    control_letters=False,
-    open_low=True,
-    lone_counts=False,
-    empty_classes=False,
-    no_range_before=("", "]", "-"),
     class_algebra=True,
     named_group=re.compile(r"\(\?P?<[^\W\d][\w.\[\]]*>"),
-    look_aheads=False,
+    other_groups=ECMA.other_groups,
+    nesting_limited=True,
 )  # fmt: skip
 _ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
 

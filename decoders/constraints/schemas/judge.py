@@ -146,9 +146,8 @@ class Judge:
             number = fraction(value)
             for keyword in keywords.NUMBERS:
                 if keyword in read and not isinstance(read[keyword], bool):
-                    exclusive = (
-                        "exclusive" + keyword.capitalize()
-                    )  # in draft 4 a boolean that makes the bound exclusive
+                    # In draft 4 a boolean that makes the bound exclusive.
+                    exclusive = "exclusive" + keyword.capitalize()
                     strict = {exclusive: True} if read.get(exclusive) is True else {}
                     numbers = keywords.of_numbers({keyword: read[keyword], **strict})
                     if numbers is None or not numbers.contains(number):

@@ -17,7 +17,6 @@ from ...tree import TreeTensors
 from ..model.blocks import LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.cache import CacheBuffers
 from ..model.own_forward import MultimodalInputs, OwnForward
-from . import guard
 from .core import Core, StepOutput
 from .criteria import Outcome
 from .drafts.drafter import ModelDrafter
@@ -25,12 +24,11 @@ from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
-from .guard import check_tree, untouched
 from .prompts import PrefillPlan
 from .request import Request, RequestOutput
 from .resources import CallResources
 from .roster import Roster, chunk_of
-from .rows import Rows
+from .rows import Rows, check_tree, raise_faults, untouched
 from .rules import decider
 from .verify import step_keys
 
@@ -283,7 +281,7 @@ class Batch(Roster):
         """Raises the faults of hooks that the device has noted. Without `wait` they are read only on a CPU."""
         if not self.may_err or (self.target.static and not wait):
             return
-        guard.raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
+        raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def block_of(self, draft: Draft) -> NodeBlock:
         """The draft, checked and padded to a block."""

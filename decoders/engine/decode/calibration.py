@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 
 import torch
 
@@ -32,9 +32,12 @@ from .sessions import Sessions
 from .step import Parts, forward_verify_commit
 
 #: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
-NODES = (1, 2, 3, 5, 9, 17, 33, 65)
+NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Timed steps per size.
 REPEATS = 5
+#: The same within a call, which waits for it: a dozen steps, once for a model and machine. Its own steps teach the rest.
+NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
+REPEATS_IN_CALL = 2
 
 
 def subject_of(target: Target) -> Subject:
@@ -86,15 +89,15 @@ class Calibrator:
         self.forward_pass, self.sessions, self.target = forward_pass, sessions, forward_pass.target
         self._curve: CostCurve | None = None
         self._read: set[Path | None] = set()
-        self._ratios: dict[int, dict[bool, SizeRatios]] = {}
+        self._ratios: dict[tuple[int, int], dict[bool, SizeRatios]] = {}
         self.line = StepLine()
 
-    def ratios(self, rows: int) -> dict[bool, SizeRatios]:
-        """How steps of so many rows differ from the curve, by tier. Not kept in files.
+    def ratios(self, rows: int, context: int) -> dict[bool, SizeRatios]:
+        """How steps of so many rows differ from the curve at contexts of this order of magnitude, by tier. Not kept in files.
 
         :class:`~decoders.costs.StepCosts` updates it.
         """
-        return self._ratios.setdefault(rows, {})
+        return self._ratios.setdefault((rows, context.bit_length() // 2), {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
         """The curve measured so far; None if it has no points. folder: None reads no files."""
@@ -107,15 +110,18 @@ class Calibrator:
 
     def measured(
         self, folder: Path | None, rows: Sequence[int], contexts: Sequence[int], compile: Compile, seconds: float = 10.0,
-        anew: bool = False, nodes: Sequence[int] = NODES,
+        anew: bool = False,
     ) -> CostCurve:  # fmt: skip
-        """The curve with points for every number of rows and context; measured if they are missing, or `anew`.
+        """The curve with points for every number of rows.
 
         Args:
-            rows, contexts, nodes: sizes to measure.
+            rows, contexts: sizes to measure.
             compile: tier, as in a call: with "auto" the one in which a call would run now.
             seconds: most to spend; sizes that come late are left out, two sizes of the first context are always measured.
+            anew: whether to measure everything. If not, a call waits: few numbers of nodes are measured, and only of numbers of rows
+                that were measured at no context.
         """
+        nodes, repeats = (NODES, REPEATS) if anew else (NODES_IN_CALL, REPEATS_IN_CALL)
         curve = self.known(folder) or self._empty()
         compiled = self._compiled(rows, compile)
         places, wanted = {point.place for point in curve.points}, []
@@ -133,8 +139,8 @@ class Calibrator:
         points: list[CostPoint] = []
         for row_count, context, sizes in wanted:
             if not points or clock() < end:
-                points += measure(self.forward_pass, self.sessions, row_count, context, sizes, compile, end)
-                self._ratios.pop(row_count, None)
+                points += measure(self.forward_pass, self.sessions, row_count, context, sizes, compile, end, repeats)
+                self._ratios = {key: ratios for key, ratios in self._ratios.items() if key[0] != row_count}
         self._curve = curve.with_points(points)
         if folder is not None and self.target.ranks.writes:
             write(folder, self._curve)
@@ -154,7 +160,8 @@ class Calibrator:
 
 @torch.no_grad()
 def measure(
-    forward_pass: StepPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float
+    forward_pass: StepPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
+    repeats: int,
 ) -> list[CostPoint]:  # fmt: skip
     """Median seconds of steps of a greedy call, one point per size. Sizes for which there is no time until `end`, of
     the target's ``ranks.clock`` and compiling apart, are left out but for the smallest and one more.
@@ -202,7 +209,7 @@ def measure(
         runs = 1 if session.recordings is None else PLAIN_RUNS + 1
         compiled: dict[int, bool] = {}
         for index, size in enumerate(sizes):
-            needed = 2 * (REPEATS - 1) * sum(first for first, *_ in times.values())
+            needed = 2 * (repeats - 1) * sum(first for first, *_ in times.values())
             if index >= 2 and clock() + needed > end:
                 break
             first = sum(seconds(size) for _ in range(runs))  # compiles and records
@@ -210,12 +217,12 @@ def measure(
             times[size] = [seconds(size)]
             end += max(first - times[size][0], 0.0)
             compiled[size] = forward_pass.compiled_passes > passes
-        for _ in range(REPEATS - 1):
+        for _ in range(repeats - 1):
             for size, taken in times.items():
                 seconds(size)
                 taken.append(seconds(size))
         for size, taken in times.items():
             points.append(
-                CostPoint(rows=rows, context=context, nodes=size, compiled=compiled[size], seconds=median(taken))
+                CostPoint(rows=rows, context=context, nodes=size, compiled=compiled[size], seconds=median_low(taken))
             )
     return points

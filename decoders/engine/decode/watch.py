@@ -147,9 +147,8 @@ class StepWatch(Watch):
         worth, costs = batch.worth, batch.resources.costs
         if worth is None and costs is None:
             return
-        if (
-            batch.session.recordings is not None and not self._replayed
-        ):  # later steps of this size are replayed, and faster
+        # Later steps of this size are replayed, and faster.
+        if batch.session.recordings is not None and not self._replayed:
             return
         agreed = batch.target.ranks.first_number
         seconds = agreed(core)

@@ -324,9 +324,8 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """``buffer[b, :, slots[b, n]] = states[b, :, n]`` in place; buffer ``[B, h, L, d]``, slots ``[B, N]``, states ``[B, h, N, d]``."""
     if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
-        buffer[:, :, slots[0]] = states.to(
-            buffer.dtype
-        )  # takes half the time; compiled, one graph serves all numbers of rows
+        # Takes half the time; compiled, one graph serves all numbers of rows.
+        buffer[:, :, slots[0]] = states.to(buffer.dtype)
         return
     # index_put, not scatter: inductor writes the former in place and copies the whole buffer for the latter.
     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]

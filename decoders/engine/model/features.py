@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ...common.layers import decoder_layers
+from ...common.transformers_compat import decoder_layers
 from ...errors import SettingsError, UnsupportedError
 from .torch_compat import remove_hooks
 

@@ -17,9 +17,8 @@ from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_cos
 from ...model.blocks import NodeBlock
 from ..core import StepOutput
 from ..criteria import Outcome
-from ..guard import untouched
 from ..roster import Roster
-from ..rows import Rows
+from ..rows import Rows, untouched
 from ..step import Watch, step
 from .drafter import ModelDrafter
 

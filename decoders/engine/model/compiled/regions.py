@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....common.layers import decoder_layers
+from ....common.transformers_compat import decoder_layers
 from ....tree import Topology, TreeTensors
 from .. import torch_compat
 from ..blocks import PromptPiece

@@ -6,6 +6,7 @@ On CUDA a kernel of ours multiplies matrices as they are (:mod:`.same_bits`): th
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
@@ -106,7 +107,7 @@ _KINDS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Tensor], Tensor]]
 }
 
 
-class WeightCopy:
+class WeightCopy(ABC):
     """A copy of parameters in another form, stale once they change.
 
     Attributes:
@@ -126,9 +127,9 @@ class WeightCopy:
         """Whether a parameter has changed since it was copied."""
         return self._made_of.changed
 
+    @abstractmethod
     def repack(self) -> None:
         """Copies the parameters' present values into the same tensors, which graphs hold."""
-        raise NotImplementedError
 
 
 @torch.no_grad()

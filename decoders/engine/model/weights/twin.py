@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ....common.layers import decoder_layers
-from ....common.transformers_compat import SET_BY_GENERATE
+from ....common.transformers_compat import SET_BY_GENERATE, decoder_layers
 from ....errors import SettingsError, UnsupportedError
 
 #: Attributes that every module has.
