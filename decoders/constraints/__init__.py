@@ -6,13 +6,15 @@
 from ..common import library
 from .auto import Auto
 from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
-from .call_formats import FORMATS, CallFormat, Written, unfinished
+from .call_arguments import unfinished
+from .call_formats import FORMATS, Call, CallFormat, Written
 from .calls import Called, CallSpec
 from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
 from .compiling import Compilation, compiled
 from .constructors import choice, grammar, json_schema, regex
 from .llguidance import LLGuidance
 from .lookups import LazyMasks, TokenTable
+from .schemas.kinds import Kinds
 from .specs import LEFT_OUT, JsonSchema, Lark, Regex, Spec
 from .table import Table, TableGrammar
 from .tags import After, Calls, Tagged, TaggedGrammar, Thinking, ThinkingMarkers, after, begun, known_markers, tagged
@@ -22,8 +24,8 @@ from .vocabulary import Policy, Vocabulary
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [
-    "BUILT_IN", "FORMATS", "LEFT_OUT", "After", "Auto", "Backend", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
-    "CompiledGrammar", "JsonSchema", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec",
+    "BUILT_IN", "FORMATS", "LEFT_OUT", "After", "Auto", "Backend", "Call", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
+    "CompiledGrammar", "JsonSchema", "Kinds", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec",
     "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "TokenTable",
     "Vocabulary", "Written",
     "after", "as_spec", "as_specs", "begun", "choice", "compiled", "grammar", "json_schema", "known_markers", "library",

@@ -28,6 +28,7 @@ class Language:
         lark: llguidance's dialect of Lark, the first rule is ``start``.
         warnings: how the language differs from the specification, one sentence each.
         whole: judges a finished text where the language is wider than the specification; raises GrammarError.
+        special: names of special tokens in the texts, which have :func:`~decoders.constraints.vocabulary.stand_in` for each.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Language:
     lark: str | None = None
     warnings: tuple[str, ...] = ()
     whole: Callable[[str], None] | None = None
+    special: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

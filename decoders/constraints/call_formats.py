@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+
+from . import call_arguments
+from .call_arguments import loose, unfinished
+from .schemas.kinds import Kinds
+from .schemas.raw_text import Notation, Parameters, Quoted
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,9 @@ class CallFormat:
     Attributes:
         name: what ``--tool-format`` calls it.
         opening: in front of a function's name.
-        middle: between the name and the arguments, which are a JSON object.
+        middle: between the name and the arguments.
+        notation: of the arguments; None: a JSON object.
+        sign: the beginning of `opening` that tells a call from text; None: what stands in front of JSON that holds the name.
         closing: behind the arguments.
         begin: in front of all calls.
         end: behind all calls.
@@ -43,11 +48,13 @@ class CallFormat:
     also: tuple[tuple[str, str], ...] = ()
     shown: str | None = None
     source: tuple[str, ...] = ()
+    notation: Notation | None = None
+    sign: str | None = None
 
     @property
     def mark(self) -> str:
-        """The part of `opening` in front of JSON that holds the name, without white space at its end."""
-        return self.opening.partition('{"name"')[0].rstrip()
+        """The part of `opening` that tells a call from text, without white space at its end."""
+        return self.sign if self.sign is not None else self.opening.partition('{"name"')[0].rstrip()
 
     @property
     def trigger(self) -> str:
@@ -58,31 +65,49 @@ class CallFormat:
     def texts(self) -> tuple[str, ...]:
         """All that may hold names of special tokens."""
         also = [text for pair in self.also for text in pair]
-        return (self.opening, self.middle, self.closing, self.begin, self.end, self.between or "", self.message, *also)
+        own = self.notation.texts if self.notation is not None else ()
+        return (
+            self.opening,
+            self.middle,
+            self.closing,
+            self.begin,
+            self.end,
+            self.between or "",
+            self.message,
+            *also,
+            *own,
+        )
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls of functions, given as their names and arguments in JSON."""
-        each = (f"{self.opening}{name}{self.middle}{arguments}{self.closing}" for name, arguments in calls)
+        each = (
+            f"{self.opening}{name}{self.middle}{call_arguments.written(arguments, self.notation)}{self.closing}"
+            for name, arguments in calls
+        )
         return self.begin + (self.between or "").join(each) + self.end
 
     def shows(self, rendered: str, name: str) -> bool:
         """Whether a template that has rendered a call of the function `name` writes it so."""
-        shown = self.shown if self.shown is not None else f"{self.begin}{self.opening}{name}{self.middle}"
+        first = self.notation.opening if isinstance(self.notation, Parameters) else ""
+        shown = self.shown if self.shown is not None else f"{self.begin}{self.opening}{name}{self.middle}{first}"
         return shown in rendered
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
         """A call up to its arguments; what stands in front of JSON is not looked for."""
         pairs = ((self.opening, self.middle), *self.also)
-        heads = (rf"{_loose(opening[len(self.mark) :] or opening)}(?P<n{i}>[\w.-]+){_loose(middle)}(?=\{{)"
+        first = r"\{"
+        if isinstance(self.notation, Parameters):
+            first = rf"\s*(?:{loose(self.notation.opening)}|{loose(self.closing)})"
+        heads = (rf"{loose(opening[len(self.mark) :] or opening)}(?P<n{i}>[\w.-]+){loose(middle)}(?={first})"
                  for i, (opening, middle) in enumerate(pairs))  # fmt: skip
         return re.compile("|".join(heads))
 
-    def read(self, text: str, names: Collection[str], ended: bool = True) -> Written:
+    def read(self, text: str, functions: Mapping[str, Kinds | None], ended: bool = True) -> Written:
         """Text and calls of a text that grows until it has `ended`.
 
         Args:
-            names: of functions that there are. Other calls are text.
+            functions: that there are, with the types of their parameters. Other calls are text.
         """
         trigger, head = self.trigger, text.lstrip()
         place = self._begins(text)
@@ -96,16 +121,15 @@ class CallFormat:
         before, calls = text[:place].rstrip(), list[Call]()
         while (found := self._head.search(text, place)) is not None:
             name = next(name for name in found.groups() if name is not None)
-            if name not in names:
+            if name not in functions:
                 break
-            end = _object_end(text, found.end())
-            arguments = text[found.end() : end]
-            if end is not None and not _is_json(arguments):
+            own = call_arguments.read(text, found.end(), self.notation, functions[name], self.closing)
+            if not own.valid:
                 break
-            calls.append(Call(name, arguments, end is not None))
-            if end is None or self.between is None:
+            calls.append(Call(name, own.json, own.end is not None))
+            if own.end is None or self.between is None:
                 break
-            place = end
+            place = own.end
         return Written(text if ended and not calls else before, tuple(calls))
 
     def _begins(self, text: str) -> int | None:
@@ -123,7 +147,7 @@ class Call:
 
     Attributes:
         name: of the function.
-        arguments: as they are written, so far.
+        arguments: so far, in JSON.
         complete: whether that is all of them.
     """
 
@@ -145,44 +169,30 @@ class Written:
     calls: tuple[Call, ...] = ()
 
 
-def _loose(text: str) -> str:
-    """An expression of `text` with any white space in the place of its own."""
-    return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=[{:,])(?=\")|(?<=\{)|(?<=:)", text)))
-
-
-def unfinished(text: str, markers: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of `markers`."""
-    longest = min(max(map(len, markers), default=1) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
-
-
-_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)
-
-
-def _object_end(text: str, begin: int) -> int | None:
-    """The place behind the JSON object at `begin`; None if it is not complete."""
-    depth = 0
-    for part in _PARTS.finditer(text, begin):
-        depth += (part[0] in "{[") - (part[0] in "}]")
-        if not depth:
-            return part.end()
-    return None
-
-
-def _is_json(text: str) -> bool:
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"JSON has no {constant}")
-
-    try:  # numbers of any size are JSON
-        json.loads(text, parse_constant=refuse, parse_int=str, parse_float=str)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 #: In the order in which a template's rendering is compared with them.
 FORMATS = (
     CallFormat("hermes", '<tool_call>\n{"name": "', closing="}\n</tool_call>"),
+    CallFormat(
+        "qwen3-coder", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", sign="<tool_call>",
+        notation=Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    CallFormat(
+        "seed-oss", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", sign="<seed:tool_call>",
+        notation=Parameters("<parameter=", ">", "</parameter>\n"),
+    ),
+    CallFormat(
+        "glm-4.5", "<tool_call>", "\n", "</tool_call>",
+        notation=Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    CallFormat(
+        "glm-4.7", "<tool_call>", "", "</tool_call>", between="",
+        notation=Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    ),
+    CallFormat(
+        "minimax-m2", '\n<invoke name="', '">\n', "</invoke>", "<minimax:tool_call>", "\n</minimax:tool_call>", "",
+        notation=Parameters('<parameter name="', '">', "</parameter>\n"), sign='\n<invoke name="',
+    ),
+    CallFormat("gemma4", "<|tool_call>call:", "", "<tool_call|>", between="", notation=Quoted('<|"|>')),
     CallFormat("mistral", begin="[TOOL_CALLS] [", between=", ", end="]"),
     CallFormat("mistral-tekken", begin="[TOOL_CALLS][", between=", ", end="]"),
     CallFormat("mistral-args", "[TOOL_CALLS]", "[ARGS]", "", between=""),

@@ -15,8 +15,11 @@ from .call_formats import CallFormat
 from .patterns.limits import deadline, left
 from .patterns.tree import quoted, slashed
 from .schemas.document import document
+from .schemas.kinds import Kinds, kinds_of
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
+from .schemas.raw_text import Notation, writer
+from .schemas.writing import Writer
 from .specs import JsonSchema, Spec
 
 _ANY = r"(?:.|\n)*"
@@ -43,22 +46,28 @@ class Called:
     def of(name: str, parameters: dict[str, Any] | None, strict: bool | None) -> Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
-    def language(self) -> Language:
-        """The language of the arguments. Raises GrammarError: they cannot be expressed; names the function."""
+    def language(self, notation: Notation | None = None) -> Language:
+        """The language of the arguments, in JSON by default. Raises GrammarError: they cannot be expressed; names the function."""
         try:
-            language = self._language()
+            language = self._language(notation)
         except GrammarError as error:
             raise GrammarError(f"tools: {self.name}: {error}", error.keyword, error.path) from error
         return replace(language, warnings=tuple(self._named(warning) for warning in language.warnings))
 
-    def _language(self) -> Language:
+    def _language(self, notation: Notation | None) -> Language:
         if self.strict is None:
             try:
                 with deadline(left() / 2):
-                    return _Arguments(self.parameters, closed=True).language()
+                    return _Arguments(self.parameters, closed=True, notation=notation).language()
             except GrammarError:
                 pass  # an error of the schema itself is raised again below
-        return _Arguments(self.parameters, closed=True, strict=self.strict is True).language()
+        strict = self.strict is True
+        return _Arguments(self.parameters, closed=True, strict=strict, notation=notation).language()
+
+    @property
+    def kinds(self) -> Kinds:
+        """The types of its parameters."""
+        return kinds_of(self.parameters)
 
     @property
     def key(self) -> list[Any]:
@@ -76,15 +85,23 @@ class Called:
         return f"{self.name}: {warning}" if warning.startswith("$") else warning
 
 
+@dataclass(frozen=True)
 class _Arguments(JsonSchema):
-    """JSON objects that a schema allows, even if the schema has no ``type``.
+    """Objects that a schema allows, even if the schema has no ``type``, in JSON or another notation.
 
     `closed`, since a function has no use for undeclared arguments, and a language without them is mostly regular.
     """
 
+    notation: Notation | None = None
+
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:
         normaliser, root = super()._read(dropped)
         return normaliser, normaliser.nodes.intersection(root, normaliser.place(_OBJECT))
+
+    def _writer(self, normaliser: Normaliser) -> Writer:
+        if self.notation is None:
+            return super()._writer(normaliser)
+        return writer(self.notation, normaliser, self.closed, kinds_of(self.text))
 
 
 @dataclass(frozen=True)
@@ -114,6 +131,7 @@ class CallSpec(Spec):
         alone: one call without what stands in front of its JSON or its name (:attr:`CallFormat.mark`), and behind its arguments.
         several: whether there may be more than one call.
         text: what text must follow; None: any that does not begin as a call.
+        special: names of special tokens that have stand-ins in the format.
     """
 
     functions: tuple[Called, ...]
@@ -121,16 +139,17 @@ class CallSpec(Spec):
     alone: bool = True
     several: bool = False
     text: Spec | None = None
+    special: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
         functions = [each.key for each in self.functions]
-        options = [repr(self.format), self.alone, self.several]
+        options = [repr(self.format), self.alone, self.several, self.special]
         return self._keyed(json.dumps([functions, options, self.text.key if self.text is not None else None]))
 
     def language(self) -> Language:
         with deadline():
-            inner = [function.language() for function in self.functions]
+            inner = [function.language(self.format.notation) for function in self.functions]
             text = self._text()
         warnings = dict.fromkeys(warning for each in [*inner, *([text] if text else [])] for warning in each.warnings)
         pattern = self._regex(inner, text)
@@ -143,7 +162,8 @@ class CallSpec(Spec):
                 f"tools: texts of response_format may begin as calls do ({trigger}), and the two are no regular expression: say "
                 'tool_choice="none" or "required", or leave response_format out'
             )
-        return Language("calls of functions", pattern, lark, tuple(warnings), self._whole(inner, text))
+        whole = self._whole(inner, text)
+        return Language("calls of functions", pattern, lark, tuple(warnings), whole, self.special)
 
     def _opening(self, function: Called) -> list[str]:
         """Expressions of what stands in front of the arguments, in words that a lexer tells apart."""
@@ -193,7 +213,7 @@ class CallSpec(Spec):
         judge_text = None if text is None else text.whole
         if not judges and judge_text is None:
             return None
-        return _Answers(frozenset(each.name for each in self.functions), judges, judge_text, self.format, self.alone)
+        return _Answers({each.name: each.kinds for each in self.functions}, judges, judge_text, self.format, self.alone)
 
     def _lark(self, inner: list[Language], text: Language | None) -> str:
         closing, between, begin, end = (slashed(part) if part else "" for part in self._around)
@@ -218,15 +238,16 @@ class CallSpec(Spec):
 class _Answers:
     """Judges answers, see :meth:`CallSpec._whole`."""
 
-    names: frozenset[str]
+    functions: Mapping[str, Kinds]
     judges: Mapping[str, Callable[[str], None]]
     judge_text: Callable[[str], None] | None
     format: CallFormat
     alone: bool
 
     def __call__(self, answer: str) -> None:
-        lead = f"{self.format.begin}{self.format.mark}" if self.alone else ""
-        written = self.format.read(lead + answer, self.names)
+        format = self.format
+        whole = f"{format.begin}{format.mark}{answer}{format.closing}" if self.alone else answer
+        written = format.read(whole, self.functions)
         if not written.calls and self.judge_text is not None:
             self.judge_text(answer)
         for call in written.calls:

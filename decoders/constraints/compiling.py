@@ -138,6 +138,7 @@ def _made(
     spec: Spec, vocabulary: Vocabulary, backend: Backend, directory: Path | None
 ) -> tuple[CompiledGrammar, Source]:
     language = spec.language()
+    vocabulary = vocabulary.spelling(language.special)
     if directory is not None:
         path = stored_path(directory, language, vocabulary, spec.policy, backend)
         grammar = restored(path, language, vocabulary, spec.policy, backend)

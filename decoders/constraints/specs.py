@@ -283,7 +283,6 @@ class JsonSchema(Spec):
             raise GrammarError(
                 f"indent={self.indent!r}: give a number of blanks from 0 to {MOST_INDENT}, or leave it out", "indent"
             )
-        white_space = WHITESPACE[self.whitespace] if self.indent is None else self.indent
         dropped: list[tuple[str, str]] = []
         steps = 0
         while True:
@@ -292,7 +291,7 @@ class JsonSchema(Spec):
             seconds = left() if self.strict else left() / 2
             try:
                 with deadline(seconds):
-                    writer = Writer(normaliser, white_space, self.closed)
+                    writer = self._writer(normaliser)
                     rules = writer.write(root)
                 break
             except RecursionError as problem:
@@ -313,6 +312,10 @@ class JsonSchema(Spec):
         root = document(self.text)
         normaliser = Normaliser(frozenset(dropped), evaluation=any(key in _UNEVALUATED for key in self._keys))
         return normaliser, normaliser.place(root)
+
+    def _writer(self, normaliser: Normaliser) -> Writer:
+        white_space = WHITESPACE[self.whitespace] if self.indent is None else self.indent
+        return Writer(normaliser, white_space, self.closed)
 
     @property
     def _keys(self) -> Iterator[str]:

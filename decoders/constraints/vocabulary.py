@@ -29,6 +29,7 @@ class Vocabulary:
         encode: the tokenizer's text to ids, without special tokens.
         rules: tells tokenizers apart that have the same tokens and encode differently.
         special: ids of special tokens by their names.
+        spelled: names of special tokens that have a text here, see :meth:`spelling`.
 
     Raises:
         UnsupportedError: stop tokens are given, and none is among `tokens`.
@@ -52,6 +53,8 @@ class Vocabulary:
                 f"{len(self.tokens) - 1}"
             )
         self.encode, self.rules, self.special = encode or self._greedy, rules, dict(special or {})
+        self.spelled: tuple[str, ...] = ()
+        self._spellings = dict[tuple[str, ...], Vocabulary]()
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, size: int, stops: Sequence[int]) -> Vocabulary:
@@ -84,6 +87,27 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def spelling(self, names: tuple[str, ...]) -> Vocabulary:
+        """These tokens, with special ones of those names spelt as characters that no text has: :func:`stand_in`, in their order."""
+        if not names:
+            return self
+        if names not in self._spellings:
+            ids = {self.special[name]: stand_in(place).encode() for place, name in enumerate(names)}
+            first = stand_in(0).encode()[0]
+            tokens = [None if text is not None and first in text else text for text in self.tokens]
+            for token, text in ids.items():
+                tokens[token] = text
+
+            def encode(text: str) -> Sequence[int]:
+                for place, name in enumerate(names):
+                    text = text.replace(stand_in(place), name)
+                return self.encode(text)
+
+            own = Vocabulary(tokens, self.stops, encode, f"{self.rules} {names}", self.special)
+            own.spelled = names
+            self._spellings[names] = own
+        return self._spellings[names]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -190,6 +214,11 @@ class Vocabulary:
             else:
                 return []
         return tokens
+
+
+def stand_in(place: int) -> str:
+    """A character of plane 16, which is for private use."""
+    return chr(0x100000 + place)
 
 
 def _decodable(text: bytes) -> str:

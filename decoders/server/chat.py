@@ -13,7 +13,7 @@ from .reasoning import Reasoning, special_ids
 from .refusals import Refusal
 from .service import Service
 from .texts import Choice, Job, named
-from .turns import Piece, Turn
+from .turns import JOINT, Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
@@ -132,7 +132,9 @@ class Chat(Conversing, ChoicesAnswer):
 
     def _delta(self, turn: Turn, piece: Piece) -> dict[str, Any]:
         if piece.kind != "arguments":
-            return {"content" if piece.kind == "text" else "reasoning_content": piece.text}
+            own = turn.texts if piece.kind == "text" else turn.thoughts
+            joint = JOINT if piece.first and piece.number != next(iter(own)) else ""
+            return {"content" if piece.kind == "text" else "reasoning_content": joint + piece.text}
         call, head = turn.calls[piece.number], dict[str, Any]()
         function = {"arguments": piece.text}
         if piece.first:

@@ -55,8 +55,8 @@ def exchanged(connection: socket.socket, content: bytes, check: Check) -> bytes 
 class _Pickler(pickle.Pickler):
     """Leaves the vocabulary out, which both sides have, and takes exceptions by what they hold, whatever makes them."""
 
-    def persistent_id(self, value: Any) -> str | None:
-        return "vocabulary" if isinstance(value, Vocabulary) else None
+    def persistent_id(self, value: Any) -> Any:
+        return ("vocabulary", value.spelled) if isinstance(value, Vocabulary) else None
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Exception):
@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
         self._vocabulary = vocabulary
 
     def persistent_load(self, name: Any) -> Vocabulary:
-        return self._vocabulary
+        return self._vocabulary.spelling(name[1])
 
 
 def _remade(kind: type[Exception], arguments: tuple[Any, ...], held: dict[str, Any]) -> Exception:

@@ -6,6 +6,7 @@ Nothing here reads a file that a client names.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..constraints import (
     Called,
@@ -13,6 +14,7 @@ from ..constraints import (
     CallSpec,
     CompiledGrammar,
     JsonSchema,
+    Kinds,
     Lark,
     Spec,
     Written,
@@ -132,12 +134,20 @@ class Calling:
         format = _format_beside_calls(body, style) if mode == "auto" else None
         return Calling(tools, style, mode != "auto", several, mode == "named", format)
 
+    @cached_property
+    def _functions(self) -> tuple[Called, ...]:
+        asked = (tool.function for tool in self.tools)
+        return tuple(Called.of(each.name, each.parameters, each.strict) for each in asked)
+
+    @cached_property
+    def _kinds(self) -> dict[str, Kinds]:
+        return {each.name: each.kinds for each in self._functions}
+
     @property
     def spec(self) -> Spec:
         """The grammar of the answer."""
         format = self.style.format
-        asked = (tool.function for tool in self.tools)
-        functions = tuple(Called.of(each.name, each.parameters, each.strict) for each in asked)
+        functions = self._functions
         several = self.several and format.between is not None
         if self.required or (format.trigger and self.format is None):
             return Calls(functions, format, self.required, several)
@@ -147,7 +157,7 @@ class Calling:
 
     def read(self, text: str, ended: bool) -> Written:
         """What is written of text and calls in an answer that grows until it has `ended`."""
-        written = self.style.format.read(text, {tool.function.name for tool in self.tools}, ended)
+        written = self.style.format.read(text, self._kinds, ended)
         if (
             self.format is not None and written.text.strip() and written.calls
         ):  # calls are the whole answer or none of it

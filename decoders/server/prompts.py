@@ -172,7 +172,7 @@ def _introduced(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The conversation with a system message that says which functions there are."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    shape = style.format.written([("…", "{…}")])
+    shape = style.format.written([("…", "{…}" if style.format.notation is None else '{"…": "…"}')])
     text = f"You may call functions. To call one, answer with nothing but {shape}. The functions:\n{listed}"
     if messages and messages[0]["role"] == "system":
         first = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
@@ -215,6 +215,8 @@ def _text_of(
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
             read = "text" if images is None else "text and image_url"
             message = f"{param}: only parts of type {read} are read here, not {shortened(repr(part.get('type')))}"
+            if part.get("type") == "image_url":
+                message = f"{param}: only parts of type text are read here, no images"
             raise Refusal(400, message, param=param, code="unsupported_content")
         parts.append({"type": "text", "text": part[part["type"]]})
     if any(part["type"] == "image" for part in parts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..constraints import ThinkingMarkers, begun, unfinished
 from .bodies import EFFORTS, ChatBody
@@ -13,6 +13,23 @@ from .refusals import Refusal
 if TYPE_CHECKING:
     from .prompts import Conversations
     from .texts import Spelling
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an assistant's turn.
+
+    Attributes:
+        kind: a thought, an answer that may have calls in it, or text without any.
+        text: of it.
+        begin: where it begins in what is written.
+        first: where its marker does.
+    """
+
+    kind: Literal["thought", "answer", "text"]
+    text: str
+    begin: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -61,24 +78,31 @@ class Reasoning:
         """``thinking=`` of the request."""
         return {"tokens": self.budget, "begin": self.markers.begin, "end": self.markers.end}
 
-    def split(self, text: str, ended: bool) -> tuple[str, str | None]:
-        """The thought, and the answer behind it, of a growing text; None while there is no answer yet.
+    def parts(self, text: str, ended: bool) -> list[Part]:
+        """The thoughts and the answers in a growing text, in their order.
 
         What may become a marker is held back until `ended`.
         """
         begin, end = str(self.markers.begin), str(self.markers.end)
         if self.markers.closing is not None:
-            return _messages(begin + text if self.open else text, ended)
+            given = len(begin) if self.open else 0
+            parts = _messages(begin[:given] + text, ended)
+            return [Part(each.kind, each.text, each.begin - given, max(each.first - given, 0)) for each in parts]
         head = text.lstrip() if self.open is None else text
         if self.open is None:
             if not ended and any(each.startswith(head) and each != head for each in (begin, end)):
-                return "", None
+                return []
             if not head.startswith(begin):
-                return "", text
+                return [Part("answer", text, 0, 0)]
             head = head[len(begin) :]
-        if (place := head.find(end)) >= 0:
-            return head[:place].lstrip("\n"), head[place + len(end) :].lstrip("\n")
-        return head[: len(head) if ended else len(head) - unfinished(head, [end])].lstrip("\n"), None
+        place = head.find(end)
+        until = place if place >= 0 else len(head) if ended else len(head) - unfinished(head, [end])
+        thought = head[:until].lstrip("\n")
+        parts = [Part("thought", thought, len(text) - len(head) + until - len(thought), 0)]
+        if place >= 0:
+            answer = head[place + len(end) :].lstrip("\n")
+            parts.append(Part("answer", answer, len(text) - len(answer), len(text) - len(answer)))
+        return parts
 
 
 #: A message of harmony: its head, and its text up to what ends it.
@@ -90,30 +114,27 @@ _MESSAGE = re.compile(
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
-def _messages(text: str, ended: bool) -> tuple[str, str | None]:
-    """The thoughts in messages of harmony, and what the others say, calls with their heads; None while there are no others."""
-    thoughts, answers = list[str](), list[tuple[str, bool]]()  # with whether it is a call
+def _messages(text: str, ended: bool) -> list[Part]:
+    """The messages of harmony; calls with their heads."""
+    parts = list[Part]()
     if not ended and text in ("", "<"):
-        return "", None
+        return []
     if not text.startswith("<|"):  # it writes no messages
-        return "", text
+        return [Part("answer", text, 0, 0)]
     for message in _MESSAGE.finditer(text):
         head, content, end = message.groups()
         if not (ended or end):
             content = content[: len(content) - unfinished(content, _ENDS)]
+        begin, first = message.start(2), message.start()
         if "<|channel|>analysis" in head:
-            thoughts.append(content)
+            parts.append(Part("thought", content, begin, first))
+        elif " to=" in head:
+            parts.append(
+                Part("answer", f"{head.replace('<|start|>assistant<', '<')}<|message|>{content}", begin, first)
+            )
         else:
-            if " to=" in head:
-                content = f"{head.replace('<|start|>assistant<', '<')}<|message|>{content}"
-            answers.append((content, " to=" in head))
-    if ended and not thoughts and not answers:
-        return "", text
-    answer, spoken = "", False
-    for content, call in answers:
-        answer += f"\n\n{content}" if spoken and content and not call else content
-        spoken = not call and (spoken or content != "")
-    return "\n\n".join(thoughts), answer if answers else None
+            parts.append(Part("text", content, begin, first))
+    return parts if parts or not ended else [Part("answer", text, 0, 0)]
 
 
 def special_ids(spelling: Spelling, *texts: str) -> frozenset[int]:

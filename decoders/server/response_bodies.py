@@ -256,7 +256,8 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
             continue
         last = messages[-1] if messages else {}
         if kind == "message":
-            role, content = _string(item, "role", place), _text(item.get("content"), f"{place}.content")
+            role = _string(item, "role", place)
+            content = (_parts if role == "user" else _text)(item.get("content"), f"{place}.content")
             if role not in ("system", "developer", "user", "assistant"):
                 given = shortened(repr(role))
                 raise _wrong(f"{place}.role", f"{given} is no role. Choose from: assistant, developer, system, user")
@@ -286,19 +287,48 @@ def _string(item: dict[str, Any], name: str, place: str) -> str:
     return value
 
 
-def _text(content: Any, place: str) -> str:
-    """The text of a content, a text or a list of parts."""
+def _parts(content: Any, place: str) -> str | list[dict[str, Any]]:
+    """The content of a user's message: a text, or parts as a conversation has them if there are images."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text(content, place, "text and input_image")
+    parts = list[dict[str, Any]]()
+    for number, part in enumerate(content):
+        if not _is_image(part):
+            parts.append({"type": "text", "text": _text([part], place, "text and input_image", number)})
+            continue
+        url = part.get("image_url")
+        if not isinstance(url, str) or not url.startswith("data:"):
+            given = "a file" if url is None else shortened(repr(url))
+            message = (
+                f"an image is a data URL (data:image/png;base64,…) in image_url, since nothing is fetched, not {given}"
+            )
+            raise _wrong(f"{place}.{number}", message, "invalid_image")
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
+    """The text of a content, a text or a list of parts.
+
+    Args:
+        read: what is read here.
+        first: number of the first part.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _wrong(place, "a text is needed, or a list of parts")
     texts = []
-    for number, part in enumerate(content):
+    for number, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if (kind not in _TEXTS and kind != "refusal") or not isinstance(text, str):
             given = shortened(repr(kind))
-            raise _wrong(f"{place}.{number}", f"only parts of text are read, not {given}", "unsupported_content")
+            raise _wrong(f"{place}.{number}", f"only parts of {read} are read, not {given}", "unsupported_content")
         texts.append(text)
     return "".join(texts)
 

@@ -194,9 +194,7 @@ class Response(Conversing):
         if ended:
             if not any(item["type"] != "reasoning" for item in self.output):
                 content += self._grow(Piece("text", ""), growing, ended)
-            if self._open is not None and self._open[0] == "text":
-                self._told(turn, ended)
-            content += self._close("incomplete" if turn.finish_reason == "length" else "completed")
+            content += self._close("incomplete" if turn.finish_reason == "length" else "completed", turn, ended)
         return content
 
     def last_events(self) -> bytes:
@@ -217,14 +215,15 @@ class Response(Conversing):
         self._number += 1
         return event({"type": name, "sequence_number": number, **fields}, name)
 
-    def _told(self, turn: Turn, ended: bool) -> list[dict[str, Any]]:
-        """Log probabilities of the tokens of a text that were not told of yet."""
+    def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
+        """Log probabilities of the tokens of the text with that number that were not told of yet."""
         if not self.body.logprobs:
             return []
-        own = [turn.in_text(token, ended) for token in self._tokens]
+        own = [turn.part_of(token, ended) == number for token in self._tokens]
         entries = self.logprobs([*compress(self._tokens, own)])
         later = (token for token, told in zip(self._tokens, own, strict=True) if not told)
-        self._tokens = [token for token in later if token.begin >= turn.border]  # but none of the thought
+        begin, _ = turn.places.get(number, (0, 0))
+        self._tokens = [token for token in later if token.begin >= begin]
         self._logprobs += entries
         return entries
 
@@ -232,7 +231,7 @@ class Response(Conversing):
         """Adds to the item that grows, or begins another."""
         content = b""
         if self._open != (piece.kind, piece.number):
-            content = self._close("completed") + self._begin(piece, growing)
+            content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
         item, place = self.output[-1], {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
         match piece.kind:
             case "arguments":
@@ -243,7 +242,7 @@ class Response(Conversing):
             case "thought":
                 item["content"][0]["text"] += piece.text
                 return content + self._event("reasoning_text.delta", **place, content_index=0, delta=piece.text)
-        entries = self._told(self.turn(growing), ended)
+        entries = self._told(self.turn(growing), piece.number, ended)
         item["content"][0]["text"] += piece.text
         if not piece.text:
             return content
@@ -262,6 +261,7 @@ class Response(Conversing):
                 part = {"type": "reasoning_text", "text": ""}
                 item = {"id": f"rs_{own}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
             case _:
+                self._logprobs = []
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 item = {
                     "id": f"msg_{own}",
@@ -280,11 +280,13 @@ class Response(Conversing):
             item["content"] = [part]
         return content
 
-    def _close(self, status: str) -> bytes:
+    def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
         """Ends the item that grows."""
         if self._open is None:
             return b""
-        kind, self._open = self._open[0], None
+        (kind, number), self._open = self._open, None
+        if kind == "text":
+            self._told(turn, number, ended)
         item, index = self.output[-1], len(self.output) - 1
         item["status"] = status
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..constraints import Call
 from .answers import Growing, TextToken, joined
 from .grammars import Calling
-from .reasoning import Reasoning
+from .reasoning import Part, Reasoning
 from .texts import Span
+
+#: Between thoughts, and between texts, where they are told as one.
+JOINT = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class Piece:
     Attributes:
         kind: of a thought, of text, or of the arguments of a call.
         text: what is new of it.
-        number: of the call.
-        first: whether the call begins here.
+        number: of the call, or of the part that is a thought or text.
+        first: whether the call or the part begins here.
     """
 
     kind: Literal["thought", "text", "arguments"]
@@ -55,33 +59,52 @@ class Turn:
         calling: what may be called; None if nothing.
 
     Attributes:
-        thought, text, calls: so far.
-        border: characters of what is written ahead of the text.
-        thought_tokens: tokens of the thought and its markers.
+        thoughts, texts: so far, by the numbers of their parts; none are empty.
+        calls: so far.
+        places: where the texts are in what is written, by the same numbers.
     """
 
     def __init__(self, growing: Growing, reasoning: Reasoning | None, calling: Calling | None) -> None:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
-        self.thought, self.text, self.calls = "", "", list[TurnCall]()
-        self.border, self.thought_tokens, self._written = 0, 0, ""
+        self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
+        self.places, self._written = dict[int, tuple[int, int]](), ""
+        self._thinking = list[tuple[int, int]]()  # where thoughts and their markers are
+
+    @property
+    def thought(self) -> str:
+        return JOINT.join(self.thoughts.values())
+
+    @property
+    def text(self) -> str:
+        return JOINT.join(self.texts.values())
+
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens of thoughts and their markers."""
+        places = self.growing.text.places
+        return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
         """What is new since the last call, its spans, and its tokens if log probabilities are asked for."""
         spans, tokens = self.growing.read(ended)
         self._written += joined(spans)
-        thought, answer = self._reasoning.split(self._written, ended) if self._reasoning else ("", self._written)
-        text, calls, pieces = answer or "", list[TurnCall](), list[Piece]()
-        self.border = len(self._written) - len(text)
-        if thought:
-            self.thought_tokens = sum(end <= self.border for _, end in self.growing.text.places)
-        if self._calling is not None:
-            written = self._calling.read(text, ended)
-            text = written.text
-            calls = [TurnCall(each.name, each.arguments, each.complete) for each in written.calls]
-        if new := thought[len(self.thought) :]:
-            pieces.append(Piece("thought", new))
-        if new := text[len(self.text) :]:
-            pieces.append(Piece("text", new))
+        if self._reasoning is not None:
+            parts = self._reasoning.parts(self._written, ended)
+        else:
+            parts = [Part("answer", self._written, 0, 0)]
+        pieces, calls = list[Piece](), list[Call]()
+        for number, part in enumerate(parts):
+            text = part.text
+            if part.kind == "thought":
+                pieces += self._grown("thought", self.thoughts, number, text)
+                continue
+            if part.kind == "answer" and self._calling is not None:
+                written = self._calling.read(text, ended)
+                text, calls = written.text, [*written.calls]
+            pieces += self._grown("text", self.texts, number, text)
+            self.places[number] = part.begin, part.begin + len(text)
+        ends = [*(part.first for part in parts[1:]), len(self._written)]
+        self._thinking = [(part.first, end) for part, end in zip(parts, ends, strict=False) if part.kind == "thought"]
         for number, call in enumerate(calls):
             first = number >= len(self.calls)
             if first:
@@ -91,15 +114,22 @@ class Turn:
             own.arguments = call.arguments
             if new or first:
                 pieces.append(Piece("arguments", new, number, first))
-        self.thought, self.text = thought, text
         return pieces, spans, tokens
 
-    def in_text(self, token: TextToken, ended: bool) -> bool:
-        """Whether a token belongs to the text so far, at the end with empty ones behind it. Of messages of harmony all do."""
-        if self._reasoning is not None and self._reasoning.markers.closing is not None:
-            return True
-        begin, end = self.border, self.border + len(self.text)
-        return begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end)
+    @staticmethod
+    def _grown(kind: Literal["thought", "text"], known: dict[int, str], number: int, text: str) -> list[Piece]:
+        before = known.get(number, "")
+        if len(text) <= len(before):
+            return []
+        known[number] = text
+        return [Piece(kind, text[len(before) :], number, not before)]
+
+    def part_of(self, token: TextToken, ended: bool) -> int | None:
+        """The number of the text so far to which a token belongs; at the end empty ones behind it do."""
+        for number, (begin, end) in self.places.items():
+            if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
+                return number
+        return None
 
     @property
     def finish_reason(self) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 pytest.importorskip("fastapi")
 
-from decoders.constraints import FORMATS, LLGuidance, Thinking, Vocabulary, unpack
+from decoders.constraints import FORMATS, LLGuidance, Thinking, Vocabulary, compiled, unpack
 from decoders.errors import UnknownNameError
 from decoders.server.bodies import Tool
 from decoders.server.grammars import Calling
@@ -50,11 +51,49 @@ DEEPSEEK = (
     "<｜tool▁calls▁end｜>",
 )
 BEGIN, ONE, SEP, CLOSE, END = DEEPSEEK
+NAME, NEW_LINE = "{{ c.name }}", "{{ '\\n' }}"
+GLM = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+
+
+def parameters(opening: str, middle: str, closing: str) -> str:
+    """Each parameter between marks, strings as they are."""
+    pair = "{{ k }}" + middle + "{{ v if v is string else v | tojson }}"
+    return "{% for k, v in c.arguments.items() %}" + opening + pair + closing + "{% endfor %}"
+
+
+QUOTED = (
+    '{% for k, v in c.arguments | dictsort %}{{ k }}:{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v | tojson }}{% endif %}'
+    "{% if not loop.last %},{% endif %}{% endfor %}"
+)
 V3 = ONE + "{{ call.type }}" + SEP + "{{ c.name }}\n```json\n{{ '' + c.arguments }}\n```" + CLOSE
 #: Of each format: the calls in a template as it is published, marks that are tokens, and its own rules, as an expression of one call.
 PUBLISHED = {
     "hermes": (each("<tool_call>\n" + JSON + "\n</tool_call>", "\n"), ["<tool_call>", "</tool_call>"],
                r'\n?<tool_call>\n\{"name": ?"(?P<n>\w+)", ?"arguments": ?(?P<a>\{.*?\})\}\n</tool_call>'),
+    "qwen3-coder": (
+        each("<tool_call>\n<function=" + NAME + ">\n" + parameters("<parameter=", ">\n", "\n</parameter>\n")
+             + "</function>\n</tool_call>", "\n"),
+        ["<tool_call>", "</tool_call>"], r"\n?<tool_call>\n<function=(?P<n>\w+)>\n(?P<a>.*?)</function>\n</tool_call>"),
+    "seed-oss": (
+        each("<seed:tool_call>\n<function=" + NAME + ">\n" + parameters("<parameter=", ">", "</parameter>\n")
+             + "</function>\n</seed:tool_call>", "\n"),
+        ["<seed:tool_call>", "</seed:tool_call>"],
+        r"\n?<seed:tool_call>\n<function=(?P<n>\w+)>\n(?P<a>.*?)</function>\n</seed:tool_call>"),
+    "glm-4.5": (
+        NEW_LINE + each("<tool_call>" + NAME + "\n" + parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+                        + "</tool_call>", NEW_LINE),
+        GLM, r"\n?<tool_call>(?P<n>\w+)\n(?P<a>.*?)</tool_call>"),
+    "glm-4.7": (
+        each("<tool_call>" + NAME + parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>") + "</tool_call>"),
+        GLM, r"<tool_call>(?P<n>[^<]+)(?P<a>.*?)</tool_call>"),
+    "minimax-m2": (
+        NEW_LINE + "<minimax:tool_call>\n"
+        + each('<invoke name="' + NAME + '">\n' + parameters('<parameter name="', '">', "</parameter>\n") + "</invoke>\n")
+        + "</minimax:tool_call>",
+        ["<minimax:tool_call>", "</minimax:tool_call>"],
+        r'(?:<minimax:tool_call>)?\n<invoke name="(?P<n>\w+)">\n(?P<a>.*?)</invoke>(?:\n</minimax:tool_call>)?'),
+    "gemma4": (each("<|tool_call>call:{{ c.name }}{{ '{' }}" + QUOTED + "}<tool_call|>"), ["<|tool_call>", "<tool_call|>", '<|"|>'],
+               r"<\|tool_call>call:(?P<n>\w+)(?P<a>\{.*?\})<tool_call\|>"),
     "mistral": ("[TOOL_CALLS] [" + each(JSON[:-1] + ', "id": "{{ call.id }}"}', ", ") + "]", ["[TOOL_CALLS]"],
                 r'(?:\[TOOL_CALLS\] \[)?\{"name": ?"(?P<n>\w+)", ?"arguments": ?(?P<a>\{.*?\})\}(?:, |\])'),
     "mistral-tekken": ("[TOOL_CALLS][" + each(JSON, ", ") + "]", ["[TOOL_CALLS]"],
@@ -73,12 +112,36 @@ PUBLISHED = {
     "llama3": (each('{"name": "{{ c.name }}", "parameters": ' + ARGUMENTS + "}"), [],
                r'\{"name": ?"(?P<n>\w+)", ?"parameters": ?(?P<a>\{.*?\})\}'),
 }  # fmt: skip
+#: A parameter and its value, of those that have each on its own.
+PARAMETER = {
+    "qwen3-coder": r"<parameter=(.*?)>\n(.*?)\n</parameter>\n",
+    "seed-oss": r"<parameter=(.*?)>(.*?)</parameter>\n",
+    "glm-4.5": r"<arg_key>(.*?)</arg_key>\n<arg_value>(.*?)</arg_value>\n",
+    "glm-4.7": r"<arg_key>(.*?)</arg_key><arg_value>(.*?)</arg_value>",
+    "minimax-m2": r'<parameter name="(.*?)">(.*?)</parameter>\n',
+}
+
+
+def arguments_of(name: str, text: str) -> Any:
+    """Arguments by the rules of the format, with the types of :data:`PARAMETERS`."""
+    if name in PARAMETER:
+        pairs = re.findall(PARAMETER[name], text, re.DOTALL)
+        return {key: value if key == "b" or value in ("</s>", "}") else json.loads(value) for key, value in pairs}
+    if name == "gemma4":
+        text = re.sub(r'<\|"\|>(.*?)<\|"\|>', lambda string: json.dumps(string[1]), text, flags=re.DOTALL)
+        text = re.sub(r"(?<=[{,])(\w+):", r'"\1": ', text)
+    return json.loads(text)
+
+
 PARAMETERS = {
     "type": "object",
-    "properties": {"a": {"enum": [1, "</s>", "}"]}},
+    "properties": {
+        "a": {"enum": [1, "</s>", "}"]}, "b": {"enum": ["1", "x\n\"<b>"]},
+        "c": {"enum": [["a<", {"k": "\\"}], True]},
+    },
     "required": ["a"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": n, "parameters": PARAMETERS}})
     for n in ("walk", "rest")
@@ -120,7 +183,7 @@ def test_a_format_is_named(tokenizer_of: Callable[..., Any]) -> None:
 
 def grammar_of(spec: Any, tokenizer: Any) -> Any:
     vocabulary = Vocabulary.of(tokenizer, len(tokenizer), [1])
-    return spec.compiled(vocabulary, lambda part: LLGuidance().compile(part.language(), vocabulary)), vocabulary
+    return spec.compiled(vocabulary, lambda part: compiled(part, vocabulary, LLGuidance()).grammar), vocabulary
 
 
 def shown(tokens: list[int], tokenizer: Any) -> str:
@@ -146,9 +209,28 @@ def drawn(matcher: Any, size: int, seed: int, tokens: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("name", [*PUBLISHED])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_arguments_of_a_schema_can_be_written(name: str, special: bool, tokenizer_of: Callable[..., Any]) -> None:
+    marks, format = PUBLISHED[name][1], format_named(name)
+    tokenizer = tokenizer_of(marks if special or name != "harmony" else [], special)
+    calling = Calling(tuple(TOOLS), CallStyle(format), True, True)
+    grammar, _ = grammar_of(calling.spec, tokenizer)
+    allowed = [[*each["enum"], ...] for each in PARAMETERS["properties"].values()]  # type: ignore[attr-defined]
+    for values in itertools.product(*allowed):
+        arguments = {key: value for key, value in zip("abc", values, strict=True) if value is not ...}
+        text = format.written([("walk", json.dumps(arguments))])
+        # The end of a text is no token within a string.
+        pieces = (piece for part in re.split("(</s>)", text) for piece in (part if part == "</s>" else [part]))
+        tokens = [token for piece in pieces for token in tokenizer(piece, add_special_tokens=False).input_ids]
+        matcher = grammar.start()
+        assert (matcher.advance(tokens) == len(tokens)) == ("a" in arguments), text
+        (call,) = calling.read(text, ended=True).calls
+        assert json.loads(call.arguments) == arguments and call.complete
+
+
+@pytest.mark.parametrize(("special", "several"), [(True, True), (False, False)])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
     name: str, special: bool, several: bool, tokenizer_of: Callable[..., Any]
 ) -> None:
@@ -174,10 +256,12 @@ def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
                 matcher.advance(before)
             text = shown(drawn(matcher, len(vocabulary), seed, before), tokenizer)
             written = calling.read(text, ended=True)
-            own = [(found["n"], found["a"]) for found in re.finditer(rules, text.removeprefix("Well. "))]
-            assert own and "".join(m[0] for m in re.finditer(rules, text)) == text.removeprefix("Well. "), text
-            assert [(call.name, call.arguments) for call in written.calls] == own
-            assert all(json.loads(arguments)["a"] in (1, "</s>", "}") for _, arguments in own)
+            matches = [*re.finditer(rules, text.removeprefix("Well. "), re.DOTALL)]
+            own = [(found["n"], arguments_of(name, found["a"])) for found in matches]
+            assert own and "".join(found[0] for found in matches) == text.removeprefix("Well. "), text
+            assert [(call.name, json.loads(call.arguments)) for call in written.calls] == own
+            judge = Draft202012Validator(PARAMETERS)
+            assert all(judge.is_valid(arguments) for _, arguments in own)
             assert written.text == ("Well." if text.startswith("Well.") else "")
             counts.add(len(own))
             grown = [calling.read(text[:end], ended=False) for end in range(len(text) + 1)]
@@ -196,17 +280,12 @@ def test_harmony_keeps_thoughts_calls_and_answers_apart(tokenizer_of: Callable[.
     preamble = f"{message}<|channel|>commentary<|message|>One moment."
     call = f'{message}<|channel|>commentary to=functions.walk <|constrain|>json<|message|>{{"a": 1}}<|call|>'
     calling = Calling(tuple(TOOLS), CallStyle(format), False, True)
-    split, answer = reasoning.split(thought + preamble + call, True)
-    written = calling.read(answer or "", True)
-    assert (split, written.text, [call.name for call in written.calls]) == (
-        "so to=functions.x",
-        "One moment.",
-        ["walk"],
-    )
-    assert reasoning.split(f"{thought}{message}<|channel|>final<|message|>yes<|return|>", True) == (
-        "so to=functions.x",
-        "yes",
-    )
+    parts = reasoning.parts(thought + preamble + call, True)
+    assert [(part.kind, part.text) for part in parts[:2]] == [("thought", "so to=functions.x"), ("text", "One moment.")]
+    written = calling.read(parts[2].text, True)
+    assert parts[2].kind == "answer" and (written.text, [call.name for call in written.calls]) == ("", ["walk"])
+    parts = reasoning.parts(f"{thought}{message}<|channel|>final<|message|>yes<|return|>", True)
+    assert [(part.kind, part.text) for part in parts] == [("thought", "so to=functions.x"), ("text", "yes")]
     # Under constraint: a thought is free, its budget ends it, and where a call is required there is no answer.
     for required, budget in ((True, None), (False, None), (True, 20), (False, 20)):
         calling = Calling(tuple(TOOLS), CallStyle(format), required, True)
@@ -229,7 +308,7 @@ def test_harmony_keeps_thoughts_calls_and_answers_apart(tokenizer_of: Callable[.
         if required:  # the last letter of what may not be written ends the message instead
             assert shown([matcher.replacements()[final[-1]]], tokenizer) == "<|end|>"
             matcher.rollback(len("fina"))
-            assert shown([matcher.grammar.next_token(matcher.place.phase, matcher.place.node)], tokenizer) == "c"
+            assert shown([matcher.automaton.next_token(matcher.place.phase, matcher.place.node)], tokenizer) == "c"
 
 
 @pytest.mark.parametrize("name", ["harmony", "deepseek-v3"])

@@ -97,6 +97,23 @@ def test_another_image_gives_another_answer_and_another_question_reads_the_image
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
+def test_responses_see_what_conversations_see(seeing: Any) -> None:
+    message = text_of(seeing.post(CHAT, json=asked("What colour?", RED, BLUE)))
+    content = [
+        *({"type": "input_image", "image_url": url} for url in (RED, BLUE)),
+        {"type": "input_text", "text": "What colour?"},
+    ]
+    body = {"max_output_tokens": 8, "temperature": 0}
+    answer = seeing.post("/v1/responses", json={"input": [{"role": "user", "content": content}], **body}).json()
+    assert answer["output"][0]["content"][0]["text"] == message
+    again = seeing.post("/v1/responses", json={"input": "And?", "previous_response_id": answer["id"], **body}).json()
+    assert again["usage"]["input_tokens_details"]["cached_tokens"] > 32  # the images are part of what was read
+    broken = {"type": "input_image", "image_url": "data:image/png;base64,aGFsbG8="}
+    refused = seeing.post("/v1/responses", json={"input": [{"role": "user", "content": [broken]}]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
+    assert "the image cannot be read" in refused.json()["error"]["message"]
+
+
 def test_formats_and_streams(seeing: Any) -> None:
     lossless = [
         text_of(seeing.post(CHAT, json=asked("Hm?", url_of((9, 200, 90), kind)))) for kind in ("PNG", "BMP", "GIF")

@@ -39,6 +39,14 @@ def thinker(served: Any, service_of: Any) -> Iterator[Any]:
 HARMONY, THINK = KNOWN[:2]
 
 
+def split(reasoning: Reasoning, text: str, ended: bool) -> tuple[str, str]:
+    """The thoughts, and the answers."""
+    parts = [part for part in reasoning.parts(text, ended) if part.text]
+    assert all(text[part.begin :].startswith(part.text) for part in parts)
+    thoughts, answers = ([part.text for part in parts if (part.kind == "thought") is kind] for kind in (True, False))
+    return "\n\n".join(thoughts), "\n\n".join(answers)
+
+
 @pytest.mark.parametrize(
     ("markers", "open", "text", "thought", "answer"),
     [
@@ -58,13 +66,12 @@ def test_thoughts_and_answers_grow_apart(
 ) -> None:
     reasoning, seen = Reasoning(markers, open), ("", "")
     for end in range(len(text) + 1):
-        new = reasoning.split(text[:end], ended=False)
-        now = new[0], new[1] or ""
+        now = split(reasoning, text[:end], ended=False)
         assert all(after.startswith(before) for before, after in zip(seen, now, strict=True))
         seen = now
-    last, rest = reasoning.split(text, ended=True)
-    assert (last, rest or "") == (thought, answer)
-    assert last.startswith(seen[0]) and (rest or "").startswith(seen[1])
+    last, rest = split(reasoning, text, ended=True)
+    assert (last, rest) == (thought, answer)
+    assert last.startswith(seen[0]) and rest.startswith(seen[1])
 
 
 @pytest.mark.parametrize("stream_it", [False, True])

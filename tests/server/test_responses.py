@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -32,6 +33,13 @@ def thinker(served: Any, service_of: Any) -> Iterator[Any]:
         yield client
 
 
+TEXT, IMAGE = {"type": "input_text", "text": "a"}, {"type": "input_image", "detail": "auto"}
+
+
+def said(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": [*parts]}]}
+
+
 def respond(client: Any, **body: Any) -> dict[str, Any]:
     response = client.post(ROUTE, json=INPUT | {"max_output_tokens": 20, "temperature": 1, "seed": 3} | body)
     assert response.status_code == 200, response.text
@@ -55,6 +63,7 @@ def events(client: Any, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
+@functools.cache
 def checked(name: str) -> TypeAdapter[Any]:
     """What OpenAI's client takes for a value of that name."""
     return TypeAdapter(getattr(pytest.importorskip("openai.types.responses"), name))
@@ -229,7 +238,11 @@ def test_a_response_tells_which_tokens_were_drafted(client: Any) -> None:
         ({"text": {"format": {"type": "json_schema", "shema": {}}}}, "text.format.shema", "Did you mean 'schema'"),
         ({"input": [{"type": "functon_call"}]}, "input.0.type", "Did you mean 'function_call'"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input.0.role", "no role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input.0.content.0", "'input_image'"),
+        (said(TEXT, IMAGE | {"image_url": "https://a/b.png"}), "input.0.content.1", "nothing is fetched, not 'https://a"),
+        (said(IMAGE | {"file_id": "file_1"}), "input.0.content.0", "not a file"),
+        (said(IMAGE | {"image_url": "data:image/png;base64,AA=="}), "input", "text are read here, no images"),
+        (said(TEXT, {"type": "input_file", "file_data": "a"}), "input.0.content.1", "text and input_image are read, not 'input_file'"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": [IMAGE]}]}, "input.0.output.0", "'input_image'"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "walk"}]}, "input.0.arguments", "a text is needed"),
         ({"input": [], "instructions": None}, "input", "there is nothing to answer"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from itertools import combinations
 
 from ...errors import GrammarError
-from . import limits, string_text, strings
+from . import limits, strings
 from .nodes import FALSE, TRUE, Node
 from .notation import EMPTY, NOTHING, Expr, RuleReference, alt, rep, seq, text
 from .objects import Objects, Property
 from .rules import Rules
-from .string_text import write_string
 from .strings import Strings
 
 _MOST_CONDITIONS = 4
@@ -31,17 +30,19 @@ _SHARED_CONDITIONS = (
 
 def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
     """The texts of `shape`; `name` begins the names of its rules."""
-    return _ObjectWriter(rules, name, shape).write()
+    return ObjectWriter(rules, name, shape).write()
 
 
-class _ObjectWriter:
+class ObjectWriter:
+    """The rules of one shape. Subclasses write members otherwise."""
+
     def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
         self.rules, self.name, self.shape = rules, name, shape
         self.members = [prop for prop in shape.properties if prop.node != FALSE]
         self.undeclared = Strings(excluded=frozenset(shape.names)).simplified()
         open_to_all = not shape.exists and shape.rest == ((strings.ALL, TRUE),)
         self.rest = () if rules.closed and open_to_all and self.members else shape.rest
-        self.comma = text(rules.whitespace.comma)
+        self.comma: Expr = text(rules.whitespace.comma)
         self.low, self.high = shape.low, shape.high
         if self.high is not None and not self.rest and self.high >= len(self.members):
             self.high = None
@@ -60,14 +61,20 @@ class _ObjectWriter:
 
     def write(self) -> Expr:
         whitespace = self.rules.whitespace
-        empty = []
-        if self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members):
-            empty = [text(rf"\{{{whitespace.empty}\}}")]
+        empty = [text(rf"\{{{whitespace.empty}\}}")] if self.may_be_empty else []
+        return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), self.inside(), text(rf"{whitespace.closing}\}}")))
+
+    @property
+    def may_be_empty(self) -> bool:
+        return self.low == 0 and not self.shape.exists and not any(prop.required for prop in self.members)
+
+    def inside(self) -> Expr:
+        """All members, at least one."""
         inside = self.declared(0, 0)
         while self.todo:  # iterative, because there may be thousands of properties
             rule, expression = self.todo.pop()
             self.rules.rule(rule, expression())
-        return alt(*empty, seq(text(rf"\{{{whitespace.opened}"), inside, text(rf"{whitespace.closing}\}}")))
+        return inside
 
     def declared(self, position: int, count: int) -> Expr:
         """The rest of the object, from the property at `position` on, after `count` members (at most `last` are counted)."""
@@ -116,8 +123,10 @@ class _ObjectWriter:
         return RuleReference(rule)
 
     def member(self, prop: Property) -> Expr:
-        key = string_text.literal(string_text.quoted(prop.name)) + self.rules.whitespace.colon
-        return seq(text(key), self.rules.place(prop.node))
+        return seq(text(self.rules.key(prop.name) + self.rules.whitespace.colon), self.rules.place(prop.node))
+
+    def undeclared_member(self, keys: Strings, value: Node) -> Expr:
+        return seq(self.rules.string(keys, self.rules.whitespace.colon), self.rules.place(value))
 
     def undeclared_members(self, count: int, fulfilled: frozenset[int]) -> Expr:
         """Undeclared members. fulfilled: indices of the conditions of ``exists`` that are met already."""
@@ -193,8 +202,5 @@ class _ObjectWriter:
                     for keys_apart in other_keys
                     if (both := strings.intersection(keys_left, keys_apart)) is not None
                 ]
-            alternatives += [
-                seq(write_string(keys_left, self.rules.whitespace.colon), self.rules.place(value))
-                for keys_left in key_sets
-            ]
+            alternatives += [self.undeclared_member(keys_left, value) for keys_left in key_sets]
         return alt(*alternatives)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from ...errors import GrammarError
 from ..patterns.limits import check
-from . import limits
+from . import limits, string_text
 from .nodes import FALSE, Node
 from .normaliser import Normaliser
 from .notation import NOTHING, Expr, RuleReference
+from .strings import Strings
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,14 @@ class Rules:
         if len(self.rules) > limits.RULES:
             limits.exceeded("RULES", limits.RULES, "the grammar", path="$")
         return RuleReference(name)
+
+    def key(self, name: str) -> str:
+        """The expression of a member's name."""
+        return string_text.literal(string_text.quoted(name))
+
+    def string(self, strings: Strings, behind: str = "") -> Expr:
+        """The texts of `strings`, followed by a match of the regular expression `behind`."""
+        return string_text.write_string(strings, behind)
 
     def warning(self, text: str) -> None:
         """Adds to :attr:`warnings`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -111,8 +112,16 @@ def length(low: int, high: int | None) -> str:
     return times(chars(characters.ANY) or "", low, high)
 
 
-def expression(machine: FSM) -> str | None:
+def raw_chars(ranges: Ranges) -> str | None:
+    """One character of `ranges` as it is, a unit for repetition; None if none can be written."""
+    return unit(Chars(ranges)) if characters.common(ranges, characters.ENCODABLE) else None
+
+
+def expression(machine: FSM, chars: Callable[[Ranges], str | None] = chars) -> str | None:
     """The text inside the quotes for the strings of `machine`; None if it is longer than the limit.
+
+    Args:
+        chars: writes a character.
 
     States are eliminated one by one, the cheapest first (Brzozowski and McCluskey 1963; Delgado and Morais 2004).
     """

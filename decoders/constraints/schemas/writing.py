@@ -7,11 +7,10 @@ from ..patterns.limits import check
 from . import notation, number_text
 from .array_text import write_array
 from .nodes import Node
-from .notation import Expr, alt, prune, text
+from .notation import Expr, alt, prune, seq, text
 from .object_text import write_object
 from .rules import Rules
 from .shapes import Shapes
-from .string_text import write_string
 
 _DECIMALS = "Multiples of a decimal are exact; a validator that divides floats, as jsonschema does, refuses some: 0.7 is 7 times 0.1."
 _ALL_PLACES = "Multiples of a decimal have all of its decimal places or none, where they are counted by llguidance: 1.50, not 1.5."
@@ -22,7 +21,7 @@ class Writer(Rules):
 
     def write(self, root: Node) -> dict[str, Expr]:
         """The rules, ``start`` first; none if `root` has no values."""
-        self.rules["start"] = self.place(root)
+        self.rules["start"] = self.root(root)
         while self.todo:
             node, self.depth = self.todo.pop()
             try:
@@ -35,20 +34,28 @@ class Writer(Rules):
                 ) from problem
         return prune(self.rules)
 
+    def root(self, root: Node) -> Expr:
+        """The whole text."""
+        return self.place(root)
+
     def alternatives_of(self, name: str, shapes: Shapes) -> Expr:
         """The texts of `shapes`, for the rule `name`."""
-        alternatives: list[Expr] = [text(unit) for unit in ("null", "true", "false") if unit in shapes.units]
+        alternatives = [*self.scalars(shapes), *(self.string(one) for one in shapes.strings)]
+        alternatives += [write_array(self, f"{name}a{i}", one) for i, one in enumerate(shapes.arrays)]
+        alternatives += [write_object(self, f"{name}o{i}", one) for i, one in enumerate(shapes.objects)]
+        return alt(*alternatives)
+
+    def scalars(self, shapes: Shapes, behind: str = "") -> list[Expr]:
+        """The texts of units and numbers, and a match of the expression `behind`."""
+        alternatives: list[Expr] = [text(unit + behind) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)
-        alternatives += [text(plain)] if plain else []
+        alternatives += [text(f"(?:{plain}){behind}" if behind else plain)] if plain else []
         inlined = [one for one, expression in written if expression is None]
         for one, expression in written:
             if one.step is not None and one.step.denominator > 1:
                 self.warning(_DECIMALS)
                 if expression is None:
                     self.warning(_ALL_PLACES)
-        alternatives += [notation.inline(number_text.schema(one)) for one in inlined]
-        alternatives += [write_string(one) for one in shapes.strings]
-        alternatives += [write_array(self, f"{name}a{i}", one) for i, one in enumerate(shapes.arrays)]
-        alternatives += [write_object(self, f"{name}o{i}", one) for i, one in enumerate(shapes.objects)]
-        return alt(*alternatives)
+        more = [text(behind)] if behind else []
+        return alternatives + [seq(notation.inline(number_text.schema(one)), *more) for one in inlined]

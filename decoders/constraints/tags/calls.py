@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from ..call_formats import CallFormat
 from ..calls import Arguments, Called, CallSpec
+from ..schemas.raw_text import Notation
 from ..specs import Spec
+from ..vocabulary import Vocabulary, stand_in
 from .markers import TOKEN
 from .phases import Free, Inside
 from .specs import Phases, Structure
@@ -87,6 +90,8 @@ class Calls(Structure):
     def _call(self, opening: str, phases: Phases, behind: int) -> int:
         """The phase of a call behind its mark."""
         format = self.format
+        if format.notation is not None:
+            return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)
         middles = [middle for first, middle in ((format.opening, format.middle), *format.also) if first == opening]
         if not any(symbol >= TOKEN for middle in middles for symbol in phases.symbols(middle)):
             return self._closed(CallSpec(self.functions, format), phases, behind)
@@ -95,7 +100,21 @@ class Calls(Structure):
         heads = [(f"{rest}{name}{middle}", phase) for name, phase in arguments for middle in middles]
         return phases.add(Free(tuple((phases.symbols(text), phase) for text, phase in heads), ends=False, exact=True))
 
+    def _in_notation(self, notation: Notation, vocabulary: Vocabulary) -> CallSpec:
+        """A call behind its mark, with stand-ins for the special tokens among its arguments."""
+        texts = "".join(notation.texts)
+        names = tuple(sorted((name for name in vocabulary.special if name in texts), key=len, reverse=True))
+        own = {each.name: _with_stand_ins(getattr(notation, each.name), names) for each in fields(notation)}
+        format = replace(self.format, notation=type(notation)(**own))
+        return CallSpec(self.functions, format, special=names)
+
     def _closed(self, spec: Spec, phases: Phases, behind: int) -> int:
         if self.format.closing:
             return phases.tag(spec, self.format.closing, behind)
         return phases.add(Inside(phases.compiled(spec), behind))
+
+
+def _with_stand_ins(text: str, names: Sequence[str]) -> str:
+    for place, name in enumerate(names):
+        text = text.replace(name, stand_in(place))
+    return text

@@ -17,6 +17,8 @@ from ..vocabulary import Vocabulary
 TOKEN = 256
 
 Symbols = tuple[int, ...]
+#: Most effects of tokens that are remembered for the markers of a phase.
+REMEMBERED = 1 << 14
 
 
 def symbols_of(marker: str | int, vocabulary: Vocabulary) -> Symbols:
@@ -78,6 +80,7 @@ class Markers:
     def __init__(self, markers: Sequence[Symbols], vocabulary: Vocabulary) -> None:
         self.markers, self.vocabulary = tuple(markers), vocabulary
         self._atomic = {symbol - TOKEN for marker in markers for symbol in marker if symbol >= TOKEN}
+        self._found: dict[tuple[int, int], Found] = {}
         self._next: list[dict[int, int]] = [{}]
         self.paths: list[Symbols] = [()]
         #: The first marker that continues each node.
@@ -132,6 +135,15 @@ class Markers:
         """`token` in symbols of this automaton."""
         text = self.vocabulary.tokens[token]
         return (TOKEN + token,) if text is None or token in self._atomic else text
+
+    def found(self, node: int, token: int) -> Found:
+        """The effect of a token behind a text at `node`. Drafts and steps ask for the same ones again and again."""
+        known = self._found.get((node, token))
+        if known is None:
+            if len(self._found) >= REMEMBERED:
+                self._found.clear()
+            known = self._found[node, token] = self.read(node, self.symbols(token))
+        return known
 
     def read(self, node: int, symbols: Symbols | bytes) -> Found:
         """The effect of `symbols` behind a text at `node`."""

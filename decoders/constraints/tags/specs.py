@@ -16,8 +16,9 @@ from ..coerce import as_spec
 from ..patterns.tree import quoted, slashed
 from ..specs import Spec
 from ..vocabulary import Vocabulary
+from .grammar import TaggedGrammar, assembled
 from .markers import TOKEN, Symbols, symbols_of
-from .phases import Free, Inside, Phase, TaggedGrammar, assembled
+from .phases import Free, Inside, Phase
 
 #: A text, however it is split into tokens, or a token's id.
 Marker = str | int
@@ -233,7 +234,7 @@ class Ended(Spec):
         regex = None if inner.regex is None else f"(?:{inner.regex}){quoted(self.end)}"
         lark = None if inner.lark is None else f"start: tagged {slashed(quoted(self.end))}\n{_as_rule(inner.lark)}"
         whole = partial(_judge_before, self.end, inner.whole) if inner.whole is not None else None
-        return Language(inner.name, regex, lark, inner.warnings, whole)
+        return Language(inner.name, regex, lark, inner.warnings, whole, inner.special)
 
 
 def _judge_before(end: str, whole: Callable[[str], None], text: str) -> None:

@@ -12,8 +12,8 @@ from ..base import CompiledGrammar
 from ..specs import Spec
 from ..vocabulary import Vocabulary
 from .calls import Calls
+from .grammar import TaggedGrammar
 from .markers import TOKEN, symbols_of
-from .phases import TaggedGrammar
 from .specs import After, Marker
 
 if TYPE_CHECKING:

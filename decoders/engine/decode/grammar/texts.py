@@ -245,12 +245,10 @@ class MatchedText(Text):
 
     def _move_to(self, position: tuple[int, ...]) -> bool:
         """Moves the matcher to `position`, or as far on the way there as is legal; returns whether it got there."""
-        common = 0
-        for here, there in zip(self.position, position, strict=False):
-            if here != there:
-                break
-            common += 1
-        if len(self.position) > common:
+        common = len(self.position)
+        if position[:common] != self.position:
+            pairs = enumerate(zip(self.position, position, strict=False))
+            common = next((place for place, (here, there) in pairs if here != there), min(common, len(position)))
             self.matcher.rollback(len(self.position) - common)
         accepted = self.matcher.advance(position[common:])
         self.position = position[: common + accepted]

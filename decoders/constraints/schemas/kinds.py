@@ -1,0 +1,108 @@
+"""Of which types the properties of an object may be, read off a schema's text: at least all that it allows."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+#: Types of JSON, with numbers as one.
+KINDS = frozenset(["null", "boolean", "number", "string", "array", "object"])
+#: Stands for the names that no schema declares.
+UNDECLARED = ""
+#: Schemas within schemas that are looked at.
+_DEPTH = 16
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value of JSON."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+class Kinds:
+    """The types of each property of the objects that a schema allows.
+
+    Args:
+        text: the schema, as JSON.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._root = json.loads(text)
+        self._known: dict[tuple[int, str | None, int], frozenset[str]] = {}
+        own = self._root if isinstance(self._root, dict) else {}
+        # References are relative to the identifier around them.
+        self._follows = all(text.count(f'"{key}":') == (key in own) for key in ("$id", "id"))
+
+    def __getitem__(self, name: str) -> frozenset[str]:
+        return self._of(self._root, name, _DEPTH) or KINDS
+
+    def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
+        """The types of the values of `schema`, or of the property `name` of its objects. Each is looked at once."""
+        if schema is False:
+            return frozenset()
+        if not isinstance(schema, dict) or not depth:
+            return KINDS
+        key = (id(schema), name, depth)
+        if key not in self._known:
+            self._known[key] = self._property(schema, name, depth) if name is not None else self._value(schema, depth)
+        return self._known[key]
+
+    def _property(self, schema: dict[str, Any], name: str, depth: int) -> frozenset[str]:
+        if "$ref" in schema:  # old drafts ignore what stands beside it
+            return self._of(self._follow(schema["$ref"]), name, depth - 1)
+        allowed = KINDS
+        properties = schema.get("properties")
+        if isinstance(properties, dict) and name in properties:
+            allowed &= self._of(properties[name], None, depth - 1)
+        elif "additionalProperties" in schema and "patternProperties" not in schema:
+            allowed &= self._of(schema["additionalProperties"], None, depth - 1)
+        for part in self._parts(schema):
+            allowed &= frozenset[str]().union(*(self._of(each, name, depth - 1) for each in part))
+        return allowed
+
+    def _value(self, schema: dict[str, Any], depth: int) -> frozenset[str]:
+        if "$ref" in schema:
+            return self._of(self._follow(schema["$ref"]), None, depth - 1)
+        allowed = KINDS
+        if "type" in schema:
+            names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            allowed &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+        if "const" in schema:
+            allowed &= {kind_of(schema["const"])}
+        if isinstance(schema.get("enum"), list):
+            allowed &= {kind_of(value) for value in schema["enum"]}
+        for part in self._parts(schema):
+            allowed &= frozenset[str]().union(*(self._of(each, None, depth - 1) for each in part))
+        return allowed
+
+    def _parts(self, schema: dict[str, Any]) -> list[list[Any]]:
+        """Lists of schemas inside `schema`; its values meet one of each list."""
+        parts = [[each] for each in _listed(schema, "allOf")]
+        return parts + [own for keyword in ("anyOf", "oneOf") if (own := _listed(schema, keyword))]
+
+    def _follow(self, reference: Any) -> Any:
+        """The schema that `reference` refers to; True where that is not seen at once."""
+        if not (self._follows and isinstance(reference, str) and re.match("#(?:/|$)", reference)):
+            return True
+        target = self._root
+        for step in unquote(reference).split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            target = target.get(key, True) if isinstance(target, dict) else True
+        return target
+
+
+def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:
+    given = schema.get(keyword)
+    return given if isinstance(given, list) else []
+
+
+@lru_cache(64)
+def kinds_of(schema: str) -> Kinds:
+    """The types of the properties of a schema, given as JSON."""
+    return Kinds(schema)

@@ -1,0 +1,255 @@
+"""Arguments of functions in notations whose strings are written as they are, without escapes, up to a mark that ends them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from ...errors import GrammarError
+from ..patterns import automata, ecma
+from ..patterns.characters import LAST
+from ..patterns.tree import (
+    ANYTHING,
+    CHARACTER,
+    Chars,
+    Pattern,
+    cat,
+    literal,
+    quoted,
+    slashed,
+    times,
+    unit,
+    words,
+    write,
+)
+from . import string_text, strings
+from .document import Place, document
+from .kinds import KINDS, UNDECLARED, Kinds
+from .nodes import Node
+from .normaliser import Normaliser
+from .notation import EMPTY, Expr, Terminal, Word, alt, seq, text
+from .notation import NOTHING as NO_TEXT
+from .object_text import ObjectWriter
+from .objects import Objects, Property
+from .rules import WHITESPACE, Whitespace
+from .strings import Strings
+from .writing import Writer
+
+_SEPARATE = "Strings do not contain the mark that ends them."
+_OTHERS = "Where a parameter may be a string or of other types, its strings do not read as one of these: {read}."
+_READ = {
+    "null": "null", "boolean": "true, false", "number": "a number", "array": "what begins with [",
+    "object": "what begins with {",
+}  # fmt: skip
+#: What a string beside other types may not be, since readers take it for one of these.
+_ALIKE = {
+    "null": "^null$", "boolean": "^(?:true|false)$", "array": r"^\[", "object": r"^\{",
+    "number": r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?$",
+}  # fmt: skip
+
+
+@lru_cache(16)
+def _tree(pattern: str) -> Pattern:
+    return ecma.strings(pattern)[0][0]
+
+
+#: The last character of texts where characters behind it stand for special tokens.
+_TEXT = 0xFFFFF
+
+
+def containing(mark: str) -> Pattern:
+    """All texts with `mark` in them."""
+    return cat(ANYTHING, literal(mark), ANYTHING)
+
+
+def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: str = "") -> Expr:
+    """The texts of `strings` as they are, without those of `never`, between matches of two regular expressions."""
+    written = strings.written
+    if written is None:
+        return NO_TEXT
+    if written.values is not None:
+        values = [v for v in sorted(written.values) if not any(automata.matches(tree, v) for tree in never)]
+        return text(f"{begin}(?:{'|'.join(map(quoted, values))}){end}") if values else NO_TEXT
+    conditions = sorted(written.conditions | {(tree, False) for tree in never}, key=repr)
+    if written.excluded:
+        conditions.append((words(written.excluded), False))
+    parts = [slashed(times(unit(CHARACTER), written.low, written.high))]
+    parts += [("" if good else "~") + slashed(write(tree)) for tree, good in conditions]
+    ends = [slashed(each) if each else "" for each in (begin, end)]
+    lark = f"{ends[0]} ({' & '.join(parts)}) {ends[1]}".strip()
+    return Word(Terminal(lark, _Expression(tuple(conditions), written.low, written.high, begin, end)))
+
+
+@dataclass(frozen=True)
+class _Expression:
+    conditions: tuple[tuple[Pattern, bool], ...]
+    low: int
+    high: int | None
+    begin: str
+    end: str
+
+    def __call__(self) -> str | None:
+        inside = _inside(self.conditions, self.low, self.high)
+        return None if inside is None else f"{self.begin}(?:{inside}){self.end}"
+
+
+@lru_cache(256)
+def _inside(conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | None) -> str | None:
+    try:
+        return string_text.expression(automata.automaton(conditions, low, high), string_text.raw_chars)
+    except GrammarError:  # too large for an expression; the Lark notation does not need it
+        return None
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """Objects as ``{key:value,…}``, with strings between two of `quote`, also inside of values.
+
+    Attributes:
+        quote: the mark.
+    """
+
+    quote: str
+    keys: ClassVar[str] = r"""^[^\s<>"{}\[\]:,|]+$"""
+
+    @property
+    def mark(self) -> str:
+        """What ends a string."""
+        return self.quote
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that may hold names of special tokens."""
+        return (self.quote,)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Every parameter on its own: `opening`, its name, `middle`, its value, `closing`. Strings stand as they are, others in JSON.
+
+    Attributes:
+        between: two of them.
+    """
+
+    opening: str
+    middle: str
+    closing: str
+    between: str = ""
+    keys: ClassVar[str] = r"""^[^\r\n<>"]+$"""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that may hold names of special tokens."""
+        return (self.opening, self.middle, self.closing, self.between)
+
+    @property
+    def mark(self) -> str:
+        """What ends a value."""
+        return self.closing.strip()
+
+
+Notation = Quoted | Parameters
+
+
+def writer(notation: Notation, normaliser: Normaliser, closed: bool, kinds: Kinds) -> Writer:
+    """What writes arguments in `notation`."""
+    if isinstance(notation, Quoted):
+        return _QuotedWriter(normaliser, closed, notation)
+    return _ParameterWriter(normaliser, closed, notation, kinds)
+
+
+class _RawWriter(Writer):
+    """Writes names as they are."""
+
+    def __init__(self, normaliser: Normaliser, closed: bool, notation: Notation, whitespace: Whitespace) -> None:
+        super().__init__(normaliser, whitespace, closed)
+        self.never, self.keys = [containing(notation.mark)], _tree(notation.keys)
+        if any(ord(character) > _TEXT for each in notation.texts for character in each):
+            self.never = [cat(ANYTHING, Chars(((_TEXT + 1, LAST),)), ANYTHING)]
+        self.warning(_SEPARATE)
+
+    def raw_key(self, name: str) -> str:
+        if not automata.matches(self.keys, name):
+            raise GrammarError(f"this format of calls cannot write the name {name!r}", "properties")
+        return quoted(name)
+
+    def raw_keys(self, keys: Strings, begin: str, end: str) -> Expr:
+        allowed = strings.intersection(keys, Strings(conditions=frozenset([(self.keys, True)])))
+        return NO_TEXT if allowed is None else write_raw(allowed, (), begin, end)
+
+
+class _QuotedWriter(_RawWriter):
+    def __init__(self, normaliser: Normaliser, closed: bool, notation: Quoted) -> None:
+        super().__init__(normaliser, closed, notation, WHITESPACE["compact"])
+        self.quote = quoted(notation.quote)
+
+    def key(self, name: str) -> str:
+        return self.raw_key(name)
+
+    def string(self, strings: Strings, behind: str = "") -> Expr:
+        return self.raw_keys(strings, "", behind) if behind else write_raw(strings, self.never, self.quote, self.quote)
+
+
+class _ParameterWriter(_RawWriter):
+    def __init__(self, normaliser: Normaliser, closed: bool, notation: Parameters, kinds: Kinds) -> None:
+        super().__init__(normaliser, closed, notation, WHITESPACE["space"])
+        self.notation, self.kinds = notation, kinds
+
+    def root(self, root: Node) -> Expr:
+        try:
+            shapes = self.normaliser.shapes(root).objects
+            return alt(*(_ParametersWriter(self, f"parameters{i}_", shape).write() for i, shape in enumerate(shapes)))
+        except GrammarError as problem:
+            raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
+
+    def value(self, node: Node, kinds: frozenset[str]) -> Expr:
+        """The texts of a parameter of these types, and what ends it."""
+        nodes, place = self.normaliser.nodes, self.normaliser.place
+        if kinds != KINDS:
+            node = nodes.intersection(node, place(_of_types(kinds)))
+        closing = quoted(self.notation.closing)
+        if "string" not in kinds:
+            return seq(self.place(node), text(closing))
+        others = sorted(kinds - {"string"})
+        never = [*self.never, *(_tree(_ALIKE[kind]) for kind in others)]
+        shapes = self.normaliser.shapes(node)
+        written = [write_raw(one, never, "", closing) for one in shapes.strings]
+        if others:
+            self.warning(_OTHERS.format(read=", ".join(_READ[kind] for kind in others)))
+            # A lexer reads these beside a string, which may go on where they end: so their ends are a part of them.
+            written += self.scalars(shapes, closing)
+            if inside := kinds & {"array", "object"}:
+                nested = nodes.intersection(node, place(_of_types(frozenset(inside))))
+                written.append(seq(self.place(nested), text(closing)))
+        return alt(*written)
+
+
+class _ParametersWriter(ObjectWriter):
+    """The parameters of one shape of objects."""
+
+    rules: _ParameterWriter
+
+    def __init__(self, rules: _ParameterWriter, name: str, shape: Objects) -> None:
+        super().__init__(rules, name, shape)
+        self.comma = text(quoted(rules.notation.between)) if rules.notation.between else EMPTY
+
+    def write(self) -> Expr:
+        return alt(*([EMPTY] if self.may_be_empty else []), self.inside())
+
+    def member(self, prop: Property) -> Expr:
+        notation, kinds = self.rules.notation, self.rules.kinds[prop.name]
+        head = quoted(notation.opening) + self.rules.raw_key(prop.name) + quoted(notation.middle)
+        return seq(text(head), self.rules.value(prop.node, kinds))
+
+    def undeclared_member(self, keys: Strings, value: Node) -> Expr:
+        notation = self.rules.notation
+        head = self.rules.raw_keys(keys, quoted(notation.opening), quoted(notation.middle))
+        return NO_TEXT if head == NO_TEXT else seq(head, self.rules.value(value, self.rules.kinds[UNDECLARED]))
+
+
+@lru_cache(32)
+def _of_types(kinds: frozenset[str]) -> Place | bool:
+    return document(json.dumps({"type": sorted(kinds)}))
