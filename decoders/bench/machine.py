@@ -12,8 +12,6 @@ import os
 import platform
 import time
 from datetime import UTC, datetime
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **({"triton": metadata.version("triton")} if device.type == "cuda" and find_spec("triton") else {}),
+        **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
         "transformers": transformers.__version__,
         "decoders": __version__,
         "memory": resident() is not None,
