@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 import decoders
 from decoders.testing import RECURRENT
-from decoders.testing.images import BLIND, SEEING, image_prompts, tiny_seeing_model
+from decoders.testing.images import BLIND, HEARING, SEEING, image_prompts, tiny_seeing_model
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 LENGTHS, NEW = (20, 150, 280), 10
@@ -111,8 +111,8 @@ TITLES = {
     "equal": "## Same tokens as transformers", "refused": "## Refused", "differs": "## Other tokens", "raises": "## Raw errors",
     "untried": "## Not tried",
 }  # fmt: skip
-#: Of the part about prompts with images.
-SEEING_TITLE = "## Prompts with images"
+#: Of the part about prompts with images or sounds.
+SEEING_TITLE = "## Prompts with images or sounds"
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def outcome(design: str) -> Outcome:
 
 
 def seeing_outcome(design: str) -> Outcome:
-    """Decodes prompts with images: one, and a batch with two, none and one."""
+    """Decodes prompts with images, or sounds: one, and a batch with two, none and one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, prompts = tiny_seeing_model(design), [image_prompts(design, images) for images in ((1,), (2, 0, 1))]
@@ -279,8 +279,8 @@ def _lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
 def _seeing_lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
     yield from ("", SEEING_TITLE, "")
     yield (
-        "Tiny random models that see, likewise, with prompts of one image, and in batches with two, none and one. Designs that are not "
-        "named here are checked at their first prompt with an image."
+        "Tiny random models that see or hear, likewise, with prompts of one image or one sound, and in batches with two, none and one. "
+        "Designs that are not named here are checked at their first such prompt."
     )
     yield from ("", "| Design | |", "|---|---|")
     for name, result in outcomes.items():
@@ -307,7 +307,7 @@ def main() -> None:
     for design in designs():
         outcomes[design] = outcome(design)
         sys.stderr.write(f"{design}: {outcomes[design].verdict}\n")
-    seeing = {design: seeing_outcome(design) for design in (*SEEING, *BLIND)}
+    seeing = {design: seeing_outcome(design) for design in (*SEEING, *HEARING, *BLIND)}
     target.write_text(page(outcomes, seeing), encoding="utf-8")
 
 

@@ -130,6 +130,12 @@ MUTATIONS = (
         ("images/test_calls.py",),
     ),
     Mutation(
+        "a-long-question-begins-a-short-ones-row-within-its-image", "decoders/engine/decode/batch.py",
+        "given=self.request.given is not None or apart,",
+        "given=self.request.given is not None or bool(read),",
+        ("images/test_calls.py",),
+    ),
+    Mutation(
         "a-prefix-that-ends-within-an-image-is-reused", "decoders/engine/decode/prompts.py",
         "return n if n >= self.least else 0",
         "return n",

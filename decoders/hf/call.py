@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token,
 from .assistants import Assistants, CallAssistants
 from .given import CACHES, Beginning, CallCache
 from .grammars import Grammars
-from .multimodal import arguments_of, inputs_of
+from .multimodal import arguments_of, has_own_generate, inputs_of
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
 
@@ -155,7 +155,7 @@ def prepare(
             f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images begins with nothing else{hint}"
         )
     given, runtime = options.arguments, options.runtime
-    kind = kind_of(model, options.configs, given)
+    kind = kind_of(model, options.configs, given) if not has_own_generate(model) else None
     earlier = kept.get(kind) if kind is not None else None
     if earlier is not None:
         input_ids, mask = given["input_ids"], given["attention_mask"]
@@ -163,7 +163,7 @@ def prepare(
             given["streamer"].put(input_ids.cpu())
         preparation = earlier.of_length(input_ids.shape[1], given["max_new_tokens"])
     else:
-        input_ids, mask, preparation = prepared_by_transformers(model, options, tokenizer)
+        input_ids, mask, preparation = prepared_by_transformers(model, options, tokenizer, beside)
         if kind is not None and preparation.reusable and len(input_ids) == 1:
             if len(kept) >= LIMIT:
                 kept.clear()
@@ -196,7 +196,11 @@ def prepare(
     read = beginning.read(engine, model, mask, len(prompts), copies) if beginning is not None else None
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
-        multimodal = inputs_of(engine.own_forward(model, engine.target).model, beside, *of_prompts, copies)
+        own = engine.own_forward(model, engine.target)
+        # A strategy that reads prompts is shown all of them together.
+        multimodal = inputs_of(
+            own.model, beside, *of_prompts, copies, own.divides and not options.strategy.reads_prompt
+        )
     grammars = Grammars.of(
         options.grammar, len(prompts), copies, tokenizer, engine.target.vocab_size,
         preparation.stop_tokens, runtime, options.thinking, prompts,
@@ -221,9 +225,13 @@ def prepare(
 
 
 def prepared_by_transformers(
-    model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None, beside: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, Preparation]:
-    """Prompts ``[B, P]``, their mask and everything else as transformers' ``generate`` prepares them."""
+    """Prompts ``[B, P]``, their mask and everything else as transformers' ``generate`` prepares them.
+
+    Args:
+        beside: what prompts have besides text. A design with a ``generate`` of its own goes by it, to switch adapters for example.
+    """
 
     def custom_generate(
         model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
@@ -250,6 +258,8 @@ def prepared_by_transformers(
     stand_in: Any = copy.copy(model)
     stand_in.generation_config = _without_own_work(model.generation_config)
     without_position_ids(stand_in)
+    if has_own_generate(model):
+        arguments |= beside
     prepared: tuple[Tensor, Tensor | None, Preparation] = type(stand_in).generate(
         stand_in, **arguments, custom_generate=custom_generate
     )

@@ -9,16 +9,17 @@ import hashlib
 import inspect
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..common.transformers_compat import position_ids_for
 from ..engine.model.layout import placeholder_ids
-from ..engine.model.own_forward import MultimodalInputs
+from ..engine.model.own_forward import PER_TOKEN, MultimodalInputs
 from ..errors import UnsupportedError
 
 #: Arguments of a forward pass that are no part of a prompt.
@@ -32,8 +33,21 @@ def arguments_of(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters) - _OTHERS
 
 
+def has_own_generate(model: PreTrainedModel) -> bool:
+    """Whether the design's ``generate`` is not transformers' common one. It may change the model by what prompts have besides text:
+    Granite Speech switches adapters on for sounds, and off for text.
+    """
+    kind: Any = type(model)
+    return kind.generate is not GenerationMixin.generate
+
+
 def inputs_of(
-    model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None, repeats: int
+    model: PreTrainedModel,
+    given: Mapping[str, Any],
+    input_ids: Tensor,
+    mask: Tensor | None,
+    repeats: int,
+    divides: bool = True,
 ) -> MultimodalInputs | None:
     """What the prompts of a call have besides text; None if they have nothing.
 
@@ -43,17 +57,20 @@ def inputs_of(
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
         repeats: how many rows decode each prompt.
+        divides: whether prompts are read one by one, where it can be told which images are whose.
 
     Raises:
         UnsupportedError: a prompt ends with an image.
     """
     batch, width = input_ids.shape
-    kinds = [value.to(input_ids.device) for value in given.values() if _per_token(value, input_ids)]
-    contents = {name: value for name, value in given.items() if not _per_token(value, input_ids)}
+    kinds = {name: value.to(input_ids.device) for name, value in given.items() if name in PER_TOKEN}
+    contents = {name: value for name, value in given.items() if name not in PER_TOKEN}
     lengths = [width] * batch if mask is None else mask.sum(1).tolist()
     special = torch.isin(input_ids, torch.tensor(placeholder_ids(model) or (), device=input_ids.device))
-    for kind in kinds:
+    for kind in kinds.values():
         special = special | (kind != kind[:, -1:])
+    if mask is not None:
+        special = special & mask.bool()
     rows = [row[width - length :].nonzero() for row, length in zip(special, lengths, strict=True)]
     ends = [int(places[-1]) + 1 if len(places) else 0 for places in rows]
     if not contents and not any(ends):
@@ -67,22 +84,58 @@ def inputs_of(
         )
     digest, hashes = _digest(contents), []
     for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
-        types = [kind[row, width - length :][:end] for kind in kinds]
+        types = [kind[row, width - length :][:end] for kind in kinds.values()]
         # Which images are a prompt's depends on the placeholders of those before it.
         taken = [input_ids[each][special[each]] for each in range(row)]
         hashes.append(_digest((digest, taken, types)) if end else "")
     arguments = _prepared(model, given, input_ids, mask)
     shifts = _shifts(arguments, lengths)
     prompt = [place for place in range(batch) for _ in range(repeats)]
-    return MultimodalInputs(
+    whole = MultimodalInputs(
         arguments, repeats, tuple(lengths[i] for i in prompt), tuple(hashes[i] for i in prompt), tuple(ends[i] for i in prompt),
         tuple(shifts[i] for i in prompt),
     )  # fmt: skip
+    divided = _divided(contents, special) if divides and batch > 1 and special.any() else None
+    if divided is None:
+        return whole
+    alone: list[MultimodalInputs | None] = []
+    for row, length in enumerate(lengths):
+        own = slice(row, row + 1), slice(width - length, None)
+        of_row = {name: kind[own] for name, kind in kinds.items()} | divided[row]
+        try:
+            alone.append(inputs_of(model, of_row, input_ids[own], mask[own] if mask is not None else None, repeats))
+        except Exception:  # it was not divided as the design has it
+            return whole
+    return replace(whole, alone=tuple(alone))
 
 
-def _per_token(value: Any, input_ids: Tensor) -> bool:
-    """Whether an argument has a number for every token of the prompts, such as its type."""
-    return isinstance(value, Tensor) and value.shape == input_ids.shape and not value.is_floating_point()
+def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any]] | None:
+    """The contents of each prompt; None if they do not say whose they are. That the model takes them so is seen when it reads them.
+
+    Args:
+        special: ``[B, P]`` bool, the places of images.
+    """
+    begins = special & ~torch.nn.functional.pad(special, (1, 0))[:, :-1]
+    images, places = begins.sum(1).tolist(), special.sum(1).tolist()
+    rows: list[dict[str, Any]] = [{} for _ in places]
+    for name, value in contents.items():
+        several = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+        size = len(value) if several or isinstance(value, (list, tuple)) else None
+        if size is None:
+            shares = None
+        elif size == sum(images):
+            shares = images
+        elif size == len(rows):
+            shares = [1] * len(rows)
+        elif all(size * count % sum(places) == 0 for count in places):  # parts of images
+            shares = [size * count // sum(places) for count in places]
+        else:
+            return None
+        begin = 0
+        for row, share in zip(rows, shares or images, strict=True):
+            row[name] = value if shares is None else value[begin : begin + share]
+            begin += share
+    return [row if count else {} for row, count in zip(rows, places, strict=True)]
 
 
 def _prepared(

@@ -25,13 +25,13 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
 from ..strategies.suffix_index import TextMemory
-from .arguments import OWN, check_inputs, refuse_arguments, shown
+from .arguments import OWN, PLAIN, check_inputs, refuse_arguments, shown
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_ignored_adapters
 from .call import PreparedCall, prepare
 from .given import CallCache, Embeddings, beginning_of
 from .grammars import vocabulary_of
-from .multimodal import arguments_of
+from .multimodal import arguments_of, has_own_generate
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
@@ -140,6 +140,13 @@ class Generate:
             raise UnsupportedError(
                 f"a prompt that begins with {beginning.name} does not share steps with other requests yet: call generate(strategy=…)"
             )
+        if own := has_own_generate(self.model):
+            beside = [name for name in arguments_of(self.model) - PLAIN if given.get(name) is not None]
+            if shares and beside:
+                raise UnsupportedError(
+                    f"generate of {type(self.model).__name__} may change the model for {', '.join(sorted(beside))}, and other requests "
+                    "are decoded at the same time: call generate(strategy=…)"
+                )
         # That of a prompt of vectors is over these.
         mask = None if isinstance(beginning, Embeddings) else given.get("attention_mask")
         check_inputs(
@@ -149,7 +156,7 @@ class Generate:
         options.check()
         tokenizer = given.get("tokenizer") or self.tokenizer
         return prepare(
-            self.model, options, tokenizer, lambda: ready or self.engine(options.runtime), self._assistants,
+            self.model, options, tokenizer, lambda: (None if own else ready) or self.engine(options.runtime), self._assistants,
             self._preparations, beginning,
         )  # fmt: skip
 

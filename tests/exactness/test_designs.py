@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from decoders.testing.images import BLIND, SEEING
+from decoders.testing.images import BLIND, HEARING, SEEING
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -37,10 +37,10 @@ def test_a_design_writes_the_same_text_or_is_refused(design: str, generator: Mod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("design", [*SEEING, *BLIND])
-def test_a_design_that_sees_writes_the_same_text_or_is_refused(design: str, generator: ModuleType) -> None:
+@pytest.mark.parametrize("design", [*SEEING, *HEARING, *BLIND])
+def test_a_design_that_sees_or_hears_writes_the_same_text_or_is_refused(design: str, generator: ModuleType) -> None:
     outcome = generator.seeing_outcome(design)
-    assert outcome.verdict == ("equal" if design in SEEING else "refused"), outcome.why
+    assert outcome.verdict == ("refused" if design in BLIND else "equal"), outcome.why
     page = generator.PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}:" in page:
         *_, line = generator._seeing_lines({design: outcome})

@@ -18,15 +18,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import decoders
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategy import Strategy
 from decoders.testing import ARCHITECTURES, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
 from decoders.testing.models import Architecture
 
+from .references import EAGER, SAMPLING, enabled
+
 NEW = 15
-EAGER = {"compile": False, "prefill_chunk": 8}
-SAMPLING = dict(do_sample=True, seed=11, temperature=0.7, top_k=50, top_p=0.98)
 STRATEGIES: dict[str, Strategy] = {
     "chain": Speculative(length=4),
     "static tree": Speculative(tree="static", length=4, nodes=12),
@@ -58,11 +57,6 @@ def calls(name: str, kind: str, *every: tuple[int, bool]) -> Sequence[tuple[int,
 
 
 @functools.cache
-def enabled(name: str) -> PreTrainedModel:
-    return decoders.enable(tiny_model(name))
-
-
-@functools.cache
 def near(name: str) -> PreTrainedModel:
     return tiny_draft(name)
 
@@ -82,10 +76,7 @@ def _stranger(of_llama: bool) -> PreTrainedModel:
 @functools.cache
 def plain(name: str, rows: int, sample: bool) -> torch.Tensor:
     """transformers' own greedy loop, or plain sampling."""
-    if sample:
-        options = dict(strategy="autoregressive", decoders_config=EAGER, **SAMPLING)
-    else:
-        options = {}
+    options = dict(strategy="autoregressive", decoders_config=EAGER, **SAMPLING) if sample else {}
     return decode(enabled(name), prompts(rows), max_new_tokens=NEW, **options).sequences
 
 

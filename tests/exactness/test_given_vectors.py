@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def test_the_tokens_are_those_of_transformers_with_the_same_vectors(name: str) -
     assert out.report.accepted > NEW and out.report.prompt_tokens == [24, 19, 14]
 
 
+#: Strategies with which prompts are compared with their embeddings, in turns.
+TURNS = ("prompt_lookup", "lookahead", "suffix", "ngram", "autoregressive")
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [pytest.param(name, strategy, marks=() if name in QUICK else pytest.mark.slow)
+     for name, strategy in zip((n for n in (*ARCHITECTURES, *RECURRENT) if n not in NOT_GIVEN), itertools.cycle(TURNS))],
+)  # fmt: skip
+def test_a_prompt_is_decoded_as_its_embeddings_are(name: str, strategy: str) -> None:
+    model = enabled(name)
+    model.generate.forget()
+    out = decode(model, vectors(model, 2, noise=0.0), strategy, max_new_tokens=NEW, decoders_config=EAGER)
+    assert_same_tokens(model, prompts(2), plain(name, 2), torch.cat([prompts(2)["input_ids"], out.sequences], 1), name)
+
+
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     return decoders.enable(tiny_model("llama"))
@@ -109,6 +126,24 @@ def test_drafts_behind_the_last_vector_are_read_as_tokens() -> None:
     named = given | {"input_ids": prompts(1)["input_ids"]}
     out = decode(model, named, Replay(texts=(text,), branches=3), max_new_tokens=NEW, decoders_config=EAGER)
     assert torch.equal(out.sequences[:, 24:], expected) and out.report.accepted > NEW // 2
+
+
+def test_a_recurrent_design_that_reads_more_of_a_token_than_its_embedding_is_refused() -> None:
+    """Drafts behind the last vector are in one pass with it, where all are vectors."""
+    model: Any = tiny_model("lfm2")
+    embed = type(model.model).forward
+
+    class LooksUpBesideToo(type(model.model)):
+        def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **options: Any) -> Any:
+            if input_ids is not None:
+                inputs_embeds = self.get_input_embeddings()(input_ids) + 0.5 * self.get_input_embeddings()(
+                    (input_ids * 7) % VOCAB
+                )
+            return embed(self, inputs_embeds=inputs_embeds, **options)
+
+    model.model.__class__ = LooksUpBesideToo
+    with pytest.raises(UnsupportedError, match="reads more of a token than its embedding"):
+        decode(decoders.enable(model), vectors(model, 1), "prompt_lookup", max_new_tokens=4, decoders_config=EAGER)
 
 
 def test_a_call_leaves_nothing_on_the_device(llama: PreTrainedModel) -> None:

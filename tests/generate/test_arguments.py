@@ -40,11 +40,21 @@ WORKS: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: Those that greedy search does not ask for.
+OF_SAMPLING = {
+    "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "temperature", "num_return_sequences",
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "sample"),
-    # Greedy search has one answer to return.
-    [(name, sample) for name in sorted(WORKS) for sample in (False, True) if sample or name != "num_return_sequences"],
+    [
+        pytest.param(name, sample, marks=() if sample == (name in OF_SAMPLING) else pytest.mark.slow)
+        for name in sorted(WORKS)
+        for sample in (False, True)
+        if sample or name != "num_return_sequences"  # greedy search has one answer to return
+    ],
 )
 def test_what_works_means_what_it_means_in_transformers(llama: PreTrainedModel, name: str, sample: bool) -> None:
     options = {**CALL, name: WORKS[name], "do_sample": sample, "eos_token_id": WORKS.get("eos_token_id")}

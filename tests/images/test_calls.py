@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaModel, LlavaForConditionalGeneration
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransformer
 
 import decoders
 from decoders.common.transformers_compat import cache_keyword
 from decoders.engine.decode.lane import Lane
 from decoders.engine.model.own_forward import OwnForward
 from decoders.errors import UnsupportedError
+from decoders.hf import multimodal
 from decoders.hf.multimodal import inputs_of
 from decoders.strategies import PromptLookup, TokenRecycling
 from decoders.testing import assert_same_tokens, decode, tiny_model
-from decoders.testing.images import IMAGE, SEEING, image_prompts, tiny_seeing_model
+from decoders.testing.images import HEARING, IMAGE, QUESTIONS, SEEING, image_prompts, tiny_seeing_model
 
 from .conftest import EAGER, enabled, plain
 
@@ -78,6 +80,32 @@ def test_a_second_question_about_an_image_reads_the_question_alone(name: str, ow
     assert own_passes == [1] and out.report.reused[0] >= image_ends
 
 
+def test_the_first_token_about_an_image_that_is_known_costs_the_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is run until then: the vision tower once for all questions, the language model for the new tokens."""
+    name, towers, passes = "smolvlm", [0], []
+    forward, of_text = SmolVLMVisionTransformer.forward, LlamaModel.forward
+
+    def seeing(self: Any, *args: Any, **options: Any) -> Any:
+        towers[0] += 1
+        return forward(self, *args, **options)
+
+    def reading(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **options: Any) -> Any:
+        passes.append((input_ids if input_ids is not None else inputs_embeds).shape[1])
+        return of_text(self, input_ids=input_ids, inputs_embeds=inputs_embeds, **options)
+
+    monkeypatch.setattr(SmolVLMVisionTransformer, "forward", seeing)
+    monkeypatch.setattr(LlamaModel, "forward", reading)
+    without_texts(name)
+    written(name, image_prompts(name, seed=9), max_new_tokens=1)  # checks the design
+    towers[0] = 0
+    for question in range(3):
+        inputs = image_prompts(name, question=question)
+        passes.clear()
+        decode(enabled(name), inputs, "autoregressive", max_new_tokens=1, decoders_config=EAGER)
+        new = QUESTIONS[0] if question else inputs["input_ids"].shape[1]
+        assert towers == [1] and sum(passes) <= new + 3  # the first step's nodes
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_conversation_about_an_image_goes_on_where_it_was(name: str, own_passes: list[int]) -> None:
     without_texts(name)
@@ -118,6 +146,56 @@ def test_rows_with_the_same_tokens_and_different_images_stay_apart(name: str) ->
     for inputs in (pair, swapped, other, crossed):
         out = written(name, inputs)
         assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("llava", "qwen2_vl", "smolvlm", "qwen2_audio") else pytest.param(n, marks=pytest.mark.slow)
+             for n in (*SEEING, *HEARING) if n != "qwen3_5"]
+)  # fmt: skip
+def test_of_a_batch_only_the_row_is_read_whose_image_has_changed(name: str, own_passes: list[int]) -> None:
+    batch = image_prompts(name, (1, 1))
+    content = {k: v.clone() for k, v in batch.items() if v.is_floating_point()}
+    for value in content.values():
+        value[len(value) // 2 :] *= -1
+    calls = [batch, batch | content, {k: v[: len(v) // 2] for k, v in batch.items()}]
+    texts = [expected(name, inputs) for inputs in calls]
+    without_texts(name)
+    for inputs, text, reads, kept in zip(calls, texts, (2, 3, 3), ([], [0], [0]), strict=True):
+        out = written(name, inputs)
+        assert own_passes == [1] * reads and [row for row, count in enumerate(out.report.reused) if count] == kept
+        assert_same_tokens(enabled(name), inputs, text, out.sequences, name)
+
+
+def test_beside_a_long_question_the_image_of_a_short_one_stays_as_it_is(own_passes: list[int]) -> None:
+    """Rows are read together: in the time of the longer text no row begins within its image."""
+    name, short = "llava", 5
+    one, other = image_prompts(name, (1, 1)), image_prompts(name, (1, 1), question=1)
+    for key in ("input_ids", "attention_mask"):
+        other[key][1] = torch.cat([torch.zeros(short, dtype=torch.int64), one[key][1, :-short]])
+    text = expected(name, other)
+    without_texts(name)
+    written(name, one)
+    out = written(name, other)
+    assert own_passes == [1, 1] and all(out.report.reused)
+    assert_same_tokens(enabled(name), other, text, out.sequences, name)
+
+
+def test_images_that_were_taken_for_another_rows_are_read_all_together(
+    own_passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, inputs = "llava", image_prompts("llava", (1, 2))
+    pixels = inputs["pixel_values"]
+    for parts in (slice(0, 2), slice(2, 3)), (slice(0, 1), slice(1, 2)):
+        own = without_texts(name).generate.engine()._own[()]
+        own_passes.clear()
+        monkeypatch.setattr(own, "divides", True)
+        monkeypatch.setattr(
+            multimodal, "_divided", lambda *_, parts=parts: [{"pixel_values": pixels[part]} for part in parts]
+        )
+        for reads in (2, 0):
+            out = written(name, inputs)
+            assert own_passes[-1:] == [2] and len(own_passes) <= 3 and out.report.reused.count(0) == reads
+            assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
 
 
 def test_a_text_of_the_same_tokens_is_no_image(own_passes: list[int]) -> None:
@@ -328,6 +406,32 @@ def test_images_of_a_row_depend_on_the_placeholders_of_those_before_it() -> None
         ids[0, 4 : 4 + count] = 9
         hashes.append(inputs_of(model, {"pixel_values": torch.zeros(2, 3, 28, 28)}, ids, None, 1).hashes)
     assert hashes[0][1] != hashes[1][1]
+
+
+class Louder(LlavaForConditionalGeneration):
+    """Changes itself by what its prompts have, as Granite Speech switches adapters."""
+
+    def generate(self, *args: Any, pixel_values: Any = None, **options: Any) -> Any:
+        self.model.language_model.layers[0].self_attn.scaling = 8**-0.5 if pixel_values is None else 2.0
+        return super().generate(*args, **({} if pixel_values is None else {"pixel_values": pixel_values}), **options)
+
+
+def test_a_generate_of_the_designs_own_is_shown_the_images() -> None:
+    model: Any = tiny_seeing_model("llava")
+    calls = [image_prompts("llava"), image_prompts("llava", (0,)), image_prompts("llava", question=1)]
+    ordinary = [decode(model, inputs, max_new_tokens=NEW).sequences for inputs in calls]
+    model.__class__ = Louder
+    texts = [decode(model, inputs, max_new_tokens=NEW).sequences for inputs in calls]
+    assert [torch.equal(*pair) for pair in zip(texts, ordinary, strict=True)] == [False, True, False]
+    decoders.enable(model)
+    for inputs, text in zip(calls, texts, strict=True):
+        out = decode(model, inputs, "prompt_lookup", max_new_tokens=NEW, decoders_config=EAGER)
+        assert torch.equal(out.sequences, text)
+    with (
+        decoders.Scheduler(model, strategy="prompt_lookup") as scheduler,
+        pytest.raises(UnsupportedError, match="Louder may change the model for pixel_values"),
+    ):
+        scheduler.submit(calls[0]["input_ids"], **beside(calls[0]), max_new_tokens=2)
 
 
 def test_a_call_notes_nothing_in_the_users_model() -> None:

@@ -1,4 +1,4 @@
-"""Prompts with images: every design writes what transformers writes, under every strategy, alone and in ragged batches."""
+"""Prompts with images or sounds: every design writes what transformers writes, under every strategy, alone and in ragged batches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from decoders.errors import UnsupportedError
 from decoders.strategies import Lookahead, PromptLookup, TokenRecycling
 from decoders.strategy import Strategy
 from decoders.testing import Replay, assert_same_tokens, decode, tiny_model
-from decoders.testing.images import BLIND, SEEING, image_prompts
+from decoders.testing.images import BLIND, HEARING, SEEING, image_prompts
 
 from .conftest import EAGER, NEW, enabled, plain
 
 #: Numbers of images by row: one alone, and rows with several, none and one.
 ALONE, RAGGED = (1,), (2, 0, 1)
 STRATEGIES = ("autoregressive", "prompt_lookup", "suffix", "lookahead", "token_recycling", "speculative", "replay")
-#: One whose positions are those of tokens, one whose images take fewer, one whose images see themselves.
+#: One whose positions are those of tokens, one whose images take fewer, one whose images see themselves, and two that hear.
 QUICK = {
     "llava": ("replay", "token_recycling"),
     "qwen2_vl": ("replay", "lookahead"),
     "gemma3": ("prompt_lookup", "speculative"),
+    "qwen2_audio": ("prompt_lookup",),
+    "qwen2_5_omni": ("replay",),
 }
 
 
@@ -41,8 +43,8 @@ def strategy_of(kind: str, name: str, images: tuple[int, ...]) -> Strategy | str
 
 
 def cases() -> Iterator[Any]:
-    for name, images, kind in itertools.product(SEEING, (ALONE, RAGGED), STRATEGIES):
-        quick = kind in QUICK.get(name, ()) and (images == RAGGED or kind == "replay")
+    for name, images, kind in itertools.product((*SEEING, *HEARING), (ALONE, RAGGED), STRATEGIES):
+        quick = kind in QUICK.get(name, ()) and (images == RAGGED or (kind == "replay" and name in SEEING))
         case = f"{name}-{'alone' if images == ALONE else 'ragged'}-{kind}"
         yield pytest.param(name, images, kind, id=case, marks=() if quick else pytest.mark.slow)
 
@@ -60,11 +62,13 @@ def test_tokens_are_those_of_transformers(name: str, images: tuple[int, ...], ki
         assert out.report.mean_accepted_length > 1.5
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SEEING])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*SEEING, *HEARING)]
+)
 def test_the_image_decides_about_the_text(name: str) -> None:
     """Otherwise the tests here would say nothing."""
     inputs = image_prompts(name)
-    other = inputs | {"pixel_values": image_prompts(name, seed=3)["pixel_values"]}
+    other = inputs | {k: v for k, v in image_prompts(name, seed=3).items() if v.is_floating_point()}
     changed = decode(enabled(name), other, max_new_tokens=NEW).sequences
     assert not torch.equal(plain(name, ALONE), changed)
 
@@ -85,9 +89,10 @@ def test_sampled_tokens_depend_on_the_seed_alone(name: str) -> None:
     [
         ("mllama", "stored keys and values for layers \\[0, 2\\]: every layer must go through the cache"),
         pytest.param("paligemma", "differ from a plain forward", marks=pytest.mark.slow),
+        ("voxtral_realtime", "You must specify exactly one of input_features or encoder_inputs_embeds"),
     ],
 )
 def test_designs_that_cannot_are_refused_with_their_reason(name: str, why: str) -> None:
-    assert set(BLIND) == {"mllama", "paligemma"}
+    assert set(BLIND) == {"mllama", "paligemma", "voxtral_realtime"}
     with pytest.raises(UnsupportedError, match=why):
         enabled(name).generate(**image_prompts(name), strategy="autoregressive", max_new_tokens=4)

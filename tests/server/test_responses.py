@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -62,6 +63,7 @@ def events(client: Any, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
+@functools.cache
 def checked(name: str) -> TypeAdapter[Any]:
     """What OpenAI's client takes for a value of that name."""
     return TypeAdapter(getattr(pytest.importorskip("openai.types.responses"), name))

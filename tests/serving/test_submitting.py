@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+import decoders
+from decoders.hf import grammars
 from decoders.serving import scheduler as scheduler_module
 
 from .conftest import scheduler_of, text_of
@@ -38,6 +41,30 @@ def test_a_request_is_submitted_while_the_model_is_busy(llama: PreTrainedModel) 
             free.set()
             holder.join()
         assert len(submitted[0].result(60)[0]) == 8
+
+
+def test_no_step_of_others_waits_while_a_grammar_is_compiled(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps of a request that comes later are made before the compilation may end, and none of them is another's."""
+    ready, compiled, options = threading.Event(), grammars.compiled, dict(max_new_tokens=12, eos_token_id=1)
+
+    def held(*arguments: Any) -> Any:
+        assert ready.wait(60)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(grammars, "compiled", held)
+    with scheduler_of(llama) as scheduler, ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(
+            scheduler.submit, text_of(1, 9), grammar=decoders.regex("[ab]{3}x{4,}"), seed=3, **options
+        )
+        try:
+            other = scheduler.submit(text_of(0, 9), **options)
+            assert other.result(60).shape[1] > 9 and not asking.done()
+            assert other.report is not None and other.report.steps == sum(other.report.new_tokens)
+        finally:
+            ready.set()
+        assert asking.result(60).result(60).shape[1] > 9
 
 
 def test_weights_that_were_written_to_are_seen_by_the_next_request(llama: PreTrainedModel) -> None:

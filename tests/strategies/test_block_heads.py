@@ -364,7 +364,7 @@ def correlated(w: dict[str, Tensor], states: Tensor, logits: Tensor, context: Te
 @torch.no_grad()
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_draft_is_what_the_equations_say(name: str) -> None:
-    model, inputs, spy = target(), prompts(3), Spy(DFlash(draft_model=written(name)))
+    model, inputs, spy = target(), prompts(2), Spy(DFlash(draft_model=written(name)))
     out = decode(model, inputs, spy, max_new_tokens=8, decoders_config={"prefill_chunk": 7})
     assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=8).sequences)
     compared = 0

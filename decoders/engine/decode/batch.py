@@ -94,19 +94,23 @@ class Batch(Roster):
         """
         shows, inputs = self.request.strategy.reads_prompt, self.request.multimodal
         run = self._read_and_show if shows else self.prefill
-        reads_images = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
-        if inputs is not None and reads_images:
-            logits = self.request.strategy.prompt_logits
-            chunk, run = self.read_images(inputs, lengths, 0, logits=logits), self.prefill
-            reusable = [length - 1 for length in lengths]
-            if chunk is not None:
+        read: set[int] = set()  # rows that the model's own forward pass has read
+        apart = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
+        if inputs is not None and apart:
+            if shows:
+                chunk = self.read_images(inputs, lengths, 0, logits=self.request.strategy.prompt_logits)
+                assert chunk is not None
                 self.show(chunk, 0)
+                read, run = set(range(len(lengths))), self.prefill
+            else:
+                read = self._read_missing_images(inputs, lengths, reusable)
+            reusable = [length - 1 if row in read else reusable[row] for row, length in enumerate(lengths)]
         reused, left = self.session.prefill(
             lengths, reusable, self.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
-            given=self.request.given is not None or reads_images,
+            given=self.request.given is not None or apart,
         )  # fmt: skip
         self.pending = self.prompt_left = left  # tokens of the prompts that the first step reads
-        self.report.reused = [0] * self.row_count if reads_images else reused[: self.row_count]
+        self.report.reused = [0 if row in read else count for row, count in enumerate(reused[: self.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
         """Whether what is left to read of prompts is nothing but text. lengths, reusable: as of :meth:`read_prompts`."""
@@ -114,6 +118,27 @@ class Batch(Roster):
         if not target.recurrent:  # rows advance together: one may have to read some of its text again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
         return inputs.in_front_of(starts)
+
+    def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
+        """Reads the prompts whose images are not in place, one by one where it is known which images are whose; returns their rows.
+
+        One that has too many images, or too few, does not fit its text, and the model says so: then all are read together.
+        """
+        read: set[int] = set()
+        try:
+            for prompt, own in enumerate(inputs.alone):
+                rows = range(prompt * inputs.repeats, (prompt + 1) * inputs.repeats)
+                if own is not None and not own.in_front_of([reusable[row] for row in rows]):
+                    self.read_images(own, list(own.lengths), rows.start, logits=False)
+                    read |= set(rows)
+            if inputs.alone:
+                return read
+        except Exception:
+            # What is kept of these texts must not be found by what the images were taken for.
+            self.request = replace(self.request, multimodal=replace(inputs, alone=()))
+        self.read_images(inputs, lengths, 0, logits=False)
+        self.own_forward.divides = self.own_forward.divides and not inputs.alone
+        return set(range(len(lengths)))
 
     def read_images(
         self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool

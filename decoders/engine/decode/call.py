@@ -101,7 +101,7 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
         batch.read_prompts(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)
     timings.prefill = stopwatch.next()
-    batch.arrange(request, list(batch.members), [-1] * batch.width)
+    batch.arrange(batch.request, list(batch.members), [-1] * batch.width)
     timings.start += stopwatch.next()
     if reads:
         batch.where = "prefill"

@@ -134,7 +134,7 @@ class Request:
         text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
         if inputs is None:
             return KeptText(text, salt=salt)
-        return KeptText(text, salt=f"{inputs.hashes[row]} {salt}", least=inputs.ends[row])
+        return KeptText(text, salt=f"{inputs.hash_of(row)} {salt}", least=inputs.ends[row])
 
     @property
     def memory_salt(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...common.transformers_compat import cache_keyword, keeps_recurrent_state
 from ...errors import ContextLengthError, DecodersError, UnsupportedError
@@ -83,8 +83,12 @@ def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
     modalities = getattr(model, "input_modalities", "text")
     if {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities):
         return None
-    named = {name: value for name, value in vars(model.config).items() if _PLACEHOLDER.fullmatch(name)}
-    return tuple(sorted({value for value in named.values() if isinstance(value, int)}))
+    parts = [part for part in vars(model.config).values() if isinstance(part, PreTrainedConfig)]
+    own, inner = (
+        {value for part in configs for name, value in vars(part).items() if _PLACEHOLDER.fullmatch(name)}
+        for configs in ([model.config], parts)
+    )
+    return tuple(sorted(value for value in own or inner if isinstance(value, int)))
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,10 @@ class MultimodalInputs:
         arguments: of the model's forward pass over all prompts, padded on the left, as transformers prepares them.
         repeats: rows of each prompt, one after the other.
         lengths: tokens of the prompt.
-        hashes: of what it has besides text: equal ones are the same images.
+        hashes: of what all prompts have besides text, and which of it is this one's: equal ones are the same images.
         ends: tokens of the prompt up to its last placeholder.
         shifts: by how much the position of the token behind the prompt is ahead of its place.
+        alone: each prompt by itself, None for one that is nothing but text. Empty if it is not known which images are whose.
     """
 
     arguments: dict[str, Any]
@@ -50,6 +51,14 @@ class MultimodalInputs:
     hashes: tuple[str, ...]
     ends: tuple[int, ...]
     shifts: tuple[int, ...]
+    alone: tuple[MultimodalInputs | None, ...] = ()
+
+    def hash_of(self, row: int) -> str:
+        """What the images of a row are known by: by themselves if it is known which these are, else together with all others."""
+        if not self.alone:
+            return self.hashes[row]
+        own = self.alone[row // self.repeats]
+        return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
         """Whether all images stand in front of `starts`, a place of each row."""
@@ -61,7 +70,13 @@ class OwnForward:
 
     Args:
         model: the user's, whose attention it runs.
+
+    Attributes:
+        divides: False once a batch was read whose images were taken for those of other rows.
     """
+
+    divides = True
+    _reads_embeddings = False
 
     def __init__(self, target: Target, model: PreTrainedModel) -> None:
         self.target, self.model = target, target.copied()
@@ -134,6 +149,8 @@ class OwnForward:
         Args:
             mask: ``[B, P]``, zeros for left padding.
         """
+        if self.target.recurrent and not self._reads_embeddings:
+            self._check_embeddings()
         cache = DynamicCache(config=self.model.config)
         arguments: dict[str, Any] = {cache_keyword(self.model): cache, "use_cache": True}
         if mask is not None:
@@ -145,6 +162,26 @@ class OwnForward:
         finally:
             self._forget()
         return cache
+
+    def _check_embeddings(self) -> None:
+        """Compares tokens with their embeddings: recurrent layers read a block in one pass, so that behind a prompt of vectors drafts
+        are read as embeddings, too.
+
+        Raises:
+            UnsupportedError: the design reads more of a token than its embedding.
+        """
+        tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.embeddings
+        try:
+            named = self.model(input_ids=tokens, use_cache=False).logits.float()
+            read = self.model(inputs_embeds=self.target.embed(tokens), use_cache=False).logits.float()
+        finally:
+            self._forget()
+        if not torch.allclose(named, read, rtol=1e-3, atol=1e-3 * named.abs().max().item()):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} reads more of a token than its embedding, and its recurrent layers read drafts in "
+                "one pass with the last vector of a prompt: pass the prompt as input_ids, or call generate without strategy=."
+            )
+        self._reads_embeddings = True
 
     def _forget(self) -> None:
         self._head.forget()
