@@ -54,6 +54,24 @@ OF_TOKENS = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 MANY_MODULES = 100
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini(
+            "timeout", "of pytest-timeout, which a machine that is lent for its GPU may lack, as it may lack hypothesis"
+        )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """``-m gpu`` imports the tests of GPUs alone: the others take a minute, and what such a machine may not have."""
+    if (
+        config.option.markexpr != "gpu"
+        or not collection_path.match("test_*.py")
+        or collection_path.parent.name == "gpu"
+    ):
+        return None
+    return "mark.gpu" not in collection_path.read_text() or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Processes that share the tests must call them the same."""

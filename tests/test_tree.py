@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.common.devices import as_recorded
+from decoders.common.devices import as_recorded, moved_together
 from decoders.errors import DraftError
+from decoders.strategy import Draft
 from decoders.tree import Topology, TreeTensors
 
 CPU = torch.device("cpu")
@@ -243,3 +245,30 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(raw):
         with as_recorded():
             made = TreeTensors.from_parents(torch.tensor([parents]), depth)
         same_candidates(made, topology)
+
+
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])
+@pytest.mark.parametrize("grades", [None, [[1, 2, 3], [4, 5, 0]]], ids=["", "grades"])
+def test_a_draft_of_lists_is_one_copy_to_the_device(parents: Any, grades: Any) -> None:
+    tokens = [[7, 8, 9], [5, 6, -1]]
+    here = Draft.listed(tokens, torch.device("cpu"), parents, 2, grades)
+    here.check(2)
+    assert here.tokens.tolist() == tokens and [list(row) for row in here.parents] == (parents or [[-1, 0, 1, 2]] * 2)
+    assert grades is None or (here.grades is not None and here.grades.tolist() == grades)
+    there = Draft.listed(tokens, torch.device("meta"), parents, 2, grades)
+    there.check(2)
+    tensors = [t for part in (there, there.topology) for t in vars(part).values() if isinstance(t, torch.Tensor)]
+    assert len(tensors) == 1 + (grades is not None) + 4 * (parents is not None)
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1 and there.levels == here.levels
+
+
+def test_tensors_that_move_together_keep_their_values_and_are_parts_of_one() -> None:
+    tensors = [
+        torch.tensor([True, False, True]),
+        torch.arange(4).view(2, 2),
+        torch.arange(3).float().expand(2, 3),
+        torch.empty(0, 5),
+    ]
+    moved = moved_together(tensors, torch.device("cpu"))
+    assert all(map(torch.equal, moved, tensors)) and [t.dtype for t in moved] == [t.dtype for t in tensors]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in moved}) == 1

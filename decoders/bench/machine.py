@@ -39,6 +39,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
         "transformers": transformers.__version__,
         "decoders": __version__,
         "memory": resident() is not None,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import core_schema
+from pydantic_core import SchemaValidator, core_schema
 
 from ..errors import GrammarError, shortened
 from .base import Language
@@ -102,9 +102,6 @@ class _Checker:
     kind: Any
 
     def __call__(self, text: str) -> None:
-        from pydantic import TypeAdapter, ValidationError
-        from pydantic_core import SchemaValidator
-
         if self.base.whole is not None:
             self.base.whole(text)
         try:
@@ -123,8 +120,6 @@ class _Checker:
 
 def asks_more(kind: Any) -> bool:
     """Whether a type may have conditions that its JSON schema does not cover."""
-    from pydantic import TypeAdapter
-
     return any(map(_more, _nodes(TypeAdapter(readable(kind)).core_schema)))
 
 

@@ -131,8 +131,7 @@ class CallAssistants:
     Attributes:
         kept: the target's draft models.
         target: the enabled model.
-        engine: of the target.
-        tokenizer: likewise.
+        engine, tokenizer: of the target.
         assistant_tokenizer: of a draft model that is given loaded.
         runtime: settings of the call.
     """

@@ -95,6 +95,8 @@ class Turn:
         pieces, calls = list[Piece](), list[Call]()
         for number, part in enumerate(parts):
             text = part.text
+            if calls:  # behind which the answer ends
+                break
             if part.kind == "thought":
                 pieces += self._grown("thought", self.thoughts, number, text)
                 continue

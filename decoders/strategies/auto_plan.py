@@ -10,7 +10,6 @@ import torch
 
 from ..costs import CAUTION, AcceptanceRates, Follower, Proposals, StepCosts, worthwhile
 from ..strategy import Draft
-from ..tree import TreeTensors
 from .auto_candidates import COUNTED_AHEAD, Candidate, Experience, Ledger
 
 #: Most entries of a report's history.
@@ -188,14 +187,12 @@ class Plan:
                 place[node] = index + 1
                 drafters[row][index] = names[own.sources[node] & -own.sources[node]]
                 sources &= own.sources[node]
-        draft_tokens = torch.tensor(tokens, device=device)
         self.width = width
         if chain:
             self.chain = sources
-            return replace(Draft.chain(draft_tokens), drafters=drafters)
+            return replace(Draft.listed(tokens, device), drafters=drafters)
         depth = max(self.proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
-        tree = TreeTensors.from_parents(torch.tensor(parents, device=device), depth)
-        return Draft(draft_tokens, tree, depth=depth, drafters=drafters)
+        return replace(Draft.listed(tokens, device, parents, depth), drafters=drafters)
 
     def _chosen(self, row: int) -> list[int]:
         """The nodes that are verified for a row, children behind their parents.

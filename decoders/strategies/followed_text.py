@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 from ..strategy import Sequences
 
 #: Of a text that only grows, so many tokens are read again to check that it is the same text.
@@ -67,8 +69,9 @@ def follow_rows(
         append_only: whether texts only grow, so that only their ends are read.
         another: returns an empty text for a row that has another text now.
     """
-    lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
-    prompts = sequences.prompt_length.tolist()
+    # In one reading: each waits for the device.
+    figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
+    lengths, prompts, ended = figures.tolist()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]
     first = min(begins)
     texts = sequences.tokens[:, first : max(lengths)].tolist()
@@ -80,4 +83,4 @@ def follow_rows(
             rows[number] = row
         row.prompt = prompts[number]
         row.follow(tokens, begin)
-    return finished
+    return list(map(bool, ended))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
-from ..tree import NO_PARENT, TreeTensors
+from ..tree import NO_PARENT
 from .followed_text import follow_rows
 from .suffix_index import ChainedText, DraftedNode, RowText, TextMemory, expand, path_first
 
@@ -239,8 +239,4 @@ def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]], device: torch.d
         grades.append(own + [0] * missing)
         chains = chains and all(node.parent == place for place, node in enumerate(nodes))
         parents.append([NO_PARENT, *(node.parent for node in nodes)] + [NO_PARENT] * missing)
-    drafted, graded = torch.tensor(tokens, device=device), torch.tensor(grades, device=device)
-    if chains:
-        draft = Draft.chain(drafted)
-        return Draft(draft.tokens, draft.topology, grades=graded)
-    return Draft(drafted, TreeTensors.from_parents(torch.tensor(parents, device=device)), depth=width, grades=graded)
+    return Draft.listed(tokens, device, None if chains else parents, width, grades)

@@ -119,4 +119,4 @@ class Synthetic(Strategy):
             if right < len(draft):
                 draft[right] = (draft[right] + 1) % state.vocabulary
             drafts.append(draft + [-1] * (len(s.acceptance) - len(draft)))
-        return Draft.chain(torch.tensor(drafts, device=sequences.length.device))
+        return Draft.listed(drafts, sequences.length.device)

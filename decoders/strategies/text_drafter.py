@@ -161,7 +161,7 @@ class TextDrafter:
         ]
         width = max(1, *map(len, proposals))
         padded = [[*ids, *[-1] * (width - len(ids))] for ids in proposals]
-        return Draft.chain(torch.tensor(padded, device=self.device))
+        return Draft.listed(padded, self.device)
 
     def _run(self, length: int) -> Tensor:
         """``[B, length]`` int64: the draft model's greedy continuation of the rows."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.devices import host_reads
+from ..common.devices import host_reads, moved_together
 from ..errors import DraftError
 from .tensors import MAX_NODES, NO_PARENT, TreeTensors, described
 from .topology import Topology, parents_by_row
@@ -120,6 +120,27 @@ class Draft:
         if not isinstance(tokens, Tensor) or tokens.dim() != 3:
             raise DraftError(f"branches are made of a tensor [rows, branches, length], not {described(tokens)}")
         return Draft(tokens.flatten(1), Topology.branches(tokens.shape[1], tokens.shape[2]))
+
+    @staticmethod
+    def listed(
+        tokens: Sequence[Sequence[int]], device: torch.device, parents: Sequence[Sequence[int]] | None = None,
+        depth: int | None = None, grades: Sequence[Sequence[int]] | None = None,
+    ) -> Draft:  # fmt: skip
+        """The draft of a strategy that works on the host, brought to `device` in one copy.
+
+        Args:
+            tokens: of every row, equally many.
+            parents: of every row's nodes, the root's included, as of :meth:`TreeTensors.from_parents`; None: chains.
+            depth: as there.
+            grades: as of a draft.
+        """
+        trees = None if parents is None else TreeTensors.from_parents(torch.tensor(parents), depth)
+        tensors = [torch.tensor(listed, dtype=torch.int64) for listed in (tokens, grades) if listed is not None]
+        tensors += [] if trees is None else [trees.parents, trees.offsets, trees.visible, trees.ancestors]
+        own, *others = tensors if device.type == "cpu" else moved_together(tensors, device)
+        graded = None if grades is None else others.pop(0)
+        topology = Topology.chain(own.shape[1]) if trees is None else TreeTensors(*others)
+        return Draft(own, topology, depth=None if trees is None else depth, grades=graded)
 
     @staticmethod
     def nothing(rows: int, device: torch.device) -> Draft:

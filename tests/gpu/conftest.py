@@ -1,15 +1,19 @@
 """Tests that need a CUDA device: ``pytest -m gpu``, under four minutes on one card.
 
 ``GPU_TESTS_DEVICE=cpu pytest -m gpu`` runs what a CPU can run of them: to see that they are right before a card is at hand.
+With ``OUT=FOLDER`` the card, the versions and every result are written to ``FOLDER/gpu-tests.jsonl`` as they come.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+
+from decoders.bench import machine
 
 #: What compilers, transformers and peft say and nobody here can mend. Everything else is an error: a fallback warns.
 BYSTANDERS = ("ignore:.*TensorFloat32", "ignore:.*torch.jit", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -22,6 +26,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             for warning in BYSTANDERS:
                 item.add_marker(pytest.mark.filterwarnings(warning), append=False)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "OUT" not in os.environ or (report.when != "call" and report.passed):
+        return
+    with (Path(os.environ["OUT"]) / "gpu-tests.jsonl").open("a") as file:
+        if not file.tell():
+            on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            file.write(json.dumps(machine.facts(on)) + "\n")
+        said = str(report.longrepr)[-2000:] if report.longrepr is not None else ""
+        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "said": said}
+        file.write(json.dumps(line) + "\n")
 
 
 @pytest.fixture(scope="session")

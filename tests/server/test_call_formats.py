@@ -15,8 +15,8 @@ from jsonschema import Draft202012Validator
 
 pytest.importorskip("fastapi")
 
-from decoders.constraints import FORMATS, LLGuidance, Thinking, Vocabulary, compiled, unpack
-from decoders.errors import UnknownNameError
+from decoders.constraints import FORMATS, Called, CallSpec, LLGuidance, Thinking, Vocabulary, compiled, unpack
+from decoders.errors import GrammarError, UnknownNameError
 from decoders.server.bodies import Tool
 from decoders.server.grammars import Calling
 from decoders.server.prompts import Conversations
@@ -311,16 +311,43 @@ def test_harmony_keeps_thoughts_calls_and_answers_apart(tokenizer_of: Callable[.
             assert shown([matcher.automaton.next_token(matcher.place.phase, matcher.place.node)], tokenizer) == "c"
 
 
-@pytest.mark.parametrize("name", ["harmony", "deepseek-v3"])
+@pytest.mark.parametrize("name", [format.name for format in FORMATS if format.notation is not None])
+def test_what_no_grammar_expresses_is_judged_in_every_notation(name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"p": {"items": {"type": "string"}, "type": "array", "uniqueItems": True}},
+    }
+    format = format_named(name)
+
+    def language(strict: bool | None) -> Any:
+        return CallSpec((Called.of("once", schema, strict),), format).language()
+
+    for strict in (None, False):
+        own = language(strict)
+        assert "once: $.properties.p: uniqueItems is left to the validation of the finished text." in own.warnings
+        for values in (["a", "b"], ["a", "a"]):
+            text = format.written([("once", json.dumps({"p": values}))]).removeprefix(f"{format.begin}{format.mark}")
+            text = text.removesuffix(f"{format.closing}{format.end}")
+            if values == ["a", "b"]:
+                own.whole(text)
+            else:
+                with pytest.raises(GrammarError, match=r"the arguments of once: .*breaks uniqueItems"):
+                    own.whole(text)
+    with pytest.raises(GrammarError, match="tools: once: .*uniqueItems"):
+        language(True)
+
+
+@pytest.mark.parametrize("name", ["harmony", "deepseek-v3", "gemma4", "qwen3-coder"])
 def test_a_server_speaks_a_format(name: str, served: Any, service_of: Any, stream: Any, tokenizer_of: Any) -> None:
     calls, marks, _ = PUBLISHED[name]
     harmony = name == "harmony"
-    tokenizer = tokenizer_of(marks, harmony)
+    tokenizer = tokenizer_of(marks, name in ("harmony", "gemma4"))
     ask = "<|start|>assistant<|channel|>analysis<|message|>" if harmony else "<assistant><think>"
     markers = None if harmony else ("<think>", "</think>")
     service = service_of(chat_template=template(calls, ask), tokenizer=tokenizer, thinking=markers)
     body: dict[str, Any] = {
-        "tools": [tool.model_dump() for tool in TOOLS], "max_tokens": 150, "thinking_budget": 4, "temperature": 1,
+        "tools": [tool.model_dump() for tool in TOOLS], "max_tokens": 190, "thinking_budget": 4, "temperature": 1,
+        "parallel_tool_calls": False,
     }  # fmt: skip
     with served(service) as client:
         for choice, names in {

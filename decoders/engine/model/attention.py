@@ -259,8 +259,7 @@ def tree_attention(
 
     Args:
         query: ``[B, Hq, N, D]``.
-        key: ``[B, Hkv, view, D]``.
-        value: likewise.
+        key, value: ``[B, Hkv, view, D]``.
         attention_mask: ``[B, T, N, view]`` additive, or ``[B, T, group·N, view]`` (:func:`repeat_for_group`).
         softcap: ``cap·tanh(scores/cap)`` before the mask (gemma2).
         s_aux: ``[Hq]`` attention sinks (gpt-oss).

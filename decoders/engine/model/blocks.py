@@ -103,8 +103,7 @@ class Blocks:
     A session has one for each number of rows, because recorded steps read the tensors that are kept here.
 
     Args:
-        static: see :class:`~decoders.engine.model.target.Target`.
-        multiple: likewise.
+        static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
         exact: whether blocks are not padded: in uncompiled passes over several rows, for which kernels give every row the same bits.

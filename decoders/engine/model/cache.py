@@ -40,8 +40,7 @@ class LayerSpec:
         key_dim: width of a head's keys.
         value_heads: heads of the values.
         value_dim: width of a head's values.
-        dtype: of the layer.
-        device: of the layer.
+        dtype, device: of the layer.
         quantized: whether keys and values are stored as int8, with a scale of `dtype` per head and slot.
         states: its recurrent states (:mod:`.recurrent`).
     """
@@ -95,10 +94,8 @@ class CacheBuffers:
     """Keys and values of every layer: ``[B, heads, L, dim]`` each, ``L`` slots.
 
     Attributes:
-        keys: one tensor per layer; int8 if they are quantized.
-        values: likewise.
-        key_scales: ``[B, heads, L, 1]``, the scale of a head's slot. Empty if nothing is quantized.
-        value_scales: likewise.
+        keys, values: one tensor per layer; int8 if they are quantized.
+        key_scales, value_scales: ``[B, heads, L, 1]``, the scale of a head's slot. Empty if nothing is quantized.
         states: the recurrent states of every layer, if there are any.
         shifts: ``[B]`` int64, by how much the position of a row's next token is ahead of its slot: images have other positions
             than slots. None for models that read only text.
