@@ -6,7 +6,7 @@
 from ..common import library
 from .auto import Auto
 from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
-from .call_arguments import unfinished
+from .call_arguments import Progress, unfinished
 from .call_formats import FORMATS, Call, CallFormat, Written
 from .calls import Called, CallSpec
 from .coerce import as_spec, as_specs, spec_of_file, spec_of_library, unknown_grammar
@@ -25,8 +25,8 @@ BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [
     "BUILT_IN", "FORMATS", "LEFT_OUT", "After", "Auto", "Backend", "Call", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
-    "CompiledGrammar", "JsonSchema", "Kinds", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Regex", "Spec",
-    "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "TokenTable",
+    "CompiledGrammar", "JsonSchema", "Kinds", "LLGuidance", "Language", "Lark", "LazyMasks", "Matcher", "Policy", "Progress", "Regex",
+    "Spec", "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking", "ThinkingMarkers", "TokenTable",
     "Vocabulary", "Written",
     "after", "as_spec", "as_specs", "begun", "choice", "compiled", "grammar", "json_schema", "known_markers", "library",
     "mask_words", "pack", "regex", "spec_of_file", "spec_of_library", "tagged", "unfinished", "unknown_grammar",

@@ -5,11 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from .schemas.kinds import KINDS, Kinds, kind_of
 from .schemas.raw_text import Notation, Parameters, Quoted
+
+
+@dataclass
+class Progress:
+    """How far the arguments of a call in a growing text are read: what is in front of it stays as it is.
+
+    Attributes:
+        place: behind what is read.
+        json: of what is read.
+        depth: of objects and lists that are open.
+    """
+
+    place: int
+    json: str = ""
+    depth: int = 0
 
 
 class Arguments(NamedTuple):
@@ -49,37 +65,42 @@ def _quoted(value: Any, quote: str) -> str:
     return f"[{','.join(_quoted(one, quote) for one in value)}]" if isinstance(value, list) else _plain(value)
 
 
-def read(text: str, begin: int, notation: Notation | None, kinds: Kinds | None, closing: str) -> Arguments:
-    """The arguments at `begin` of a text that grows.
+def read(text: str, progress: Progress, notation: Notation | None, kinds: Kinds | None, closing: str) -> Arguments:
+    """The arguments at a place of a text that grows.
 
     Args:
+        progress: of earlier reads, moved on by this one; at first, the place.
         kinds: the types of parameters.
         closing: what ends a call.
     """
     if isinstance(notation, Parameters):
-        return _read_parameters(text, begin, notation, kinds, closing)
+        return _read_parameters(text, progress, notation, kinds, closing)
     if notation is not None:
-        return _read_quoted(text, begin, notation.quote)
+        return _read_quoted(text, progress, notation.quote)
+    begin = progress.place
     end = _object_end(text, begin)
     return Arguments(text[begin:end], end, end is None or is_json(text[begin:end]))
 
 
-def _read_parameters(text: str, place: int, notation: Parameters, kinds: Kinds | None, closing: str) -> Arguments:
+def _read_parameters(
+    text: str, progress: Progress, notation: Parameters, kinds: Kinds | None, closing: str
+) -> Arguments:
     head, end_of_call = _parameter(notation), re.compile(rf"\s*{loose(closing)}")
-    arguments, comma = "{", ""
     while True:
-        if (end := end_of_call.match(text, place)) is not None:
-            return Arguments(arguments + "}", end.end())
-        found = head.match(text, place)
+        comma = ", " if progress.json else "{"
+        if (end := end_of_call.match(text, progress.place)) is not None:
+            return Arguments((progress.json or "{") + "}", end.end())
+        found = head.match(text, progress.place)
         if found is None:
-            return Arguments(arguments)
+            return Arguments(progress.json or "{")
         types = kinds[found[1]] if kinds is not None else KINDS
         value, after, valid = _read_value(text, found.end(), notation, types)
-        if value or after is not None:
-            arguments += f"{comma}{json.dumps(found[1], ensure_ascii=False)}: {value}"
+        if not value and after is None:
+            return Arguments(progress.json or "{")
+        arguments = f"{progress.json}{comma}{json.dumps(found[1], ensure_ascii=False)}: {value}"
         if after is None or not valid:
             return Arguments(arguments, after, valid)
-        place, comma = after, ", "
+        progress.place, progress.json = after, arguments
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
@@ -115,37 +136,42 @@ def _parameter(notation: Parameters) -> re.Pattern[str]:
 _NAMES = re.compile(r"[^\s<>\"{}\[\]:,|]+(?=:)")
 
 
-def _read_quoted(text: str, begin: int, quote: str) -> Arguments:
+_SIGN, _NO_SIGNS = re.compile(r"[{}\[\],:]"), re.compile(r"[^{}\[\],:]*")
+
+
+def _read_quoted(text: str, progress: Progress, quote: str) -> Arguments:
     """An object of which names stand as they are and strings between two of `quote`, in JSON."""
-    parts, place, depth = list[str](), begin, 0
-    while place < len(text):
+    parts, place, depth, shown, whole = [progress.json], progress.place, progress.depth, "", False
+    while place < len(text) and not whole:
         if text.startswith(quote, place):
             start = place + len(quote)
             end = text.find(quote, start)
             if end < 0:
                 shown = text[start : len(text) - unfinished(text[start:], [quote])]
-                return Arguments("".join(parts) + json.dumps(shown, ensure_ascii=False)[:-1])
+                shown = json.dumps(shown, ensure_ascii=False)[:-1]
+                break
             parts.append(json.dumps(text[start:end], ensure_ascii=False))
             place = end + len(quote)
         elif name := _NAMES.match(text, place):
             parts.append(f"{json.dumps(name[0], ensure_ascii=False)}: ")
             place = name.end() + 1
-        elif quote.startswith(text[place:]) or not re.match(r"[{}\[\],:]", text[place]):
-            # A name, a number or a word goes to the next sign; until then it may become another.
-            sign = re.compile(r"[{}\[\],:]|$").search(text, place)
-            assert sign is not None
-            if sign.start() == len(text):
-                break
-            parts.append(text[place : sign.start()])
-            place = sign.start()
-        else:
+        elif _SIGN.match(text, place):
             depth += (text[place] in "{[") - (text[place] in "}]")
             parts.append({",": ", ", ":": ": "}.get(text[place], text[place]))
             place += 1
-            if not depth:
-                whole = "".join(parts)
-                return Arguments(whole, place, is_json(whole))
-    return Arguments("".join(parts))
+            whole = not depth
+        else:  # a name, a number or a word goes to the next sign; until then it may become another
+            word = _NO_SIGNS.match(text, place)
+            assert word is not None
+            if word.end() == len(text):
+                break
+            parts.append(word[0])
+            place = word.end()
+    arguments = "".join(parts)
+    if whole:
+        return Arguments(arguments, place, is_json(arguments))
+    progress.place, progress.json, progress.depth = place, arguments, depth
+    return Arguments(arguments + shown)
 
 
 _PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)

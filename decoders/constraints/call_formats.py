@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import call_arguments
-from .call_arguments import loose, unfinished
+from .call_arguments import Progress, loose, unfinished
 from .schemas.kinds import Kinds
 from .schemas.raw_text import Notation, Parameters, Quoted
 
@@ -96,19 +96,24 @@ class CallFormat:
     def _head(self) -> re.Pattern[str]:
         """A call up to its arguments; what stands in front of JSON is not looked for."""
         pairs = ((self.opening, self.middle), *self.also)
-        first = r"\{"
+        first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
-            first = rf"\s*(?:{loose(self.notation.opening)}|{loose(self.closing)})"
-        heads = (rf"{loose(opening[len(self.mark) :] or opening)}(?P<n{i}>[\w.-]+){loose(middle)}(?={first})"
+            first, space = rf"{loose(self.notation.opening)}|{loose(self.closing)}", " "
+        # White space in front, or in two parts in a row, would take the square of its length.
+        heads = (rf"{loose((opening[len(self.mark) :] or opening).lstrip())}(?P<n{i}>[\w.-]+){loose(middle + space)}(?={first})"
                  for i, (opening, middle) in enumerate(pairs))  # fmt: skip
         return re.compile("|".join(heads))
 
-    def read(self, text: str, functions: Mapping[str, Kinds | None], ended: bool = True) -> Written:
+    def read(
+        self, text: str, functions: Mapping[str, Kinds | None], ended: bool = True, known: dict[int, Progress] | None = None
+    ) -> Written:  # fmt: skip
         """Text and calls of a text that grows until it has `ended`.
 
         Args:
             functions: that there are, with the types of their parameters. Other calls are text.
+            known: how far arguments were read at earlier lengths of the text, by their places; it is kept up to date.
         """
+        known = {} if known is None else known
         trigger, head = self.trigger, text.lstrip()
         place = self._begins(text)
         if place is None:
@@ -123,7 +128,8 @@ class CallFormat:
             name = next(name for name in found.groups() if name is not None)
             if name not in functions:
                 break
-            own = call_arguments.read(text, found.end(), self.notation, functions[name], self.closing)
+            progress = known.setdefault(found.end(), Progress(found.end()))
+            own = call_arguments.read(text, progress, self.notation, functions[name], self.closing)
             if not own.valid:
                 break
             calls.append(Call(name, own.json, own.end is not None))

@@ -16,6 +16,7 @@ from ..constraints import (
     JsonSchema,
     Kinds,
     Lark,
+    Progress,
     Spec,
     Written,
     as_spec,
@@ -155,12 +156,15 @@ class Calling:
         assert not isinstance(text, CompiledGrammar)
         return CallSpec(functions, format, alone=False, several=several, text=text)
 
-    def read(self, text: str, ended: bool) -> Written:
-        """What is written of text and calls in an answer that grows until it has `ended`."""
-        written = self.style.format.read(text, self._kinds, ended)
-        if (
-            self.format is not None and written.text.strip() and written.calls
-        ):  # calls are the whole answer or none of it
+    def read(self, text: str, ended: bool, known: dict[int, Progress] | None = None) -> Written:
+        """What is written of text and calls in an answer that grows until it has `ended`.
+
+        Args:
+            known: of earlier reads of the answer, so that complete arguments are not read again.
+        """
+        written = self.style.format.read(text, self._kinds, ended, known)
+        # Beside a format, calls are the whole answer or none of it.
+        if self.format is not None and written.text.strip() and written.calls:
             return Written(text)
         return written if self.several else Written(written.text, written.calls[:1])
 

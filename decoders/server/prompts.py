@@ -150,7 +150,12 @@ class Conversations:
         calls = [_call_of(call, place, number) for number, call in enumerate(message.tool_calls or [])]
         if calls and not self.style.reads_calls:
             texts = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments, _ in calls]
-            written = self.style.format.written(texts)
+            try:
+                written = self.style.format.written(texts)
+            except RecursionError as error:
+                param = f"messages.{place}.tool_calls"
+                refused = f"{param}: the arguments are nested too deeply"
+                raise Refusal(400, refused, param=param, code="invalid_value") from error
             plain["content"] = f"{content}\n{written}".strip()
         if role == "tool" and (not self.style.reads_calls or "tool" in self.messages.unread):
             return {"role": "user", "content": f"Result of the function call: {content}"}
@@ -214,9 +219,8 @@ def _text_of(
             continue
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
             read = "text" if images is None else "text and image_url"
-            message = f"{param}: only parts of type {read} are read here, not {shortened(repr(part.get('type')))}"
-            if part.get("type") == "image_url":
-                message = f"{param}: only parts of type text are read here, no images"
+            given = "no images" if part.get("type") == "image_url" else f"not {shortened(repr(part.get('type')))}"
+            message = f"{param}: only parts of type {read} are read here, {given}"
             raise Refusal(400, message, param=param, code="unsupported_content")
         parts.append({"type": "text", "text": part[part["type"]]})
     if any(part["type"] == "image" for part in parts):
@@ -226,15 +230,16 @@ def _text_of(
 
 def _call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, Any, Any]:
     """Name, arguments and id of a call in an assistant's message."""
-    function = call.get("function")
+    function: Any = call.get("function")
     try:
-        assert isinstance(function, dict)
-        arguments = function.get("arguments") or "{}"
+        name, arguments = str(function["name"]), function.get("arguments") or "{}"
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict):
+            raise TypeError("the arguments are no object")
         # Templates write them again: nothing that UTF-8 or JSON do not have.
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-        return str(function["name"]), arguments, call.get("id")
-    except (AssertionError, KeyError, ValueError, RecursionError) as error:
+        return name, arguments, call.get("id")
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         param = f"messages.{place}.tool_calls.{number}"
-        message = f'{param}: {{"function": {{"name": …, "arguments": "{{JSON}}"}}}} is needed'
+        message = f'{param}: {{"function": {{"name": …, "arguments": "{{…}}"}}}} is needed, the arguments an object'
         raise Refusal(400, message, param=param, code="invalid_value") from error

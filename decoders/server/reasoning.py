@@ -105,36 +105,39 @@ class Reasoning:
         return parts
 
 
-#: A message of harmony: its head, and its text up to what ends it.
-_MESSAGE = re.compile(
-    r"((?:(?!<\|message\|>).)*)<\|message\|>((?:(?!<\|(?:end|call|return)\|>).)*)(<\|\w+\|>)?", re.DOTALL
-)
-
-
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_FIRST, _HEAD_END, _ENDS = "<|start|>assistant", "<|message|>", ("<|end|>", "<|call|>", "<|return|>")
+_END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
 def _messages(text: str, ended: bool) -> list[Part]:
-    """The messages of harmony; calls with their heads."""
+    """The messages of harmony, each a head and a content; calls with their heads."""
     parts = list[Part]()
     if not ended and text in ("", "<"):
         return []
     if not text.startswith("<|"):  # it writes no messages
         return [Part("answer", text, 0, 0)]
-    for message in _MESSAGE.finditer(text):
-        head, content, end = message.groups()
-        if not (ended or end):
-            content = content[: len(content) - unfinished(content, _ENDS)]
-        begin, first = message.start(2), message.start()
-        if "<|channel|>analysis" in head:
-            parts.append(Part("thought", content, begin, first))
-        elif " to=" in head:
-            parts.append(
-                Part("answer", f"{head.replace('<|start|>assistant<', '<')}<|message|>{content}", begin, first)
-            )
+    first = 0
+    while (place := text.find(_HEAD_END, first)) >= 0:
+        head, begin = text[first:place], place + len(_HEAD_END)
+        end, kind = _END.search(text, begin), _kind(head)
+        if end is not None:
+            until = end.start()
         else:
-            parts.append(Part("text", content, begin, first))
+            until = len(text) if ended else len(text) - unfinished(text[begin:], _ENDS)
+        if kind == "answer":
+            marker = head.find(f"{_FIRST}<")
+            begin = first + (marker + len(_FIRST) if marker >= 0 else 0)
+        parts.append(Part(kind, text[begin:until], begin, first))
+        if end is None:
+            break
+        first = end.end()
     return parts if parts or not ended else [Part("answer", text, 0, 0)]
+
+
+def _kind(head: str) -> Literal["thought", "answer", "text"]:
+    if "<|channel|>analysis" in head:
+        return "thought"
+    return "answer" if " to=" in head else "text"
 
 
 def special_ids(spelling: Spelling, *texts: str) -> frozenset[int]:

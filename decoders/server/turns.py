@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..constraints import Call
+from ..constraints import Call, Progress
 from .answers import Growing, TextToken, joined
 from .grammars import Calling
 from .reasoning import Part, Reasoning
@@ -68,6 +68,7 @@ class Turn:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
         self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
         self.places, self._written = dict[int, tuple[int, int]](), ""
+        self._known = dict[int, dict[int, Progress]]()  # how far arguments are read in each part
         self._thinking = list[tuple[int, int]]()  # where thoughts and their markers are
 
     @property
@@ -101,7 +102,7 @@ class Turn:
                 pieces += self._grown("thought", self.thoughts, number, text)
                 continue
             if part.kind == "answer" and self._calling is not None:
-                written = self._calling.read(text, ended)
+                written = self._calling.read(text, ended, self._known.setdefault(number, {}))
                 text, calls = written.text, [*written.calls]
             pieces += self._grown("text", self.texts, number, text)
             self.places[number] = part.begin, part.begin + len(text)

@@ -15,12 +15,25 @@ from jsonschema import Draft202012Validator
 
 pytest.importorskip("fastapi")
 
-from decoders.constraints import FORMATS, Called, CallSpec, LLGuidance, Thinking, Vocabulary, compiled, unpack
+from decoders.constraints import (
+    FORMATS,
+    Called,
+    CallFormat,
+    CallSpec,
+    LLGuidance,
+    Progress,
+    Thinking,
+    Vocabulary,
+    compiled,
+    unpack,
+)
+from decoders.constraints.schemas.raw_text import Parameters
 from decoders.errors import GrammarError, UnknownNameError
-from decoders.server.bodies import Tool
+from decoders.server.bodies import Message, Tool
 from decoders.server.grammars import Calling
 from decoders.server.prompts import Conversations
 from decoders.server.reasoning import Reasoning
+from decoders.server.refusals import Refusal
 from decoders.server.templates import CallStyle, format_named
 
 from .test_chat import ASKED, ROUTE, post
@@ -264,11 +277,37 @@ def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
             assert all(judge.is_valid(arguments) for _, arguments in own)
             assert written.text == ("Well." if text.startswith("Well.") else "")
             counts.add(len(own))
-            grown = [calling.read(text[:end], ended=False) for end in range(len(text) + 1)]
+            grown, known = (
+                [calling.read(text[:end], ended=False) for end in range(len(text) + 1)],
+                dict[int, Progress](),
+            )
+            assert grown == [calling.read(text[:end], False, known) for end in range(len(text) + 1)]
             for one, two in itertools.pairwise(grown):
                 assert two.text.startswith(one.text) and len(two.calls) >= len(one.calls)
                 assert all(b.arguments.startswith(a.arguments) for a, b in zip(one.calls, two.calls, strict=False))
     assert (max(counts) > 1) == (several and format.between is not None)
+
+
+@pytest.mark.parametrize(
+    "format", [format for format in FORMATS if format.notation is not None], ids=lambda each: each.name
+)
+def test_values_that_are_complete_are_not_read_again(format: CallFormat) -> None:
+    arguments = {f"a{n}": [n, {"b": ["c", True]}] for n in range(9)} | {"a": "last"}
+    text, functions, known = format.written([("f", json.dumps(arguments))]), {"f": None}, dict[int, Progress]()
+    whole = format.read(text, functions)
+    format.read(text[: text.index("last")], functions, False, known)
+    ((begin, progress),) = known.items()
+    begin += len(format.notation.opening if isinstance(format.notation, Parameters) else "{")
+    assert progress.place > text.index("a8")
+    hidden = text[:begin] + "?" * (progress.place - begin) + text[progress.place :]
+    assert format.read(hidden, functions, True, known) == whole
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
+def test_white_space_is_read_in_one_pass(format: CallFormat) -> None:
+    for part in (format.opening, f"{format.opening}f", f"{format.opening}f{format.middle}"):
+        # The square of this takes minutes.
+        assert not format.read(f"{format.begin}{part}{' ' * 200_000}", {"f": None}, ended=False).calls
 
 
 def test_harmony_keeps_thoughts_calls_and_answers_apart(tokenizer_of: Callable[..., Any]) -> None:
@@ -335,6 +374,22 @@ def test_what_no_grammar_expresses_is_judged_in_every_notation(name: str) -> Non
                     own.whole(text)
     with pytest.raises(GrammarError, match="tools: once: .*uniqueItems"):
         language(True)
+
+
+DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [*itertools.product(["hermes", "qwen3-coder", "gemma4"], ["[1]", '"x"', "null", "1", [1]]), ("gemma4", DEEP)],
+)
+def test_calls_of_the_history_have_an_object(name: str, arguments: Any, tokenizer_of: Callable[..., Any]) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    conversations = Conversations(tokenizer_of([], True), template, None, name)
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    with pytest.raises(Refusal, match=r"messages\.0\.tool_calls.*: .*(an object|nested too deeply)"):
+        conversations.prompt([message], [], {})
 
 
 @pytest.mark.parametrize("name", ["harmony", "deepseek-v3", "gemma4", "qwen3-coder"])

@@ -37,6 +37,7 @@ def thinker(served: Any, service_of: Any) -> Iterator[Any]:
 
 
 HARMONY, THINK = KNOWN[:2]
+CALL = ' to=functions.unknown<|message|>{"a": 1}'
 
 
 def split(reasoning: Reasoning, text: str, ended: bool) -> tuple[str, str]:
@@ -58,9 +59,11 @@ def split(reasoning: Reasoning, text: str, ended: bool) -> tuple[str, str]:
         (HARMONY, None, f"{HARMONY.begin}so{HARMONY.closing}yes", "so", "yes"),
         (HARMONY, None, f"{HARMONY.end}yes", "", "yes"),
         (HARMONY, None, f"{HARMONY.end}One.<|end|><|start|>assistant{HARMONY.end}Two.", "", "One.\n\nTwo."),
+        (HARMONY, None, f"<|channel|>commentary{CALL}<|end|><|start|>assistant<|channel|>commentary{CALL}<|end|>{HARMONY.end}x",
+         "", f"<|channel|>commentary{CALL}\n\n<|channel|>commentary{CALL}\n\nx"),
         (ThinkingMarkers("(", ")"), True, ")x", "", "x"),
     ],
-)
+)  # fmt: skip
 def test_thoughts_and_answers_grow_apart(
     markers: ThinkingMarkers, open: bool | None, text: str, thought: str, answer: str
 ) -> None:
@@ -72,6 +75,15 @@ def test_thoughts_and_answers_grow_apart(
     last, rest = split(reasoning, text, ended=True)
     assert (last, rest) == (thought, answer)
     assert last.startswith(seen[0]) and rest.startswith(seen[1])
+
+
+def test_messages_that_never_begin_or_end_are_read_in_one_pass() -> None:
+    size = 200_000  # the square of which takes minutes
+    head, message = "<|channel|>" + "a" * size, "<|message|>" * (size // 10)
+    assert Reasoning(HARMONY, None).parts(head, ended=False) == []
+    for ended in (False, True):
+        (part,) = Reasoning(HARMONY, None).parts(head + message, ended)
+        assert (part.kind, len(part.text)) == ("text", len(message) - len("<|message|>"))
 
 
 @pytest.mark.parametrize("stream_it", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from decoders.constraints import FORMATS, ThinkingMarkers
+from decoders.constraints import FORMATS, ThinkingMarkers, call_arguments
 from decoders.constraints.tags.thinking import KNOWN
 from decoders.engine.decode.request import TokenLogprobs
 from decoders.server.bodies import ChatBody
@@ -22,7 +23,8 @@ from decoders.server.reasoning import Reasoning
 from decoders.server.response_bodies import ResponseBody
 from decoders.server.responses import Kept, Response
 from decoders.server.templates import CallStyle, format_named
-from decoders.server.texts import Choice, Job, Spelling
+from decoders.server.texts import Choice, Job, Span, Spelling
+from decoders.server.turns import Turn
 
 from .test_call_formats import PUBLISHED, TOOLS
 
@@ -126,3 +128,16 @@ def test_a_stream_tells_what_the_whole_answer_does(name: str, cut: bool, byte_to
     if not cut and "text" not in name and name != "without a thought":
         own = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
         assert own == [(called, json.loads(each)) for called, each in CALLS[: len(own)]]
+
+
+def test_a_value_of_a_growing_call_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    format, reads, read = format_named("qwen3-coder"), list[int](), call_arguments._read_value
+    monkeypatch.setattr(call_arguments, "_read_value", lambda *given: reads.append(given[1]) or read(*given))
+    text = format.written([("walk", json.dumps({f"a{n}": n for n in range(40)}))])
+    spans = [Span(piece, False) for piece in re.split("(?<=</parameter>)", text)]
+    growing: Any = SimpleNamespace(read=lambda ended: ([spans.pop(0)], ()))
+    turn = Turn(growing, None, Calling(tuple(TOOLS), CallStyle(format), False, True))
+    while spans:
+        turn.read(ended=False)
+    assert json.loads(turn.calls[0].arguments)["a39"] == 39 and turn.calls[0].complete
+    assert len(reads) == len(set(reads)) == 40
