@@ -91,7 +91,6 @@ def train_dflash(
         teacher = Teacher(model, layers, run.bf16)
         if given is None:
             draft = new_draft_model(model, run, config)
-            fit_context(draft.network, teacher, train.part(0, FITTED))
         else:
             ids = ids if given.vocabulary is None or given.vocabulary.ids is None else given.vocabulary.ids
             draft = begin_with(given, config, model.get_output_embeddings().weight.detach().float()[ids])
@@ -166,29 +165,36 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts) -> None:
+def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
     """Lets keys and values of the context begin as those of the target's layers that the network's began as: what least squares over
     `texts` can make of the features that the network reads. Layers with other keys or values stay as they are.
+
+    Args:
+        rows: of `texts`, that are read at once.
     """
-    pairs, made = list[tuple[nn.Linear, nn.Linear]](), dict[nn.Module, Tensor]()
+    pairs, outputs = list[tuple[nn.Linear, nn.Linear]](), dict[nn.Module, Tensor]()
     for layer, origin in zip(network.layers, _origins(network, teacher.model), strict=True):
         parts, theirs = dict(layer.named_modules()), dict(origin.named_modules())
         for name in ("self_attn.k_proj", "self_attn.v_proj"):
             own, given = parts[name], theirs.get(name)
             if isinstance(own, nn.Linear) and isinstance(given, nn.Linear) and own.weight.shape == given.weight.shape:
                 pairs.append((own, given))
-    hooks = [given.register_forward_hook(lambda linear, _, output: made.update({linear: output})) for _, given in pairs]
+    hooks = [given.register_forward_hook(lambda of, _, output: outputs.update({of: output})) for _, given in pairs]
+    products: list[Tensor] = []  # of what is read with itself, and with the output of each pair
     try:
-        features = teacher.lesson(texts, []).features
+        for first in range(0, len(texts.ids), rows):
+            features = teacher.features(texts.part(first, first + rows))
+            states = [network.fused(features), *(outputs[given] for _, given in pairs)]
+            read, *wanted = (part.flatten(0, 1).cpu().double() for part in states)
+            sums = [read.T @ part for part in (read, *wanted)]
+            products = [a + b for a, b in zip(products, sums, strict=True)] if products else sums
     finally:
         for hook in hooks:
             hook.remove()
-    read = network.fused(features).flatten(0, 1).double().cpu()
-    gram = read.T @ read
+    gram, *products = products
     gram += 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)  # few texts, or features alike
-    for own, given in pairs:
-        fitted = torch.linalg.solve(gram, read.T @ made[given].flatten(0, 1).double().cpu())
-        own.weight.copy_(fitted.T)
+    for (own, _), product in zip(pairs, products, strict=True):
+        own.weight.copy_(torch.linalg.solve(gram, product).T)
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:
@@ -276,6 +282,9 @@ class BlockLearner(FeatureLearner):
         self.own_output = len(ids) < len(output.weight) or not teacher.says_what_its_matrix_gives(train.ids[:1])
         self.bias = None if self.own_output or getattr(output, "bias", None) is None else output.bias.detach().float()
         self._embedding = embedding_of(teacher.model, teacher.model.get_input_embeddings())
+
+    def begin(self) -> None:
+        fit_context(self.model.network, self.teacher, self.train.part(0, FITTED), self.rows)
 
     def learn(self, step: int) -> Tensor:
         """The gradients are those of ``Σ_k decay^k · CE_k``, against the target's distribution over the tokens that can be drafted,

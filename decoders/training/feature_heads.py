@@ -67,11 +67,11 @@ class Teacher:
 
     def keep(self, texts: Texts) -> None:
         """Keeps what it computes for the rows of `texts`, if that takes no more than :data:`KEPT` and gives the logits back."""
-        width = self.model.get_output_embeddings().weight.shape[1] * (len(self.layers) + 1)
-        if texts.ids.numel() * width * (2 if self.bf16 else 4) <= KEPT and self.says_what_its_matrix_gives(
-            texts.ids[:1]
-        ):
-            self._kept = {}
+        kept = self._kept = dict[int, tuple[Tensor, Tensor]]()
+        self.lesson(texts.part(0, 1), (), torch.zeros(1, dtype=torch.int64))
+        size = sum(part.nbytes for part in kept.pop(0))
+        if size * len(texts.ids) > KEPT or not self.says_what_its_matrix_gives(texts.ids[:1]):
+            self._kept = None
 
     @torch.no_grad()
     def lesson(self, texts: Texts, stops: Sequence[int], rows: Tensor | None = None) -> Lesson:
@@ -89,8 +89,7 @@ class Teacher:
                 logits = model(input_ids=ids, use_cache=False).logits
             features = torch.cat([noted[layer] for layer in self.layers], dim=-1)
             if kept is not None:
-                own = torch.bfloat16 if self.bf16 else torch.float32  # what its readers compute in
-                parts = (part.to("cpu", own) for part in (features, noted[model.get_output_embeddings()]))
+                parts = (self._as_read(part).to("cpu") for part in (features, noted[model.get_output_embeddings()]))
                 kept.update(zip(numbers, zip(*parts, strict=True), strict=True))
         else:
             features, read = (
@@ -100,6 +99,17 @@ class Teacher:
                 logits = model.get_output_embeddings()(read)
         embedded = model.get_input_embeddings()(ids).float()
         return Lesson(features.float(), embedded, logits.float(), counted(texts, stops).to(ids.device))
+
+    def _as_read(self, part: Tensor) -> Tensor:
+        """In the type that what reads it computes in: autocast takes float32 as bfloat16, and other types are as the model has them."""
+        return part.bfloat16() if self.bf16 and part.dtype == torch.float32 else part
+
+    @torch.no_grad()
+    def features(self, texts: Texts) -> Tensor:
+        """``[B, T, F]`` float32, of all rows of `texts` at once, as in :class:`Lesson`. Logits are not computed."""
+        with self._noting() as noted, self.precision():
+            self.model.base_model(input_ids=texts.ids.to(self.model.device), use_cache=False)
+        return torch.cat([noted[layer] for layer in self.layers], dim=-1).float()
 
     def precision(self) -> torch.autocast | nullcontext:
         """What the target, and what reads it, compute in."""
@@ -112,13 +122,26 @@ class Teacher:
         Args:
             ids: ``[B, T]``, some text.
         """
-        output = self.model.get_output_embeddings()
-        with self._noting() as noted:
-            logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits.float()
-        given = nn.functional.linear(noted[output], output.weight, getattr(output, "bias", None)).float()
-        return given.shape == logits.shape and torch.allclose(
-            given, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())
-        )
+        output, scores = self.model.get_output_embeddings(), list[Tensor]()
+
+        def enlarge(_: nn.Module, __: object, given: Tensor) -> Tensor:
+            scores.append(given)
+            return 64 * given  # exact in every type, and a bound of any use changes it by more than rounding does
+
+        hook = output.register_forward_hook(enlarge)
+        try:
+            with self._noting() as noted, self.precision():
+                logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
+        finally:
+            hook.remove()
+        if not torch.equal(logits.float(), 64 * scores[-1].float()):
+            return False
+        with self.precision():
+            product = nn.functional.linear(
+                noted[output].to(output.weight.dtype), output.weight, getattr(output, "bias", None)
+            )
+        difference = (product.float() - scores[-1].float()).norm()
+        return bool(difference <= max(torch.finfo(product.dtype).eps, 1e-5) * scores[-1].float().norm())
 
     @contextmanager
     def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
@@ -165,6 +188,9 @@ class FeatureLearner(EpochLearner):
     def run(self, identity: Mapping[str, Any]) -> Run:
         """The run of this network. identity: fingerprints of text and model."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
+
+    def begin(self) -> None:
+        """Makes a new network ready to learn. One to go on with, and one of a checkpoint, are."""
 
     @abstractmethod
     def acceptance(self, texts: Texts) -> Acceptance:
@@ -287,12 +313,13 @@ def train_head(
     tested = {"test": store.rows("test", test, held_out_rows(rows))} if test else {}
     train, judged = store.learnt_and_held(texts, held, rows)
     learner = make(train, judged)
-    network = learner.model
+    network, checkpoint = learner.model, work / "checkpoint.pt"
     identity = {"text": train.digest(), "model": store.model_digest}
     if goes_on:
         identity["start"] = digest(network)
+    elif not (resume and checkpoint.exists()):
+        learner.begin()
     trainer = Trainer(learner, learner.run(identity))
-    checkpoint = work / "checkpoint.pt"
     trainer.train("head", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
     network.load_state_dict({name: tensor.to(dtype) for name, tensor in network.state_dict().items()})  # as written
     figures: dict[str, Any] = {

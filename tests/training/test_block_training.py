@@ -215,7 +215,9 @@ def test_interrupted_run_ends_where_a_whole_one_does(
         train("cut", checkpoint_minutes=0)
     assert not (tmp_path / "cut" / "config.json").exists(), "a half-trained draft model is not offered"
     monkeypatch.undo()
-    _, cut = train("cut")
+    with monkeypatch.context() as patch:  # what a checkpoint has is not computed again
+        patch.setattr("decoders.training.dflash.fit_context", lambda *_: pytest.fail("fitted again"))
+        _, cut = train("cut")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     _, on = train("on", start=tmp_path / "whole", rate=0.0)
     assert all(torch.equal(whole[name], on[name]) for name in whole)
@@ -280,8 +282,10 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counti
 
 @torch.no_grad()
 @pytest.mark.parametrize("depth, origins", [(1, [3]), (2, [0, 3]), (3, [0, 2, 3]), (6, [0, 1, 1, 2, 2, 3])])
-def test_a_new_draft_model_begins_as_layers_of_the_target(depth, origins) -> None:
-    """The last layer's keys and values are the target's own: what goes into that layer is the last feature."""
+def test_a_new_draft_model_begins_as_layers_of_the_target(depth, origins, monkeypatch) -> None:
+    """The last layer's keys and values are the target's own: what goes into that layer is the last feature. They are fitted to a step's
+    rows at a time, without logits.
+    """
     model = tiny_model("llama", num_hidden_layers=4)
     training = run(depth=depth)
     config = block_config(training, layer_config(model, None, depth), training.layers_of(4), 128, MASK)
@@ -294,16 +298,26 @@ def test_a_new_draft_model_begins_as_layers_of_the_target(depth, origins) -> Non
     features = teacher.lesson(texts, ()).features
     own, last = network.layers[-1].self_attn, layers[-1].self_attn
     states = layers[-1].input_layernorm(features[..., -model.config.hidden_size :])
-    fit_context(network, teacher, texts)
+    sizes: list[int] = []
+    model.model.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
+    monkeypatch.setattr(model.lm_head, "forward", lambda *_: pytest.fail("logits are not read"))
+    fit_context(network, teacher, texts, 6)
+    assert sizes == [6, 6, 4]
     read = network.fused(features)
     for fitted, wanted in ((own.k_proj(read), last.k_proj(states)), (own.v_proj(read), last.v_proj(states))):
         assert (fitted - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("name", ["llama", "phi"])
-def test_what_the_target_computes_is_kept_for_the_next_pass(monkeypatch, name, bf16) -> None:
-    model, training = a_model(name), run(rows=2, bf16=bf16)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32), ("llama", torch.bfloat16), ("llama", torch.float16), ("llama", torch.float64),
+        ("phi", torch.float32), ("phi", torch.bfloat16), ("phi", torch.float64),
+    ],
+)  # fmt: skip
+def test_what_the_target_computes_is_kept_for_the_next_pass(monkeypatch, name, dtype, bf16) -> None:
+    model, training = a_model(name).to(dtype), run(rows=2, bf16=bf16)
 
     def losses() -> list[float]:
         learner = a_learner(model, training)
@@ -316,3 +330,40 @@ def test_what_the_target_computes_is_kept_for_the_next_pass(monkeypatch, name, b
         kept = first + [learner.learn(step).item() for step in (2, 3)]
     monkeypatch.setattr("decoders.training.feature_heads.KEPT", 0)
     assert losses() == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options", "gives"),
+    [
+        ("granite", {"logits_scaling": 1.005}, False),
+        ("granite", {"logits_scaling": 1.0}, True),
+        ("gemma2", {"final_logit_softcapping": 50.0}, False),
+        ("gemma2", {"final_logit_softcapping": None}, True),
+        ("phi", {}, True),
+    ],
+)
+def test_logits_that_are_changed_a_little_are_not_what_the_matrix_gives(name, options, gives, dtype) -> None:
+    teacher = Teacher(a_model(name, **options).to(dtype), (0,), bf16=False)
+    rows = torch.arange(1, 25)[None]
+    teacher.keep(Texts(rows, torch.tensor([24])))
+    assert teacher.says_what_its_matrix_gives(rows) is gives and (teacher._kept is not None) is gives
+
+
+def test_an_output_head_that_adds_to_its_matrix_is_not_its_matrix() -> None:
+    model = tiny_model("llama")
+    model.lm_head.register_forward_hook(lambda _, given, logits: logits + 1e-3 * given[0].sum(-1, keepdim=True))
+    assert not Teacher(model, (0,), bf16=False).says_what_its_matrix_gives(torch.arange(1, 25)[None])
+
+
+def test_as_much_is_kept_as_there_is_room_for(monkeypatch) -> None:
+    """Bytes, whatever the types are: a row of 24 tokens, one layer and what the head reads, 32 wide."""
+    texts = Texts(torch.arange(1, 25).expand(4, 24), torch.full((4,), 24))
+    for dtype, bf16, size in (
+        (torch.float32, False, 4), (torch.float32, True, 2), (torch.bfloat16, False, 2), (torch.float16, False, 2)
+    ):  # fmt: skip
+        for room in (0, -1):
+            teacher = Teacher(tiny_model("llama").to(dtype), (0,), bf16)
+            monkeypatch.setattr("decoders.training.feature_heads.KEPT", 4 * 24 * 64 * size + room)
+            teacher.keep(texts)
+            assert (teacher._kept is not None) is (room == 0), (dtype, bf16)
