@@ -98,7 +98,8 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
             return value.rstrip(), after, not complete or is_json(value)
         if not complete:  # it may become either
             return "", None, True
-        if is_json(value) and kind_of(_loaded(value)) in types - {"string"}:
+        # White space around it makes it a string: written ones of other types have none.
+        if value == value.strip() and is_json(value) and kind_of(_loaded(value)) in types - {"string"}:
             return value, after, True
     shown = json.dumps(value, ensure_ascii=False)
     return shown if complete else shown[:-1], after, True
@@ -112,7 +113,7 @@ def _parameter(notation: Parameters) -> re.Pattern[str]:
     return re.compile(rf"\s*{between}{loose(notation.opening)}(.+?){middle}", re.DOTALL)
 
 
-_NAMES = re.compile(r"[^\s<>\"{}\[\]:,|]+(?=:)")
+_NAMES = re.compile(rf"{Quoted.name}(?=:)")
 
 
 def _read_quoted(text: str, begin: int, quote: str) -> Arguments:

@@ -105,18 +105,31 @@ class CostCurve(_Stored):
         Raises:
             ValueError: nothing was measured.
         """
-        points = [p for p in self.points if p.compiled == compiled] or list(self.points)
-        if not points:
-            raise ValueError("this cost curve holds no points: measure some with decoders.calibrate")
-        nearest = min({p.rows for p in points}, key=lambda count: (abs(count - rows), count))
+        points = self._nearest(rows, compiled)
+        nearest = points[0].rows
         by_context: dict[int, list[tuple[float, float]]] = {}
         for p in points:
-            if p.rows == nearest:
-                by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
+            by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
         # Only the nodes of all rows together count: many rows of few nodes cost as much as few rows of many.
         same_work = nodes * rows / nearest
         by_length = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
         return interpolated(by_length, context)
+
+    def most_nodes(self, rows: int, compiled: bool) -> int:
+        """The largest measured block: as many nodes per row as :meth:`seconds` need not extrapolate for.
+
+        Raises:
+            ValueError: nothing was measured.
+        """
+        return max(max(p.nodes * p.rows // rows for p in self._nearest(rows, compiled)), 1)
+
+    def _nearest(self, rows: int, compiled: bool) -> list[CostPoint]:
+        """The points of the number of rows nearest to `rows`; of the other tier if this one was not measured."""
+        points = [p for p in self.points if p.compiled == compiled] or list(self.points)
+        if not points:
+            raise ValueError("this cost curve holds no points: measure some with decoders.calibrate")
+        nearest = min({p.rows for p in points}, key=lambda count: (abs(count - rows), count))
+        return [p for p in points if p.rows == nearest]
 
 
 def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:

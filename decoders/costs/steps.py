@@ -139,9 +139,14 @@ class StepCosts:
         return self._ratios.setdefault(self.compiled, {})
 
     def affordable(self, share: float) -> int:
-        """Most nodes, up to 256, whose step costs at most ``1 + share`` times the step without a draft."""
-        limit, best = (1 + share) * self.step(1), 1
-        while best < 256 and self.step(best + 1) <= limit:
+        """Most nodes whose step costs at most ``1 + share`` times the step without a draft.
+
+        Up to 256, and by a curve up to twice as many as were measured: how steep it is beyond may be an accident of two timings.
+        """
+        limit, best, most = (1 + share) * self.step(1), 1, 256
+        if self.curve is not None:
+            most = min(most, 2 * self.curve.most_nodes(self.rows, self.compiled))
+        while best < most and self.step(best + 1) <= limit:
             best += 1
         return best
 

@@ -7,13 +7,14 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..engine.model.torch_compat import float32_precision
 from ..settings import Settings
 from ..strategy import Strategy
 
@@ -185,6 +186,22 @@ def _set_cuda_states(states: list[bytes]) -> None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), index)
 
 
+def _float32() -> tuple[str | None, str, str]:
+    """How products of float32 matrices are rounded: as set for all devices, on CUDA and on the CPU."""
+    older = None
+    with suppress(RuntimeError):  # CUDA alone was set
+        older = torch.get_float32_matmul_precision()
+    return older, float32_precision("cuda"), float32_precision("mkldnn")
+
+
+def _set_float32(precision: tuple[str | None, str, str]) -> None:
+    older, cuda, cpu = precision
+    if older is not None:
+        torch.set_float32_matmul_precision(older)  # sets the others, too
+    torch.backends.cuda.matmul.fp32_precision = cuda
+    torch.backends.mkldnn.matmul.fp32_precision = cpu  # type: ignore[attr-defined]
+
+
 #: Name for messages → functions that read and restore a state of the process.
 STATES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's global random state": (lambda: torch.get_rng_state().numpy().tobytes(), _set_rng),
@@ -197,8 +214,7 @@ STATES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
     "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the precision of float32 products": (
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "the precision of float32 products": (_float32, _set_float32),
     "torch.use_deterministic_algorithms": (
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 }  # fmt: skip

@@ -84,4 +84,11 @@ def test_affordable_is_the_largest_block_within_the_share() -> None:
     costs = StepCosts(curve(*LADDER), 1, 64, size=lambda nodes: max(nodes, 3))
     assert costs.affordable(0.5) == 9  # 0.019 against 1.5 times 0.013
     assert costs.affordable(0.0) == 3
-    assert StepCosts(curve(point(3, 1.0)), 1, 64).affordable(0.1) == 256
+
+
+def test_affordable_goes_little_beyond_what_was_measured() -> None:
+    """Two timings per size in a call: 17 nodes may seem as dear as 5."""
+    flat = curve(point(3, 1.0), point(5, 1.1), point(17, 1.09))
+    assert StepCosts(flat, 1, 64).affordable(0.5) == 34
+    assert StepCosts(flat, 4, 64).affordable(0.5) == 8  # as many nodes of all rows together
+    assert StepCosts(curve(point(65, 1.0), point(513, 1.0)), 1, 64).affordable(0.5) == 256

@@ -61,6 +61,20 @@ def test_a_plain_step_that_got_a_graph_of_its_own_is_measured_then(
     assert engine.calibration.measured(tmp_path, [1], [280], False) == after
 
 
+def test_a_short_call_measures_nothing_at_a_much_longer_context(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engine.calibration.measured(tmp_path, [5], [120], False, anew=True)
+    monkeypatch.setattr(engine.forward_pass, "runs_single", lambda rows: True)
+    places = {p.place for p in before.points} - {(5, 120, 1, False)}
+    engine.calibration._curve = before.model_copy(
+        update={"points": tuple(p for p in before.points if p.place in places)}
+    )
+    short = engine.calibration.measured(None, [5], [29], False)
+    assert {p.place for p in short.points} == places
+    assert {p.place for p in engine.calibration.measured(None, [5], [30], False).points} - places
+
+
 def test_another_process_reads_what_one_has_measured(engine: Engine, tmp_path: Path) -> None:
     curve = engine.calibration.measured(tmp_path, [3], [16], False)
     assert Engine(tiny_model("llama", seed=1)).calibration.known(tmp_path) == curve_files.read(tmp_path, curve.subject)

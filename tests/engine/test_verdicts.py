@@ -138,6 +138,23 @@ def test_what_an_engine_computes_with_counts(kept: Path) -> None:
         torch.set_num_threads(threads)
 
 
+def test_how_the_cpu_multiplies_float32_counts(kept: Path) -> None:
+    """Once CUDA's precision alone was set, PyTorch raises where it is asked for that of all devices."""
+    model = tiny_model("llama")
+    passed(model, kept)
+    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    usual = cuda.fp32_precision, cpu.fp32_precision
+    try:
+        cuda.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="precision"):
+            torch.get_float32_matmul_precision()
+        assert day_of(model) == FIRST_DAY
+        cpu.fp32_precision = "bf16"
+        assert day_of(model) > FIRST_DAY
+    finally:
+        cuda.fp32_precision, cpu.fp32_precision = usual
+
+
 def test_a_thread_may_write_to_modules_while_they_are_looked_at(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Dynamo does, which puts what it compiled among the globals of the function."""
 

@@ -203,8 +203,12 @@ def test_memory_is_found_by_its_own_check_after_all_others(strategy, check, requ
         (lambda: torch.set_grad_enabled(True), "grad mode changed: it was False"),
         (lambda: torch.set_num_threads(2), "torch's number of threads changed"),
         (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products changed"),
+        (
+            lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+            "the precision of float32 products changed",
+        ),
     ],
-    ids=["draws", "seeds", "random", "numpy", "dtype", "grad", "threads", "precision"],
+    ids=["draws", "seeds", "random", "numpy", "dtype", "grad", "threads", "precision", "precision on CUDA"],
 )
 def test_what_the_process_is_left_with(hook, change, reason):
     before = surroundings()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -30,17 +31,21 @@ class Kinds:
 
     Args:
         text: the schema, as JSON.
+
+    Attributes:
+        names: at least those that are declared.
     """
 
     def __init__(self, text: str) -> None:
         self._root = json.loads(text)
+        self.names = dict.fromkeys(name for name in _names(self._root) if name != UNDECLARED)
         self._known: dict[tuple[int, str | None, int], frozenset[str]] = {}
         own = self._root if isinstance(self._root, dict) else {}
         # References are relative to the identifier around them.
         self._follows = all(text.count(f'"{key}":') == (key in own) for key in ("$id", "id"))
 
     def __getitem__(self, name: str) -> frozenset[str]:
-        return self._of(self._root, name, _DEPTH) or KINDS
+        return self._of(self._root, name if name in self.names else UNDECLARED, _DEPTH) or KINDS
 
     def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
         """The types of the values of `schema`, or of the property `name` of its objects. Each is looked at once."""
@@ -58,7 +63,7 @@ class Kinds:
             return self._of(self._follow(schema["$ref"]), name, depth - 1)
         allowed = KINDS
         properties = schema.get("properties")
-        if isinstance(properties, dict) and name in properties:
+        if isinstance(properties, dict) and name != UNDECLARED and name in properties:
             allowed &= self._of(properties[name], None, depth - 1)
         elif "additionalProperties" in schema and "patternProperties" not in schema:
             allowed &= self._of(schema["additionalProperties"], None, depth - 1)
@@ -95,6 +100,19 @@ class Kinds:
             key = step.replace("~1", "/").replace("~0", "~")
             target = target.get(key, True) if isinstance(target, dict) else True
         return target
+
+
+def _names(root: Any) -> Iterator[str]:
+    """Names of properties anywhere in a schema."""
+    todo = [root]
+    while todo:
+        schema = todo.pop()
+        if isinstance(schema, dict):
+            if isinstance(schema.get("properties"), dict):
+                yield from schema["properties"]
+            todo += schema.values()
+        elif isinstance(schema, list):
+            todo += schema
 
 
 def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,7 @@ from typing import ClassVar
 from ...errors import GrammarError
 from ..patterns import automata, ecma
 from ..patterns.characters import LAST
+from ..patterns.limits import left
 from ..patterns.tree import (
     ANYTHING,
     CHARACTER,
@@ -56,8 +58,17 @@ def _tree(pattern: str) -> Pattern:
     return ecma.strings(pattern)[0][0]
 
 
-#: The last character of texts where characters behind it stand for special tokens.
+#: Characters above this one stand for special tokens, see :meth:`~decoders.constraints.vocabulary.Vocabulary.spelling`.
 _TEXT = 0xFFFFF
+_STAND_INS = f"{chr(_TEXT + 1)}-{chr(LAST)}"
+#: White space of ECMA and of Python, as a part of a class.
+_SPACE = r"\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+
+
+@lru_cache(16)
+def _compiled(tree: Pattern) -> re.Pattern[str]:
+    """For many texts: Python's expressions are faster than automata, for trees that do not make them go back often."""
+    return re.compile(write(tree))
 
 
 def containing(mark: str) -> Pattern:
@@ -71,7 +82,7 @@ def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: 
     if written is None:
         return NO_TEXT
     if written.values is not None:
-        values = [v for v in sorted(written.values) if not any(automata.matches(tree, v) for tree in never)]
+        values = [v for v in sorted(written.values) if not any(_compiled(tree).fullmatch(v) for tree in never)]
         return text(f"{begin}(?:{'|'.join(map(quoted, values))}){end}") if values else NO_TEXT
     conditions = sorted(written.conditions | {(tree, False) for tree in never}, key=repr)
     if written.excluded:
@@ -101,6 +112,8 @@ def _inside(conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | 
     try:
         return string_text.expression(automata.automaton(conditions, low, high), string_text.raw_chars)
     except GrammarError:  # too large for an expression; the Lark notation does not need it
+        if left() < 0:  # with more time there may be one, which must not be forgotten here
+            raise
         return None
 
 
@@ -110,10 +123,11 @@ class Quoted:
 
     Attributes:
         quote: the mark.
+        name: a name, as an expression that ECMA and Python read alike.
     """
 
     quote: str
-    keys: ClassVar[str] = r"""^[^\s<>"{}\[\]:,|]+$"""
+    name: ClassVar[str] = rf"""[^{_SPACE}<>"{{}}\[\]:,|{_STAND_INS}]+"""
 
     @property
     def mark(self) -> str:
@@ -132,13 +146,14 @@ class Parameters:
 
     Attributes:
         between: two of them.
+        name: a name, as an expression that ECMA and Python read alike.
     """
 
     opening: str
     middle: str
     closing: str
     between: str = ""
-    keys: ClassVar[str] = r"""^[^\r\n<>"]+$"""
+    name: ClassVar[str] = rf"""[^\r\n<>"{_STAND_INS}]+"""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -166,8 +181,9 @@ class _RawWriter(Writer):
 
     def __init__(self, normaliser: Normaliser, closed: bool, notation: Notation, whitespace: Whitespace) -> None:
         super().__init__(normaliser, whitespace, closed)
-        self.never, self.keys = [containing(notation.mark)], _tree(notation.keys)
-        if any(ord(character) > _TEXT for each in notation.texts for character in each):
+        self.never, self.keys = [containing(notation.mark)], _tree(f"^{notation.name}$")
+        self.special = any(ord(character) > _TEXT for each in notation.texts for character in each)
+        if self.special:
             self.never = [cat(ANYTHING, Chars(((_TEXT + 1, LAST),)), ANYTHING)]
         self.warning(_SEPARATE)
 
@@ -204,6 +220,11 @@ class _ParameterWriter(_RawWriter):
             return alt(*(_ParametersWriter(self, f"parameters{i}_", shape).write() for i, shape in enumerate(shapes)))
         except GrammarError as problem:
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
+
+    def string(self, strings: Strings, behind: str = "") -> Expr:
+        """A string in JSON: a special token in it would be read as its name."""
+        within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
+        return string_text.write_string(strings, behind, within)
 
     def value(self, node: Node, kinds: frozenset[str]) -> Expr:
         """The texts of a parameter of these types, and what ends it."""
@@ -245,9 +266,20 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        notation = self.rules.notation
-        head = self.rules.raw_keys(keys, quoted(notation.opening), quoted(notation.middle))
-        return NO_TEXT if head == NO_TEXT else seq(head, self.rules.value(value, self.rules.kinds[UNDECLARED]))
+        """Names that other branches declare are read by their types, whichever branch is written."""
+        notation, kinds = self.rules.notation, self.rules.kinds
+        names: dict[frozenset[str], set[str]] = {}
+        for name in kinds.names:
+            names.setdefault(kinds[name], set()).add(name)
+        names.pop(kinds[UNDECLARED], None)
+        groups = [(own, Strings(values=frozenset(group))) for own, group in names.items()]
+        others = Strings(excluded=frozenset[str]().union(*names.values()))
+        members = []
+        for own, group in [*groups, (kinds[UNDECLARED], others)]:
+            if (allowed := strings.intersection(keys, group)) is not None:
+                head = self.rules.raw_keys(allowed, quoted(notation.opening), quoted(notation.middle))
+                members.append(NO_TEXT if head == NO_TEXT else seq(head, self.rules.value(value, own)))
+        return alt(*members)
 
 
 @lru_cache(32)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...errors import GrammarError
-from ..patterns import characters
+from ..patterns import automata, characters
 from ..patterns.characters import Ranges
 from ..patterns.limits import check
 from ..patterns.tree import (
@@ -169,9 +169,15 @@ def _as_part(text: str) -> str:
     return f"(?:{text})" if "|" in text else text
 
 
-def write_string(strings: Strings, behind: str = "") -> Expr:
-    """The texts of `strings` in quotes, followed by a match of the regular expression `behind`."""
+def write_string(strings: Strings, behind: str = "", within: Pattern | None = None) -> Expr:
+    """The texts of `strings` that `within` matches, in quotes, followed by a match of the regular expression `behind`."""
     written = strings.written
+    if written is not None and within is not None:
+        if written.values is not None:
+            values = frozenset(value for value in written.values if automata.matches(within, value))
+            written = Strings(values=values) if values else None
+        else:
+            written = replace(written, conditions=written.conditions | {(within, True)})
     if written is None:
         return NO_TEXT
     simple = _simple(written)

@@ -35,7 +35,8 @@ from .step import Parts, forward_verify_commit
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Timed steps per size.
 REPEATS = 5
-#: The same within a call, which waits for it: a dozen steps, once for a model and machine. Its own steps teach the rest.
+#: The same within a call, which waits for it: 12 steps, or 18 where they are recorded, once for a number of rows and a tier. Its own
+#: steps teach the rest.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 REPEATS_IN_CALL = 2
 
@@ -130,7 +131,12 @@ class Calibrator:
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
             # Steps without a draft may have got a graph of their own since: what was measured is a padded block.
-            elif (row_count, near, 1, compiled) not in places and self._runs_single(row_count, compile):
+            # In a much longer context than the call's that would take more memory and time than the call.
+            elif (
+                near <= 4 * context
+                and (row_count, near, 1, compiled) not in places
+                and self._runs_single(row_count, compile)
+            ):
                 wanted.append((row_count, near, (1,)))
         if not wanted:
             return curve

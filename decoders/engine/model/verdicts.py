@@ -29,7 +29,7 @@ from ...common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, atten
 from ...common.version import __version__
 from .attention import NAME
 from .target import Invariance, Target
-from .torch_compat import hooks_everywhere, hooks_of, instructions
+from .torch_compat import float32_precision, hooks_everywhere, hooks_of, instructions
 from .weights.state import global_names
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 
@@ -113,7 +113,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
     seen.look(model)
     for value in (
         __version__, torch.__version__, transformers.__version__, platform.python_version(), processor_name(target.device),
-        instructions(), torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
+        instructions(), torch.get_num_threads(), torch.backends.mkldnn.enabled, float32_precision("mkldnn"),
         torch.are_deterministic_algorithms_enabled(), target.dtype, target.attends, target.precision, attention_of(model.config),
     ):  # fmt: skip
         seen.note(str(value))

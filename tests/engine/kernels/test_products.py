@@ -195,6 +195,21 @@ def test_layers_that_read_the_same_input_are_one_product_and_nothing_is_copied(n
 
 
 @pytest.mark.usefixtures("on_our_kernel")
+def test_a_weight_that_is_given_other_strides_is_still_read_as_it_lies() -> None:
+    layers = nn.ModuleList([nn.Linear(128, 64, bias=False).bfloat16() for _ in range(3)])
+    pack(layers, groups=[("0", "1", "2")])
+    x = random(3, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = [layer(x) for layer in layers]
+        run = torch.compile(lambda x: [layer(x) for layer in layers], backend="eager", fullgraph=True)
+        assert all(map(torch.equal, run(x), expected))
+        weight = layers[1].weight
+        weight.data = weight.data.t().contiguous().t()
+        assert all(map(torch.equal, [layer(x) for layer in layers], expected))
+        assert all(map(torch.equal, run(x), expected))
+
+
+@pytest.mark.usefixtures("on_our_kernel")
 def test_other_layers_and_float32_are_left_alone() -> None:
     layers = nn.ModuleDict(
         {"wide": nn.Linear(8, 8), "own": nn.Linear(8, 8).bfloat16(), "plain": nn.Linear(8, 8).bfloat16()}

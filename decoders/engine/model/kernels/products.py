@@ -215,8 +215,15 @@ def few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 def are_one_product(matrices: Sequence[Tensor]) -> bool:
     """Whether :func:`few_rows_linears` takes these matrices, no more than it takes at all, together."""
-    shared = {(matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device) for matrix in matrices}
-    return len(shared) == 1 and not any(len(matrix) % LARGEST_BLOCK for matrix in matrices)
+    first = matrices[0]
+    return not any(
+        len(matrix) % LARGEST_BLOCK
+        or matrix.stride() != first.stride()
+        or matrix.shape[1] != first.shape[1]
+        or matrix.dtype != first.dtype
+        or matrix.device != first.device
+        for matrix in matrices
+    )
 
 
 @triton.jit

@@ -40,15 +40,16 @@ class _FewRows:
         return cast(Tensor, self.weight)  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        from ..kernels.products import few_rows_linear, few_rows_linears  # imports Triton
+        from ..kernels.products import are_one_product, few_rows_linear, few_rows_linears  # imports Triton
 
         matrix, group = self.matrix(), self.group
         if x.dtype != matrix.dtype:
             return super().forward(x)  # type: ignore[misc]  # of the layer that it replaces
-        if group is None:
+        matrices = [layer.matrix() for layer in group or ()]
+        # Asked every time: a weight may have been given other data since, of other strides.
+        if group is None or not are_one_product(matrices):
             return few_rows_linear(x, matrix, self.bias)  # type: ignore[attr-defined]
         biases = [] if group[0].bias is None else [layer.bias for layer in group]
-        matrices = [layer.matrix() for layer in group]
         return share_of(x, group[0].weight, self.columns, lambda x: few_rows_linears(x, matrices, biases))
 
 
