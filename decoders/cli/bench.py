@@ -22,7 +22,7 @@ from .benches import (
     with_options_of,
     write_json,
 )
-from .catalogue import ExtensibleGroup
+from .catalogue import OF_LAB, ExtensibleGroup
 
 
 class BenchGroup(ExtensibleGroup):
@@ -32,7 +32,11 @@ class BenchGroup(ExtensibleGroup):
         return ["[MODEL]", "[OPTIONS]", "[COMMAND]"]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and not args[0].startswith("-") and not get_close_matches(args[0], self.list_commands(ctx), cutoff=0.7):
+        if args and not (
+            args[0].startswith("-")
+            or f"bench {args[0]}" in OF_LAB
+            or get_close_matches(args[0], self.list_commands(ctx), cutoff=0.7)
+        ):
             args = ["--model", *args]
         return super().parse_args(ctx, args)
 

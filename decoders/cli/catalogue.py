@@ -36,6 +36,11 @@ Items = list[dict[str, Any]]
 BUILTIN_FILE = Path(__file__).with_name("builtin.json")
 #: With any of them set, plugins are looked at anew.
 _LISTS = ("DECODERS_PLUGINS_BLOCK", "DECODERS_PLUGINS_ALLOW", "DECODERS_PLUGINS_STRICT")
+#: Commands of decoders-lab, which say so where it is missing.
+OF_LAB = (
+    "bench beside", "bench load-beside", "bench capacity", "bench device", "bench fresh", "bench grammar", "bench precision",
+    "bench sampling", "bench serve", "train demo",
+)  # fmt: skip
 
 
 def catalogue(kind: str) -> Items:
@@ -139,6 +144,12 @@ class ExtensibleGroup(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
+            if args and (name := self._prefix() + args[0]) in OF_LAB:
+                error.possibilities = ()  # type: ignore[attr-defined]
+                error.message = (  # type: ignore[attr-defined]
+                    f"'{name}' is a command of decoders-lab, a distribution of its own; `decoders plugins` lists what is installed"
+                )
+                raise
             begun = [name for name in self.list_commands(ctx) if args and name.startswith(args[0])]
             if begun and "Did you mean" not in (message := getattr(error, "message", "Did you mean")):
                 error.message = f"{message} Did you mean {' or '.join(map(repr, begun))}?"  # type: ignore[attr-defined]

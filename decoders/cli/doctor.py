@@ -192,7 +192,7 @@ def demo_models() -> Iterator[Finding]:
         yield Finding(
             "demo",
             "warning",
-            "models absent: install hf-decoders again, or train them (docs/how-to/train-the-demo-models.md)",
+            "models absent: install hf-decoders again, or train them with `decoders train demo`, of the distribution decoders-lab",
         )
 
 

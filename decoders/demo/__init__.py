@@ -60,7 +60,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The demo model `name` ("target" or "draft") in `dtype` (default: float32) and its tokenizer, in eval mode.
 
-    `directory` is where `decoders train demo` wrote; default: the weights in this package.
+    `directory` is where `decoders train demo`, of the distribution decoders-lab, wrote; default: the weights in this package.
 
     Raises:
         UnknownNameError: there is no demo model of this name.
@@ -71,7 +71,7 @@ def load(
     path = _directory(directory) / name
     if not (path / "model.safetensors").is_file():
         raise DemoModelMissingError(
-            f"There is no demo model in {path}. Train it with `decoders train demo`, a command of plugins/decoders-lab (an hour and a "
+            f"There is no demo model in {path}. Train it with `decoders train demo`, of the distribution decoders-lab (an hour and a "
             "half on a laptop CPU), and pass the directory it wrote."
         )
     import torch

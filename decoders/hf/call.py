@@ -31,7 +31,7 @@ from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token,
 from .assistants import Assistants, CallAssistants
 from .given import CACHES, Beginning, CallCache
 from .grammars import Grammars
-from .multimodal import arguments_of, has_own_generate, inputs_of
+from .multimodal import arguments_of, inputs_of, may_change_itself
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
 
@@ -155,7 +155,7 @@ def prepare(
             f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images begins with nothing else{hint}"
         )
     given, runtime = options.arguments, options.runtime
-    kind = kind_of(model, options.configs, given) if not has_own_generate(model) else None
+    kind = kind_of(model, options.configs, given)
     earlier = kept.get(kind) if kind is not None else None
     if earlier is not None:
         input_ids, mask = given["input_ids"], given["attention_mask"]
@@ -198,9 +198,7 @@ def prepare(
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
         own = engine.own_forward(model, engine.target)
         # A strategy that reads prompts is shown all of them together.
-        multimodal = inputs_of(
-            own.model, beside, *of_prompts, copies, own.divides and not options.strategy.reads_prompt
-        )
+        multimodal = inputs_of(own.model, beside, *of_prompts, copies, not options.strategy.reads_prompt)
     grammars = Grammars.of(
         options.grammar, len(prompts), copies, tokenizer, engine.target.vocab_size,
         preparation.stop_tokens, runtime, options.thinking, prompts,
@@ -258,7 +256,7 @@ def prepared_by_transformers(
     stand_in: Any = copy.copy(model)
     stand_in.generation_config = _without_own_work(model.generation_config)
     without_position_ids(stand_in)
-    if has_own_generate(model):
+    if may_change_itself(model):
         arguments |= beside
     prepared: tuple[Tensor, Tensor | None, Preparation] = type(stand_in).generate(
         stand_in, **arguments, custom_generate=custom_generate

@@ -19,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..common.transformers_compat import position_ids_for
 from ..engine.model.layout import placeholder_ids
-from ..engine.model.own_forward import PER_TOKEN, MultimodalInputs
+from ..engine.model.own_forward import PER_TOKEN, WRONGLY_DIVIDED, MultimodalInputs
 from ..errors import UnsupportedError
 
 #: Arguments of a forward pass that are no part of a prompt.
@@ -33,12 +33,12 @@ def arguments_of(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters) - _OTHERS
 
 
-def has_own_generate(model: PreTrainedModel) -> bool:
-    """Whether the design's ``generate`` is not transformers' common one. It may change the model by what prompts have besides text:
-    Granite Speech switches adapters on for sounds, and off for text.
+def may_change_itself(model: PreTrainedModel) -> bool:
+    """Whether the design takes more than text by a ``generate`` of its own, which may change the model by what a prompt has: Granite
+    Speech switches adapters on for sounds, and off for text.
     """
     kind: Any = type(model)
-    return kind.generate is not GenerationMixin.generate
+    return kind.generate is not GenerationMixin.generate and placeholder_ids(model) is not None
 
 
 def inputs_of(
@@ -104,7 +104,7 @@ def inputs_of(
         of_row = {name: kind[own] for name, kind in kinds.items()} | divided[row]
         try:
             alone.append(inputs_of(model, of_row, input_ids[own], mask[own] if mask is not None else None, repeats))
-        except Exception:  # it was not divided as the design has it
+        except WRONGLY_DIVIDED:  # it was not divided as the design has it
             return whole
     return replace(whole, alone=tuple(alone))
 
@@ -118,15 +118,19 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
     begins = special & ~torch.nn.functional.pad(special, (1, 0))[:, :-1]
     images, places = begins.sum(1).tolist(), special.sum(1).tolist()
     rows: list[dict[str, Any]] = [{} for _ in places]
+    by_row = [1] * len(rows)
+    unclear = sum(images) == len(rows) and images != by_row
     for name, value in contents.items():
         several = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
         size = len(value) if several or isinstance(value, (list, tuple)) else None
         if size is None:
             shares = None
+        elif unclear and size == len(rows) and (not several or value.shape[1:2] == (max(images),)):
+            return None  # an entry is an image, or a row with room for the most images
         elif size == sum(images):
             shares = images
         elif size == len(rows):
-            shares = [1] * len(rows)
+            shares = by_row
         elif all(size * count % sum(places) == 0 for count in places):  # parts of images
             shares = [size * count // sum(places) for count in places]
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from .attached import CopiedState, refuse_adapter_names, refuse_ignored_adapters
 from .call import PreparedCall, prepare
 from .given import CallCache, Embeddings, beginning_of
 from .grammars import vocabulary_of
-from .multimodal import arguments_of, has_own_generate
+from .multimodal import arguments_of, may_change_itself
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
 
@@ -63,13 +64,14 @@ class Generate:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock", "_preparations")}
+        return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock", "_preparations", "_schedulers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy gets an engine of its own, because it may be moved to another device.
         self._engine: Engine | None = None
         self._lock = CallLock()
         self._preparations: dict[Kind, Preparation] = {}
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this model
         vars(self).update(state)
 
     def state(self) -> CopiedState:
@@ -88,21 +90,22 @@ class Generate:
         if twice := positional.keys() & kwargs.keys():
             raise TypeError(f"generate() got two values for {', '.join(sorted(twice))}")
         begun = time.perf_counter()
-        options = Options.read(positional | kwargs, self.model.generation_config, self.defaults)
-        if options is None:
-            return self.plain(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
-        with ordinary_device(self.model):
-            call = self._prepared(options)
-            try:
-                written = decode(call.engine, replace(call.request, begun=begun))
-            except BaseException as error:
-                if isinstance(getattr(error, "partial", None), RequestOutput):
-                    error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
-                raise
-            call.judge(written)
-            result = call.result(written)
-            written.report.finished(begun)
-            return result
+        with self._unchanged_by_others(positional | kwargs):
+            options = Options.read(positional | kwargs, self.model.generation_config, self.defaults)
+            if options is None:
+                return self.plain(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
+            with ordinary_device(self.model):
+                call = self._prepared(options)
+                try:
+                    written = decode(call.engine, replace(call.request, begun=begun))
+                except BaseException as error:
+                    if isinstance(getattr(error, "partial", None), RequestOutput):
+                        error.partial = call.partial(error.partial)  # type: ignore[attr-defined]
+                    raise
+                call.judge(written)
+                result = call.result(written)
+                written.report.finished(begun)
+                return result
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` as it was before ``enable``."""
@@ -111,6 +114,34 @@ class Generate:
         model: Any = self.wrapper if self.wrapper is not None else self.model
         # Not stored as a bound method, which deepcopy would leave bound to the old model.
         return type(model).generate(model, *args, **kwargs)
+
+    @contextmanager
+    def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Within it, no other call changes a model that may change itself by what prompts have besides text.
+
+        Raises:
+            UnsupportedError: it may change for the call's, and a scheduler decodes with it.
+        """
+        if not may_change_itself(self.model):
+            yield
+            return
+        with self._lock:  # from the change to the last token
+            if any(scheduler.alive for scheduler in self._schedulers):
+                self._refuse_change(given)
+            yield
+
+    def share(self, scheduler: Any) -> None:
+        """While `scheduler` is ``alive``, no call may change the model; one that has done so ends first."""
+        with self._lock if may_change_itself(self.model) else nullcontext():
+            self._schedulers.add(scheduler)
+
+    def _refuse_change(self, given: Mapping[str, Any]) -> None:
+        beside = [name for name in arguments_of(self.model) - PLAIN if given.get(name) is not None]
+        if beside:
+            raise UnsupportedError(
+                f"generate of {type(self.model).__name__} may change the model for {', '.join(sorted(beside))}, and other requests are "
+                "decoded at the same time: close the Scheduler, and call generate"
+            )
 
     def prepared(self, **kwargs: Any) -> PreparedCall:
         """A call of ``generate`` with a strategy, checked and prepared, for a scheduler that decodes it.
@@ -140,13 +171,9 @@ class Generate:
             raise UnsupportedError(
                 f"a prompt that begins with {beginning.name} does not share steps with other requests yet: call generate(strategy=…)"
             )
-        if own := has_own_generate(self.model):
-            beside = [name for name in arguments_of(self.model) - PLAIN if given.get(name) is not None]
-            if shares and beside:
-                raise UnsupportedError(
-                    f"generate of {type(self.model).__name__} may change the model for {', '.join(sorted(beside))}, and other requests "
-                    "are decoded at the same time: call generate(strategy=…)"
-                )
+        changes = may_change_itself(self.model)
+        if changes and shares:
+            self._refuse_change(given)
         # That of a prompt of vectors is over these.
         mask = None if isinstance(beginning, Embeddings) else given.get("attention_mask")
         check_inputs(
@@ -155,10 +182,11 @@ class Generate:
         )  # fmt: skip
         options.check()
         tokenizer = given.get("tokenizer") or self.tokenizer
-        return prepare(
-            self.model, options, tokenizer, lambda: (None if own else ready) or self.engine(options.runtime), self._assistants,
-            self._preparations, beginning,
-        )  # fmt: skip
+
+        def engine_of() -> Engine:  # as transformers' preparation has left the model
+            return (self.ready_engine(options.runtime) if changes else ready) or self.engine(options.runtime)
+
+        return prepare(self.model, options, tokenizer, engine_of, self._assistants, self._preparations, beginning)
 
     def compiles_with(
         self, stops: Sequence[int], config: Mapping[str, Any] | None

@@ -107,9 +107,10 @@ class Scheduler:
         self._closing = self._forked = False
         self._error: BaseException | None = None  # what has ended it, outside of any request
         self.steps = 0
-        release_threads()
         # Not asked of the thread: where Ctrl-C interrupts Thread.join, Python before 3.13 believes that it has ended.
         self._ended = threading.Event()
+        self._generate.share(self)
+        release_threads()
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._ended), name="decoders-scheduler", daemon=True
         )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decoders import demo
+from decoders.cli.doctor import demo_models
 from decoders.demo import data
 from decoders.errors import UnknownNameError
 from decoders.heads.medusa import check_fit, load_heads
@@ -92,10 +93,18 @@ def test_unknown_names_list_the_choices():
         demo.prompts("poem")
 
 
-def test_missing_weights_name_the_command(tmp_path):
+def test_missing_weights_name_the_command(tmp_path, monkeypatch):
     assert not demo.available(tmp_path)
-    with pytest.raises(demo.DemoModelMissingError, match="decoders train demo"):
+    with pytest.raises(
+        demo.DemoModelMissingError, match="decoders train demo`, of the distribution decoders-lab"
+    ) as caught:
         demo.load(directory=tmp_path)
+    monkeypatch.setattr(demo, "available", lambda: False)
+    (finding,) = demo_models()
+    for said in (str(caught.value), finding.detail):
+        assert "decoders-lab" in said and "plugins/" not in said and "docs/" not in said, (
+            "a wheel has no folders of the repository"
+        )
 
 
 def test_importing_the_demo_package_needs_no_transformers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransforme
 
 import decoders
 from decoders.common.transformers_compat import cache_keyword
+from decoders.engine.decode.engine import Engine
 from decoders.engine.decode.lane import Lane
 from decoders.engine.model.own_forward import OwnForward
 from decoders.errors import UnsupportedError
@@ -186,16 +188,53 @@ def test_images_that_were_taken_for_another_rows_are_read_all_together(
     name, inputs = "llava", image_prompts("llava", (1, 2))
     pixels = inputs["pixel_values"]
     for parts in (slice(0, 2), slice(2, 3)), (slice(0, 1), slice(1, 2)):
-        own = without_texts(name).generate.engine()._own[()]
+        without_texts(name)
         own_passes.clear()
-        monkeypatch.setattr(own, "divides", True)
-        monkeypatch.setattr(
-            multimodal, "_divided", lambda *_, parts=parts: [{"pixel_values": pixels[part]} for part in parts]
-        )
-        for reads in (2, 0):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                multimodal, "_divided", lambda *_, parts=parts: [{"pixel_values": pixels[part]} for part in parts]
+            )
             out = written(name, inputs)
-            assert own_passes[-1:] == [2] and len(own_passes) <= 3 and out.report.reused.count(0) == reads
-            assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+        assert own_passes[-1:] == [2] and len(own_passes) <= 3 and out.report.reused == [0, 0]
+        assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+        own_passes.clear()
+        written(name, inputs)  # the next batch is divided again
+        assert own_passes == [1, 1]
+
+
+@pytest.mark.parametrize("images", [(2, 1, 0), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "reads"), [("smolvlm", [3]), ("llava", [1, 1]), pytest.param("idefics2", [3], marks=pytest.mark.slow),
+                        pytest.param("qwen2_vl", [1, 1], marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_as_many_images_as_rows_are_divided_where_they_are_not_arranged_by_row(
+    name: str, reads: list[int], images: tuple[int, ...], own_passes: list[int]
+) -> None:
+    inputs, next_batch = image_prompts(name, images), image_prompts(name, (1, 1), seed=3)
+    text = expected(name, inputs)
+    without_texts(name)
+    for given, passes in ((inputs, reads), (inputs, reads), (next_batch, [*reads, 1, 1])):
+        out = written(name, given)
+        assert own_passes == passes
+        if given is inputs:
+            assert_same_tokens(enabled(name), inputs, text, out.sequences, name)
+
+
+def test_a_lack_of_memory_is_not_taken_for_images_of_other_rows(
+    own_passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        own_passes.append(0)
+        raise torch.OutOfMemoryError("full")
+
+    without_texts("llava")
+    inputs = image_prompts("llava", (1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnForward, "read", full)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            written("llava", inputs)
+    written("llava", inputs)
+    assert own_passes == [0, 1, 1]
 
 
 def test_a_text_of_the_same_tokens_is_no_image(own_passes: list[int]) -> None:
@@ -427,11 +466,70 @@ def test_a_generate_of_the_designs_own_is_shown_the_images() -> None:
     for inputs, text in zip(calls, texts, strict=True):
         out = decode(model, inputs, "prompt_lookup", max_new_tokens=NEW, decoders_config=EAGER)
         assert torch.equal(out.sequences, text)
-    with (
-        decoders.Scheduler(model, strategy="prompt_lookup") as scheduler,
-        pytest.raises(UnsupportedError, match="Louder may change the model for pixel_values"),
-    ):
-        scheduler.submit(calls[0]["input_ids"], **beside(calls[0]), max_new_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def louder() -> Any:
+    model: Any = tiny_seeing_model("llava")
+    model.__class__ = Louder
+    return decoders.enable(model)
+
+
+def test_while_a_scheduler_is_open_no_call_changes_the_model_for_its_images(louder: Any) -> None:
+    image, text = image_prompts("llava"), image_prompts("llava", (0,))
+    refused = pytest.raises(UnsupportedError, match="Louder may change the model for pixel_values.*close the Scheduler")
+    ordinary = decode(louder, text, max_new_tokens=NEW).sequences
+    options: dict[str, Any] = dict(max_new_tokens=NEW, decoders_config=EAGER)
+    with decoders.Scheduler(louder, strategy="prompt_lookup") as scheduler:
+        with refused:
+            scheduler.submit(image["input_ids"], **beside(image), max_new_tokens=2)
+        request = scheduler.submit(text["input_ids"], **options)
+        for strategy in ({}, {"strategy": "prompt_lookup"}):
+            with refused:
+                louder.generate(**image, max_new_tokens=2, **strategy)
+            assert torch.equal(louder.generate(**text, max_new_tokens=NEW, **strategy), ordinary)
+        assert torch.equal(request.result(60), ordinary)
+    assert not torch.equal(louder.generate(**image, max_new_tokens=NEW)[:, -NEW:], ordinary[:, -NEW:])
+
+
+@pytest.mark.parametrize("other", ["generate", "plain", "Scheduler"])
+def test_calls_in_several_threads_do_not_change_the_model_for_each_other(louder: Any, other: str) -> None:
+    image, text = image_prompts("llava"), image_prompts("llava", (0,))
+    expected_texts = [decode(louder, inputs, max_new_tokens=NEW).sequences for inputs in (image, text)]
+    options: dict[str, Any] = dict(max_new_tokens=NEW, decoders_config=EAGER)
+    written, threads = [], []
+
+    def second() -> None:
+        if other == "Scheduler":
+            with decoders.Scheduler(louder, strategy="prompt_lookup") as scheduler:
+                written.append(scheduler.submit(text["input_ids"], **options).result(60))
+        else:
+            strategy = {"strategy": "prompt_lookup", **options} if other == "generate" else {"max_new_tokens": NEW}
+            written.append(louder.generate(**text, **strategy))
+
+    class Streamer:
+        """Begins the other call while this one decodes, and gives it time."""
+
+        def put(self, value: Tensor) -> None:
+            if not threads:
+                threads.append(threading.Thread(target=second))
+                threads[0].start()
+                threads[0].join(0.1)
+
+        def end(self) -> None:
+            pass
+
+    own = louder.generate(**image, strategy="autoregressive", streamer=Streamer(), **options)
+    threads[0].join(60)
+    assert torch.equal(own, expected_texts[0]) and torch.equal(written[0], expected_texts[1])
+
+
+def test_a_text_alone_of_such_a_design_waits_for_no_other_call(louder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = image_prompts("llava", (0,))
+    options = dict(strategy="autoregressive", max_new_tokens=1, decoders_config=EAGER)
+    louder.generate(**inputs, **options)
+    monkeypatch.setattr(Engine, "refresh", lambda *_: pytest.fail("the model is as it was"))
+    louder.generate.prepared(**inputs, **options)
 
 
 def test_a_call_notes_nothing_in_the_users_model() -> None:

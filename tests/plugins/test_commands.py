@@ -95,6 +95,17 @@ def test_a_function_that_cannot_be_read_leaves_the_others_usable() -> None:
     assert any(f["status"] == "problem" and "'odd'" in f["detail"] for f in findings)
 
 
+@pytest.mark.parametrize("command", ["train demo", "bench device", "bench fresh --again", "bench load-beside my-model"])
+def test_a_command_of_the_laboratory_says_where_it_is(command: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DECODERS_PLUGINS_BLOCK", "lab")
+        done = run(*command.split())
+    assert done.exit_code == 2
+    message = " ".join(done.stderr.replace("\u2502", " ").split())
+    assert f"'{' '.join(command.split()[:2])}' is a command of decoders-lab, a distribution of its own" in message
+    assert "Did you mean" not in message and "Possible" not in message
+
+
 @pytest.mark.parametrize(
     ("commands", "said"),
     [

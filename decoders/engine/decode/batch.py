@@ -16,7 +16,7 @@ from ...strategy import Draft, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
 from ..model.blocks import LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.cache import CacheBuffers
-from ..model.own_forward import MultimodalInputs, OwnForward
+from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
 from .core import Core, StepOutput
 from .criteria import Outcome
 from .drafts.drafter import ModelDrafter
@@ -122,7 +122,7 @@ class Batch(Roster):
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
         """Reads the prompts whose images are not in place, one by one where it is known which images are whose; returns their rows.
 
-        One that has too many images, or too few, does not fit its text, and the model says so: then all are read together.
+        One that has too many images, or too few, does not fit its text, and the model says so: then this batch is read together.
         """
         read: set[int] = set()
         try:
@@ -133,11 +133,12 @@ class Batch(Roster):
                     read |= set(rows)
             if inputs.alone:
                 return read
-        except Exception:
+        except torch.OutOfMemoryError:  # all together need more
+            raise
+        except WRONGLY_DIVIDED:
             # What is kept of these texts must not be found by what the images were taken for.
             self.request = replace(self.request, multimodal=replace(inputs, alone=()))
         self.read_images(inputs, lengths, 0, logits=False)
-        self.own_forward.divides = self.own_forward.divides and not inputs.alone
         return set(range(len(lengths)))
 
     def read_images(

@@ -27,6 +27,8 @@ from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+#: What designs raise for a prompt that is given another one's images: lengths or shapes that do not fit.
+WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, ValueError)
 #: Most tokens behind an image that are read a second time where a design is checked.
 CHECKED = 4
 
@@ -70,12 +72,8 @@ class OwnForward:
 
     Args:
         model: the user's, whose attention it runs.
-
-    Attributes:
-        divides: False once a batch was read whose images were taken for those of other rows.
     """
 
-    divides = True
     _reads_embeddings = False
 
     def __init__(self, target: Target, model: PreTrainedModel) -> None:

@@ -9,6 +9,7 @@ from decoders_lab.commands import COMMANDS
 from typer.main import get_command
 
 from decoders.cli import app
+from decoders.cli.catalogue import OF_LAB
 
 
 def options(name: str) -> dict[str, Any]:
@@ -36,3 +37,4 @@ def test_an_extended_command_takes_what_the_other_takes(
 def test_every_command_is_found() -> None:
     for name in COMMANDS:
         assert options(name), name
+    assert set(COMMANDS) == set(OF_LAB), "what hf-decoders says of commands that are missing"
