@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,10 @@ import pytest
 import torch
 
 from decoders.common import devices
+from decoders.engine.model import torch_compat
+from decoders.engine.model.compiled import background
 from decoders.engine.model.compiled.background import SWITCH_INTERVAL, BackgroundCompile, compiling, worth_compiling
+from decoders.engine.model.recordings import Recorder
 from decoders.engine.model.weights.state import _Watched
 
 WAIT = 240.0
@@ -69,6 +73,64 @@ def test_nobody_waits_for_a_whole_device_while_a_step_is_recorded(monkeypatch: p
     torch._C._cuda_synchronize()  # as torch has it again
     assert len(waits) == 2 and devices.RECORDING.acquire(blocking=False)
     devices.RECORDING.release()
+
+
+def test_who_waits_for_a_device_goes_on_where_the_recording_thread_waits_for_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_synchronize", lambda: waits.append("a kernel was timed"), raising=False)
+    with torch_compat.device_waits_behind(devices.RECORDING, seconds=0.01), devices.RECORDING:
+        thread = threading.Thread(target=lambda: torch._C._cuda_synchronize())
+        thread.start()
+        thread.join(10)
+        assert waits
+    assert devices.RECORDING.acquire(blocking=False)
+    devices.RECORDING.release()
+
+
+def test_a_step_is_recorded_while_nobody_may_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of what CUDA has is left out; the lock is free again even where recording fails."""
+
+    class Anything:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given, **options: self
+
+    for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: Anything())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
+
+    def taken() -> bool:
+        free: list[bool] = []
+
+        def look() -> None:
+            free.append(devices.RECORDING.acquire(blocking=False))
+            if free[0]:
+                devices.RECORDING.release()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(WAIT)
+        return free == [False]
+
+    recorder = Recorder(torch.device("cuda"))
+    assert recorder.record(taken)[1]
+    with pytest.raises(ZeroDivisionError):
+        recorder.record(lambda: 1 / 0)
+    assert devices.RECORDING.acquire(blocking=False)
+    devices.RECORDING.release()
+
+
+def test_a_thread_that_cannot_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = set(background._running)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="start"):
+        BackgroundCompile("the step", lambda: None)
+    assert background._running == before
 
 
 def test_two_compilations_take_turns():

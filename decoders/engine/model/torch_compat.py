@@ -436,8 +436,9 @@ def traced_by_one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def device_waits_behind(lock: AbstractContextManager) -> Iterator[None]:
-    """While inside, whoever waits for all of a CUDA device, in any thread, holds `lock` meanwhile.
+def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterator[None]:
+    """While inside, whoever waits for all of a CUDA device, in any thread, holds `lock` meanwhile, if it can be had within `seconds`:
+    the thread that has it may itself be waiting for a compilation, and so for this one.
 
     Inductor and Triton do so when they time kernels, by ``torch.cuda.synchronize`` under several names; this is what is behind all.
     torch's own recordings have such a lock too (``cudagraph_trees.graph_capture_lock``), which they alone take.
@@ -448,8 +449,12 @@ def device_waits_behind(lock: AbstractContextManager) -> Iterator[None]:
     wait: Callable[[], None] = torch._C._cuda_synchronize
 
     def synchronize() -> None:
-        with lock:
+        held = lock.acquire(timeout=seconds)
+        try:
             wait()
+        finally:
+            if held:
+                lock.release()
 
     with mock.patch.object(torch._C, "_cuda_synchronize", synchronize):
         yield

@@ -59,7 +59,11 @@ class BackgroundCompile:
         self._thread = threading.Thread(target=self._run, name=f"compile {name}", daemon=True)
         _running.add(self)
         if threads_may_compile():
-            self._thread.start()
+            try:
+                self._thread.start()
+            except BaseException:  # too many threads
+                _running.discard(self)
+                raise
         else:
             threads = torch.get_num_threads()
             self._run()
