@@ -55,7 +55,7 @@ def test_what_is_set_by_hand_comes_before_costs_and_costs_before_constants():
     assert budget(STEEP, 50, 20) == 50
     assert budget(STEEP, None, 20) == 4  # the least
     assert budget({1: 10.0, 65: 42.0}, None, 20) == 8  # eleven nodes take half as long again
-    assert budget(FLAT, None, 20) == 256
+    assert budget(FLAT, None, 20) == 128  # twice what was measured, and no more
     assert budget(FLAT, None, 20, most=33) == 32
     assert budget(None, None, 20) == 20
 
@@ -65,7 +65,7 @@ def test_what_is_set_by_hand_comes_before_costs_and_costs_before_constants():
     [
         (None, {}, (2, 8, 2)),
         (STEEP, {}, (2, 2, 2)),  # narrow n-grams keep the window that finds them
-        (FLAT, {}, (15, 8, 15)),
+        (FLAT, {}, (9, 8, 9)),
         ({1: 10.0, 65: 15.0}, {}, (5, 8, 4)),
         ({1: 10.0, 65: 15.0}, {"ngram": 3}, (15, 3, 15)),
         ({1: 10.0, 65: 15.0}, {"window": 2}, (2, 8, 7)),
