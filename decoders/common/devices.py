@@ -54,9 +54,8 @@ def current(device: torch.device) -> AbstractContextManager:
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of small `tensors` of the host on `device`, made by one copy: views of one buffer. The host does not wait for a GPU."""
-    ordered = sorted(
-        range(len(tensors)), key=lambda place: -tensors[place].itemsize
-    )  # so that each begins where its type may
+    # The widest first, so that each begins where its type may.
+    ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
     flat = [tensors[place].reshape(-1).view(torch.uint8) for place in ordered]
     host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.cat(flat, out=host).to(device, non_blocking=True)
