@@ -135,8 +135,6 @@ def _parameter(notation: Parameters) -> re.Pattern[str]:
 
 
 _NAMES = re.compile(rf"{Quoted.name}(?=:)")
-
-
 _SIGN, _NO_SIGNS = re.compile(r"[{}\[\],:]"), re.compile(r"[^{}\[\],:]*")
 
 

@@ -27,6 +27,7 @@ from ..patterns.tree import (
     words,
     write,
 )
+from ..vocabulary import stand_in
 from . import string_text, strings
 from .document import Place, document
 from .kinds import KINDS, UNDECLARED, Kinds
@@ -59,7 +60,7 @@ def _tree(pattern: str) -> Pattern:
 
 
 #: Characters above this one stand for special tokens, see :meth:`~decoders.constraints.vocabulary.Vocabulary.spelling`.
-_TEXT = 0xFFFFF
+_TEXT = ord(stand_in(0)) - 1
 _STAND_INS = f"{chr(_TEXT + 1)}-{chr(LAST)}"
 #: White space of ECMA and of Python, as a part of a class.
 _SPACE = r"\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
