@@ -30,8 +30,8 @@ import pytest
 with suppress(ImportError):  # tests of a GPU do without it
     import hypothesis
 
-    # 200 ms for an example are little on a busy machine; and of 100 examples the first 50 find nearly all that all find.
-    hypothesis.settings.register_profile("any machine", deadline=None, max_examples=50)
+    # 200 ms for an example are little on a busy machine; and of 100 examples the first 30 find nearly all that all find.
+    hypothesis.settings.register_profile("any machine", deadline=None, max_examples=30)
     hypothesis.settings.load_profile("any machine")
 
 # torch and transformers are imported where they are used: the process that only hands tests to others needs neither.

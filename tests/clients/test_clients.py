@@ -261,7 +261,7 @@ def adapted(model: PreTrainedModel, seed: int = 0, name: str = "default", into: 
     return wrapped.eval()
 
 
-@pytest.mark.parametrize("weights", ["keep", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["keep", "int4"])
 def test_a_merged_adapter_counts_in_every_precision(plain: PreTrainedModel, weights: str) -> None:
     own = {"decoders_config": {"weights": weights}} | OURS
     used, fresh = (decoders.enable(adapted(copy.deepcopy(plain))) for _ in range(2))
@@ -301,6 +301,7 @@ def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
     assert "generate" not in vars(model)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
 @pytest.mark.parametrize("weights", ["keep", "packed", "int8"])
 def test_what_is_left_without_an_adapter_is_enabled(

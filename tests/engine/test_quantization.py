@@ -73,7 +73,7 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
         assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     ("settings", "used"),
     [

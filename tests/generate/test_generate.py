@@ -16,7 +16,7 @@ from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 EAGER = dict(decoders_config={"compile": False})
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", PromptLookup(branches=3), Autoregressive])
+@pytest.mark.parametrize("strategy", ["autoregressive", PromptLookup(branches=3)])
 @pytest.mark.parametrize("rows", [1, 4], ids=["alone", "ragged"])
 def test_scores_and_logits_are_transformers(llama: PreTrainedModel, rows: int, strategy: Any) -> None:
     kept = dict(output_scores=True, output_logits=True, max_new_tokens=20)
@@ -131,7 +131,7 @@ def test_without_a_prompt_the_text_starts_at_bos() -> None:
     assert torch.equal(model.generate(do_sample=False, max_new_tokens=8, strategy="prompt_lookup", **EAGER), plain)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_bfloat16_differs_from_plain_at_near_ties_only(seed: int) -> None:
     model = decoders.enable(tiny_model("llama", seed).to(torch.bfloat16))
     exact = tiny_model("llama", seed).to(torch.bfloat16).double()

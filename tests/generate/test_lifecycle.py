@@ -53,11 +53,6 @@ def test_disable_leaves_no_trace_and_is_idempotent() -> None:
         model.generate(**INPUTS, strategy="prompt_lookup", max_new_tokens=2)
 
 
-def test_enabling_again_after_disable_works(fresh: PreTrainedModel) -> None:
-    decoders.enable(decoders.disable(fresh))
-    assert torch.equal(with_strategy(fresh), plainly(fresh))
-
-
 def test_a_generate_that_hung_on_the_instance_is_called_and_restored() -> None:
     model = tiny_model("llama")
     calls = []
@@ -228,11 +223,6 @@ def test_calls_under_inference_mode_and_gradients_work(fresh: PreTrainedModel) -
     assert all(p.requires_grad and p.grad is None for p in fresh.parameters())
 
 
-def test_calls_under_autocast_work(fresh: PreTrainedModel) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert with_strategy(fresh).shape == plainly(fresh).shape
-
-
 def test_an_argument_given_twice_or_too_many_are_errors(fresh: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="inputs"):
         fresh.generate(INPUTS["input_ids"], inputs=INPUTS["input_ids"], max_new_tokens=2)
@@ -242,12 +232,6 @@ def test_an_argument_given_twice_or_too_many_are_errors(fresh: PreTrainedModel) 
         )
     with pytest.raises(TypeError, match="argument"):
         fresh.generate(*[None] * 20, strategy="prompt_lookup", **EAGER)
-
-
-def test_a_model_made_under_inference_mode_works() -> None:
-    with torch.inference_mode():
-        model = decoders.enable(tiny_model("llama"))
-    assert torch.equal(with_strategy(model), plainly(model))
 
 
 def test_a_hook_that_steers_the_model_counts_from_the_next_call_until_it_is_removed(fresh: PreTrainedModel) -> None:
@@ -305,20 +289,6 @@ def in_threads(*jobs: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def test_plain_generate_in_another_thread_is_not_disturbed(fresh: PreTrainedModel) -> None:
-    expected, batch = plainly(fresh), plainly(fresh, BATCH)
-
-    def plain() -> None:
-        for _ in range(6):
-            assert torch.equal(fresh.generate(**INPUTS, do_sample=False, max_new_tokens=24), expected)
-
-    def ours() -> None:
-        for _ in range(10):
-            assert torch.equal(with_strategy(fresh, BATCH), batch)
-
-    in_threads(plain, ours)
-
-
 def test_two_threads_may_use_strategies_at_once(fresh: PreTrainedModel) -> None:
     expected, batch = plainly(fresh), plainly(fresh, BATCH)
 
@@ -331,28 +301,6 @@ def test_two_threads_may_use_strategies_at_once(fresh: PreTrainedModel) -> None:
             assert torch.equal(with_strategy(fresh, BATCH), batch)
 
     in_threads(single, several, single)
-
-
-def test_a_streamer_may_call_generate_again(fresh: PreTrainedModel) -> None:
-    """As a user interface that summarises while it streams; must not wait for itself for ever."""
-    from transformers.generation.streamers import BaseStreamer
-
-    expected = plainly(fresh, new=4)
-    inner = []
-
-    class Nested(BaseStreamer):
-        def put(self, value: Tensor) -> None:
-            if not inner and value.dim() == 1:
-                inner.append(None)
-                inner[0] = with_strategy(fresh, new=4)
-
-        def end(self) -> None: ...
-
-    worker = threading.Thread(target=lambda: with_strategy(fresh, streamer=Nested()), daemon=True)
-    worker.start()
-    worker.join(timeout=60)
-    assert not worker.is_alive(), "deadlock"
-    assert torch.equal(inner[0], expected)
 
 
 def test_output_object_without_and_with_strategy(llama: PreTrainedModel) -> None:

@@ -88,7 +88,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -130,21 +130,6 @@ def test_a_processor_that_reads_the_prefix(llama: PreTrainedModel, strategy: str
     assert_like_transformers(
         llama, prompts(rows), strategy, lambda: dict(logits_processor=LogitsProcessorList([Shift()]))
     )
-
-
-class PerRow(LogitsProcessor):
-    """Holds a tensor per row of the batch, as processors for batches do."""
-
-    def __init__(self, rows: int) -> None:
-        self.bias = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores + self.bias
-
-
-def test_a_processor_with_a_tensor_per_row(llama: PreTrainedModel) -> None:
-    for strategy in STRATEGIES:
-        assert_like_transformers(llama, prompts(3), strategy, lambda: dict(logits_processor=[PerRow(3)]))
 
 
 class InPlace(LogitsProcessor):
@@ -189,11 +174,6 @@ def test_a_stateful_processor_is_called_once_per_token_in_order(llama: PreTraine
     assert len(used) == 2
     assert len(used[1]) == NEW
     assert all(torch.equal(a, b) for a, b in zip(*used, strict=True))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_stateful_processor_counts_right_in_a_batch(llama: PreTrainedModel, strategy: str) -> None:
-    assert_like_transformers(llama, prompts(3), strategy, lambda: dict(logits_processor=[Counting()]))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

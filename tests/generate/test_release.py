@@ -165,19 +165,16 @@ def test_self_draft_decodes_without_the_dense_weights(freed: PreTrainedModel) ->
     [
         lambda model: plainly(model),
         lambda model: model.generate(**INPUTS, max_new_tokens=2),
-        lambda model: model(**INPUTS),
         lambda model: model.state_dict(),
         lambda model: model.state_dict(keep_vars=True)["model.layers.0.mlp.up_proj.weight"] + 1,
         lambda model: copy.deepcopy(model),
         lambda model: pickle.dumps(model),
         lambda model: model.model.layers[0].mlp.up_proj.weight.data.neg_(),
-        lambda model: model.model.layers[0].mlp.up_proj.weight.add_(1),
         lambda model: model.model.layers[0].mlp.up_proj.weight.detach().numpy(),
         lambda model: ours(decoders.enable(tiny_model("llama")), strategy="speculative", assistant_model=model),
     ],
     ids=[
-        "generate", "enabled generate", "forward", "state_dict", "keep_vars", "deepcopy", "pickle", "data", "write",
-        "numpy", "draft",
+        "generate", "enabled generate", "state_dict", "keep_vars", "deepcopy", "pickle", "data", "numpy", "draft",
     ],
 )  # fmt: skip
 def test_any_other_use_says_how_to_get_the_weights_back(use: Callable[[PreTrainedModel], object]) -> None:
@@ -228,13 +225,6 @@ def test_the_same_parameters_come_back_bit_for_bit(back: Callable, dtype: torch.
     decoders.enable(model)
     model(**INPUTS).logits.float().sum().backward()
     assert torch.equal(ours(model, "packed"), ours(model, "keep"))
-
-
-def test_memory_of_dense_weights_is_free(fresh: PreTrainedModel) -> None:
-    storages = [weakref.ref(layer.mlp.up_proj.weight.untyped_storage()) for layer in fresh.model.layers]
-    ours(fresh, "packed")
-    gc.collect()
-    assert not [ref for ref in storages if ref() is not None]
 
 
 @pytest.mark.parametrize("how", ["assign", "load"])

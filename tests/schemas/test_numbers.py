@@ -94,7 +94,7 @@ NEAR = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.none() | LARGE, st.none() | LARGE, st.booleans(), st.sampled_from(["any", "fraction"]), LARGE, NEAR)
 def test_what_is_written_is_in_the_set_as_json_reads_it(
     low: float | None, high: float | None, is_open: bool, kind: str, other: float, near: tuple[str, str]

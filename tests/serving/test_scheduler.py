@@ -252,16 +252,6 @@ def test_stop_strings_end_only_their_own_row(llama: PreTrainedModel, letters: Pr
     assert len(generations[1].tokens) < 30 == len(generations[0].tokens)
 
 
-def test_long_prompts_are_read_in_chunks_while_others_go_on(llama: PreTrainedModel) -> None:
-    config = {"compile": False, "prefill_chunk": 8}
-    with scheduler_of(llama, longest_pause=1e-6, decoders_config=config) as scheduler:
-        first = scheduler.submit(text_of(0, 4), max_new_tokens=100)
-        next(iter(first))
-        late = scheduler.submit(text_of(1, 150), max_new_tokens=5)
-        assert written(late, text_of(1, 150)) == write_alone(llama, text_of(1, 150), max_new_tokens=5)
-        assert written(first, text_of(0, 4)) == write_alone(llama, text_of(0, 4), max_new_tokens=100)
-
-
 def test_a_prompt_is_read_at_once_where_no_row_waits(in_pieces: Callable[[int, int], Any]) -> None:
     short, long = in_pieces(4, 2), in_pieces(200, 1)
     lane = Lane(short.engine, short.request, 3)
@@ -466,18 +456,6 @@ def test_a_finished_text_is_judged_by_who_asks_for_it(llama: PreTrainedModel, mo
         for each in several:
             assert each.report and each.exception() is None
         assert len(judged) == 3
-
-
-def test_a_strategy_that_raises_ends_its_requests_and_no_others(llama: PreTrainedModel) -> None:
-    class Raises(PromptLookup):
-        def propose(self, state: Any, sequences: Any) -> Any:
-            raise ArithmeticError("of a strategy")
-
-    with scheduler_of(llama) as scheduler:
-        good = scheduler.submit(text_of(0, 6), max_new_tokens=20)
-        bad = scheduler.submit(text_of(1, 6), max_new_tokens=20, strategy=Raises())
-        assert isinstance(bad.exception(60), ArithmeticError)
-        assert written(good, text_of(0, 6)) == write_alone(llama, text_of(0, 6), max_new_tokens=20)
 
 
 def test_cancelled_requests_free_their_rows(llama: PreTrainedModel) -> None:

@@ -87,7 +87,7 @@ def test_drafts_stand_in_the_targets_slots_and_what_is_committed_stays(tree: str
     assert strategy.drafter.nbytes == 0 and out.report.peak_memory == plain.report.peak_memory
 
 
-@pytest.mark.parametrize("tree", ["none", "dynamic"])
+@pytest.mark.parametrize("tree", [pytest.param("none", marks=pytest.mark.slow), "dynamic"])
 def test_drafts_are_those_of_a_draft_model_of_these_layers(tree: str) -> None:
     """With slots and a prompt of its own."""
     model = tiny_model("llama")
@@ -106,9 +106,9 @@ def test_drafts_are_those_of_a_draft_model_of_these_layers(tree: str) -> None:
 
 def test_slots_that_become_too_few_grow_with_what_they_hold() -> None:
     model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
-    expected = decode(model, inputs, max_new_tokens=50).sequences
+    expected = decode(model, inputs, max_new_tokens=20).sequences
     strategy = Watched(exit_layer=1, length=32)  # longer drafts than there is room for behind the text
-    out = decode(model, inputs, strategy, max_new_tokens=50, decoders_config=EAGER)
+    out = decode(model, inputs, strategy, max_new_tokens=20, decoders_config=EAGER)
     assert torch.equal(out.sequences, expected)
 
 
