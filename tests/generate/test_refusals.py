@@ -124,7 +124,7 @@ MERGED = "prompt_lookup+autoregressive"
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (UnknownNameError, "Choose from: .*autoregressive.*Did you mean 'prompt_lookup'", dict(strategy="promt_lookup")),
+        (UnknownNameError, "Did you mean 'prompt_lookup'.*Choose from: .*autoregressive", dict(strategy="promt_lookup")),
         (UnknownNameError, "Did you mean 'prompt_lookup'", dict(strategy="autoregressive+prompt_lokup")),
         (SettingsError, "Did you mean 'max_ngram'", dict(strategy_config={"max_ngrams": 2})),
         (SettingsError, "Did you mean 'compile'", dict(decoders_config={"compiel": False})),

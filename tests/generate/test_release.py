@@ -115,7 +115,7 @@ def freed(request: pytest.FixtureRequest) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "ngram", "lookahead", "ngram+prompt_lookup"])
 def test_strategies_decode_without_the_dense_weights(freed: PreTrainedModel, strategy: str) -> None:
     engine = engine_of(freed)
@@ -329,16 +329,13 @@ def test_warmup_packs_and_runs_every_strategy(fresh: PreTrainedModel) -> None:
     decoders.disable(fresh)
     draft = tiny_model("llama", seed=3)
     done = decoders.warmup(
-        fresh, strategies=("autoregressive", "speculative"), rows=(1, 3), assistant_model=draft,
+        fresh, strategies=("autoregressive", "speculative"), rows=(1,), assistant_model=draft,
         sampling={"temperature": 0.7}, decoders_config={"compile": False},
     )  # fmt: skip
     assert isinstance(done, decoders.Warmup) and done.pack_seconds > 0
     assert done.compile_seconds == 0 == done.compilations
     assert [(part.strategy, part.rows, part.sampling) for part in done.parts] == [
-        (strategy, rows, sampling)
-        for rows in (1, 3)
-        for strategy in ("autoregressive", "speculative")
-        for sampling in (False, True)
+        (strategy, 1, sampling) for strategy in ("autoregressive", "speculative") for sampling in (False, True)
     ]
     assert decoders.warmup(fresh, decoders_config={"compile": False}).pack_seconds == 0
     assert torch.equal(ours(fresh), plainly(fresh))

@@ -85,7 +85,7 @@ def test_the_model_is_left_as_it_was(tmp_path, tokenizer, texts):
     assert not model.get_output_embeddings()._forward_pre_hooks
 
 
-@pytest.mark.parametrize("where", ["training", "hidden states"])
+@pytest.mark.parametrize("where", ["training", pytest.param("hidden states", marks=pytest.mark.slow)])
 def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer, texts, monkeypatch, where):
     train(model, tokenizer, texts, tmp_path / "whole")
 

@@ -49,9 +49,9 @@ def of_strategies(strategies: Sequence[Strategy]) -> list[Any]:
 
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
     """The same for strategies that are there with other settings, too, or as parts of others: every 24th check, and one of the
-    drafts of every other strategy, the first one among them.
+    drafts of every fourth strategy, the first one among them.
     """
-    return _in_turns(strategies, 24, lambda turn: OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
+    return _in_turns(strategies, 24, lambda turn: OF_DRAFTS[turn // 4 % 2 :][: turn % 4 == 0])
 
 
 def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int], tuple[str, ...]]) -> list[Any]:

@@ -154,6 +154,7 @@ class StagedExit(Staged):
         return context.first_layers(1)
 
 
+@pytest.mark.slow
 def test_first_layers_may_have_a_stage_of_their_own() -> None:
     model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
     for options in ({}, dict(do_sample=True, seed=3, top_k=0)):

@@ -161,6 +161,7 @@ def with_layers(name: str, **options: Any) -> PreTrainedModel:
     return decoders.enable(model)
 
 
+@pytest.mark.slow
 @needs_mtp
 @pytest.mark.parametrize(
     "name",

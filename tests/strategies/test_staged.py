@@ -98,6 +98,7 @@ def test_a_draft_of_a_draft_of_a_draft(target, near):
     assert_exact(target, Staged(stage="staged", stage_config=second), near, rows=2, new=16, draws=[SAMPLING])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["speculative", pytest.param("threshold", marks=pytest.mark.slow)])
 def test_stages_with_a_model_of_their_own(target, near, stage):
     report = assert_exact(
