@@ -89,18 +89,19 @@ class StepCosts:
         rows: of the batch.
         context: tokens per row at the start.
         size: nodes of the padded block for so many nodes of a draft, root included.
-        ratios: how steps differ from the curve, by tier, learnt by earlier calls and updated.
+        ratios: how steps at a context differ from the curve, by tier, learnt by earlier calls and updated.
         line: fitted to steps without a curve by earlier calls, and updated.
     """
 
     def __init__(
         self, curve: CostCurve | None, rows: int, context: int, size: Callable[[int], int] = lambda nodes: nodes,
-        ratios: dict[bool, SizeRatios] | None = None, line: StepLine | None = None,
+        ratios: Callable[[int], dict[bool, SizeRatios]] | None = None, line: StepLine | None = None,
     ) -> None:  # fmt: skip
         self.curve, self.rows, self.size = curve, rows, size
         self.context, self.compiled = max(context, 1), False
         self._scale = 1.0
-        self._ratios = {} if ratios is None else ratios
+        own: dict[bool, SizeRatios] = {}
+        self._ratios = ratios or (lambda context: own)
         self._line = line or StepLine()
         self._expected: dict[int, float] = {}
         self.observed = 0
@@ -136,7 +137,7 @@ class StepCosts:
 
     @property
     def _of_size(self) -> SizeRatios:
-        return self._ratios.setdefault(self.compiled, {})
+        return self._ratios(self.context).setdefault(self.compiled, {})
 
     def affordable(self, share: float) -> int:
         """Most nodes whose step costs at most ``1 + share`` times the step without a draft.
@@ -163,10 +164,15 @@ class StepCosts:
         if self.curve is None:
             self._line.observe(self.rows * nodes, seconds, compiled)
             return
-        # The curve is linear between its contexts: it is evaluated again only when the context has grown.
-        if compiled != self.compiled or context > 1.25 * self.context:
+        # The curve is linear between its contexts: it is evaluated again only when the context has changed by a quarter.
+        if compiled != self.compiled or not 0.8 * self.context <= context <= 1.25 * self.context:
+            known = self._of_size if compiled == self.compiled else {}
             self.compiled, self.context = compiled, context
             self._expected.clear()
+            if (
+                not self._of_size
+            ):  # at such contexts none was seen: what is known of others is a start that counts as no step
+                self._of_size.update({size: (ratio, 0) for size, (ratio, _) in known.items()})
         own, steps = self._of_size.get(nodes, KNOWN)
         expected = self._of_curve(self.curve, nodes) * own
         if self.observed == 1:

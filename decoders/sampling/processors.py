@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ..common.devices import host_reads
-from .top import MOST_OF_TOP_K, best_of, kth_of, top_k_top_p
+from .top import (
+    MOST_OF_TOP_K,
+    best_of,
+    kth_of,
+    kth_without_sort,
+    top_k_top_p,
+    top_p_without_sort,
+    typical_p_without_sort,
+)
 
 # splitmix64 (Steele, Lea & Flood 2014) as signed 64-bit constants: torch has no unsigned multiplication.
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -255,6 +263,12 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_p": _min_p,
     "typical_p": _typical_p,
 }
+#: The same for devices where sorting a large vocabulary takes longer than reading it several times.
+WITHOUT_SORT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "large_top_k": kth_without_sort,
+    "top_p": top_p_without_sort,
+    "typical_p": typical_p_without_sort,
+}
 
 
 def process(
@@ -267,7 +281,11 @@ def process(
     for i, name in enumerate(names):
         if unsorted and names[i : i + 2] == ("top_k", "top_p"):
             scores = top_k_top_p(scores, inputs.value(i), inputs.value(i + 1))
-        elif not (unsorted and name == "top_p" and i and names[i - 1] == "top_k"):
+        elif unsorted and i and names[i - 1 : i + 1] == ("top_k", "top_p"):
+            continue  # done together
+        elif unsorted and name in WITHOUT_SORT:
+            scores = WITHOUT_SORT[name](scores.float(), inputs.value(i))
+        else:
             scores = OPERATIONS[name](scores, inputs.value(i), positions=positions, stop_tokens=inputs.stop_tokens)
     if masks is not None and "min_new_tokens" in plan.operations:
         scores = grammar_first(scores, legal)

@@ -110,3 +110,83 @@ def counted(marked: Tensor) -> Tensor:
     inside = blocks.cumsum(-1, dtype=torch.int32)
     whole = inside[..., -1:]
     return (inside + (whole.cumsum(-2, dtype=torch.int32) - whole)).flatten(-2)[..., :vocab]
+
+
+# Borders by a radix selection over the scores' bits: few passes of static size, which can be traced and recorded.
+
+#: Bits of a score that each pass decides, from the highest on.
+_PASSES = (11, 11, 10)
+#: Copies of a pass's sums: additions to one place wait for each other, and most scores share their upper bits.
+_COPIES = 16
+
+
+def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest rank up to which the weights of all ranks from the best on add up to `wanted`, and the sum of those above it.
+
+    Args:
+        ranks: ``[B, N, V]`` int32, of :func:`rank_of`.
+        weights: ``[B, N, V]`` int64, not negative. Integers, because CUDA adds in an order that changes from run to run.
+        wanted: ``[B, N, 1]`` int64, at most the sum of all weights, or the lowest rank is found.
+
+    Returns:
+        ``[B, N, 1]`` int32 and int64.
+    """
+    place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES
+    found, above = torch.zeros_like(wanted, dtype=torch.int32), torch.zeros_like(wanted)
+    shift = sum(_PASSES)
+    for bits in _PASSES:
+        size, sign = 1 << bits, 0 if shift < 32 else 1 << (bits - 1)
+        inside = weights if shift == 32 else torch.where(ranks >> shift == found, weights, 0)
+        shift -= bits
+        # The upper bits are signed, the others are not.
+        bin_of = (ranks >> shift) + sign if sign else (ranks >> shift) & (size - 1)
+        sums = inside.new_zeros(*inside.shape[:-1], _COPIES * size)
+        sums = sums.scatter_add(-1, place * size + bin_of, inside).unflatten(-1, (_COPIES, size)).sum(-2)
+        up_to = above + sums.flip(-1).cumsum(-1)  # from the best bin down
+        down = (up_to < wanted).sum(-1, keepdim=True).clamp(max=size - 1)
+        above = up_to.gather(-1, down) - sums.gather(-1, size - 1 - down)
+        found = (found << bits) + (size - 1 - down - sign).int()
+    return found, above
+
+
+def rank_of(scores: Tensor) -> Tensor:
+    """int32 of float32 `scores`, in the same order; equal scores have the same."""
+    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # -0.0 is 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def shares_of(scores: Tensor) -> Tensor:
+    """``[B, N, V]`` int64 in proportion to the scores' probabilities; their sum is at most ``2^62``."""
+    scale = 2.0 ** (62 - (scores.shape[-1] - 1).bit_length())
+    greatest = scores.amax(-1, keepdim=True)
+    return torch.where(scores > float("-inf"), (scores - greatest).double().exp() * scale, 0.0).long()
+
+
+def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
+    """What ``top_k`` leaves of ``[B, N, V]`` float32 scores, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
+    ranks = rank_of(scores)
+    k = value.clamp(1, scores.shape[-1]).long().expand(*scores.shape[:-1], 1)
+    kth, _ = border(ranks, torch.ones_like(ranks, dtype=torch.int64), k)
+    return scores.masked_fill(ranks < kth, float("-inf"))
+
+
+def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
+    """What ``top_p`` leaves of ``[B, N, V]`` float32 scores; borders are where :func:`top_k_top_p` has them. value: ``1 - top_p``."""
+    ranks, shares = rank_of(scores), shares_of(scores)
+    total = shares.sum(-1, keepdim=True)
+    kept = (total - (value.double() * total).long()).clamp(min=1)  # the best token stays
+    lowest, above = border(ranks, shares, kept)
+    at_border = ranks == lowest
+    share = torch.where(at_border, shares, 0).amax(-1, keepdim=True).clamp(min=1)
+    gone = at_border.sum(-1, keepdim=True) - (kept - above + share - 1) // share
+    return scores.masked_fill((ranks < lowest) | (at_border & (counted(at_border) <= gone)), float("-inf"))
+
+
+def typical_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
+    """What ``typical_p`` leaves of ``[B, N, V]`` float32 scores."""
+    logp = scores.log_softmax(-1)
+    entropy = -(logp * logp.exp()).nansum(-1, keepdim=True)
+    ranks, shares = rank_of(-(-logp - entropy).abs()), shares_of(scores)
+    total = shares.sum(-1, keepdim=True)
+    least, _ = border(ranks, shares, (value.double() * total).ceil().long().clamp(min=1))
+    return scores.masked_fill(ranks < least, float("-inf"))

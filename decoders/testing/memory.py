@@ -191,7 +191,7 @@ def _float32() -> tuple[str | None, str, str]:
     older = None
     with suppress(RuntimeError):  # CUDA alone was set
         older = torch.get_float32_matmul_precision()
-    return older, float32_precision("cuda"), float32_precision("mkldnn")
+    return older, float32_precision(torch.device("cuda")), float32_precision(torch.device("cpu"))
 
 
 def _set_float32(precision: tuple[str | None, str, str]) -> None:

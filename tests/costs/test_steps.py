@@ -52,16 +52,36 @@ def test_a_size_that_was_measured_wrong_is_noticed_within_some_steps() -> None:
 
 def test_what_a_call_learns_of_sizes_serves_later_calls_and_no_others() -> None:
     ratios: dict = {}
-    first = StepCosts(curve(*LADDER), 1, 64, ratios=ratios)
+    first = StepCosts(curve(*LADDER), 1, 64, ratios=lambda context: ratios)
     for _ in range(100):
         first.observe(3, 0.013, 64, False)
         first.observe(9, 0.038, 64, False)
-    later = StepCosts(curve(*LADDER), 1, 64, ratios=ratios)
+    later = StepCosts(curve(*LADDER), 1, 64, ratios=lambda context: ratios)
     later.observe(3, 0.026, 64, False)  # a slower machine
     assert later.step(9) / later.step(3) == pytest.approx(38 / 13, rel=0.1)
     assert StepCosts(curve(*LADDER), 1, 64).step(9) == pytest.approx(0.019)
     later.observe(9, 0.019, 64, True)
     assert set(ratios) == {False, True}
+
+
+def test_what_is_learnt_of_one_context_is_a_start_for_another_and_stays_as_it_was() -> None:
+    """A batch's text grows, and gets shorter when its longest row leaves."""
+    ratios: dict[int, dict] = {}
+    costs = StepCosts(curve(*LADDER), 1, 64, ratios=lambda context: ratios.setdefault(context // 1000, {}))
+
+    def dearer(context: int, dear: float, steps: int) -> float:
+        """How much dearer nine nodes are than three."""
+        for _ in range(steps):
+            costs.observe(9, 0.013 * dear, context, False)
+            costs.observe(3, 0.013, context, False)
+        return costs.step(9) / costs.step(3)
+
+    assert dearer(64, 2, steps=100) == pytest.approx(2, rel=0.05)
+    costs.observe(3, 0.013, 1000, False)
+    assert dearer(1000, 2, steps=0) == pytest.approx(2, rel=0.05)
+    assert dearer(1000, 4, steps=100) == pytest.approx(4, rel=0.05)
+    costs.observe(3, 0.013, 64, False)
+    assert dearer(64, 2, steps=0) == pytest.approx(2, rel=0.05)
 
 
 def test_the_compiled_tier_is_taken_when_steps_run_compiled() -> None:

@@ -84,7 +84,23 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
     assert len(products) < len(target.packing.layers)
 
 
-def test_only_neighbours_of_a_kind_are_multiplied_as_one() -> None:
+@pytest.mark.parametrize(
+    "kinds, parts",
+    [
+        ("AAA", ["012"]),
+        ("A-A-A", ["024"]),  # between the layers those of an adapter, which are not packed
+        ("AABB", ["01", "23"]),
+        ("ABAB", ["02"]),  # at one time there is one product
+        ("AB-", []),
+    ],
+)
+def test_layers_of_a_kind_are_multiplied_as_one_whatever_is_between_them(kinds: str, parts: list[str]) -> None:
+    group = tuple(map(str, range(len(kinds))))
+    same = fused.same_kind([group], lambda path: None if kinds[int(path)] == "-" else kinds[int(path)])
+    assert list(map("".join, same)) == parts
+
+
+def test_layers_with_other_biases_are_no_part_of_a_product() -> None:
     target = target_of(tiny_model("gptj"))  # q, k and v have no bias, the MLP that reads the same has
     weights = {path.rsplit(".", 1)[1]: layer.weight for path, layer in target.packing.layers.items() if ".h.0." in path}
     assert weights["q_proj"] is weights["k_proj"] is weights["v_proj"]

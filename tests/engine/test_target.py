@@ -7,10 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from decoders.engine.decode.engine import Engine
 from decoders.engine.model.blocks import LeadingText, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
+from decoders.engine.model.weights.quantization import Precision
 from decoders.testing import tiny_model
 
 
@@ -56,3 +58,19 @@ def test_passes_run_in_inference_mode_where_no_one_records_or_compiles_them(monk
         monkeypatch.setattr(target, "static", True)
         target.forward(tokens, start, causal_block(1, 4, target.device), buffers, view)
     assert seen == [(True, False), (False, False)]
+
+
+def test_an_engine_serves_no_model_whose_products_torch_rounds_otherwise_since() -> None:
+    """What was checked and recorded has the other kernels."""
+    model, matmul = tiny_model("llama"), torch.backends.mkldnn.matmul
+    engine, usual = Engine(model), matmul.fp32_precision
+
+    def served() -> tuple[bool, bool]:
+        return engine.serves(model, "auto", Precision(), "keep"), engine.refresh(model, "auto")
+
+    assert served() == (True, True)
+    try:
+        matmul.fp32_precision = "tf32"
+        assert served() == (False, False)
+    finally:
+        matmul.fp32_precision = usual

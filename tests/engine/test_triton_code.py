@@ -77,8 +77,9 @@ def test_choice_is_the_same(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_left_of_a_large_vocabulary_is_the_same(tmp_path):
-    plan = PLANS["temperature, top_k, top_p"]
+@pytest.mark.parametrize("names", ["temperature, top_k, top_p", "top_p", "typical_p"])
+def test_what_is_left_of_a_large_vocabulary_is_the_same(names, tmp_path):
+    plan = SamplingPlan(tuple(names.split(", ")), sample=True)
     arguments = scores_of(1, 2, MOST_OF_TOP_K + 9), plan, inputs_of(plan, 1), torch.tensor([[0, 1]])
     assert same(run_as_triton_code(tmp_path, process, *arguments), process(*arguments))
 

@@ -24,6 +24,7 @@ from decoders.engine.model.compiled.functions import private
 
 #: Functions of CUDA's library that the interpreter does not have.
 LIBRARY = {
+    "ceil": np.ceil,
     "exp": np.exp,
     "floor": np.floor,
     "isnan": np.isnan,

@@ -15,8 +15,8 @@ from transformers.generation import logits_process as hf
 from decoders.common.devices import as_recorded
 from decoders.hf.preparation import plan_sampling
 from decoders.sampling.choice import candidates
-from decoders.sampling.processors import OPERATIONS, SamplingInputs, SamplingPlan, process, row_keys
-from decoders.sampling.top import MOST_OF_TOP_K, counted, top_k_top_p
+from decoders.sampling.processors import OPERATIONS, WITHOUT_SORT, SamplingInputs, SamplingPlan, process, row_keys
+from decoders.sampling.top import MOST_OF_TOP_K, counted, rank_of, top_k_top_p, top_p_without_sort
 
 NEVER = float("-inf")
 VOCAB = 3001
@@ -35,6 +35,8 @@ def logits_of(kind: str, seed: int, vocab: int = VOCAB) -> Tensor:
         scores = torch.ones_like(scores)
     elif kind == "peaked":
         scores = 30 * scores
+    elif kind == "one token":
+        scores[..., 11] = 1e4
     elif kind == "nearly all masked":
         scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.998, NEVER)
         scores[..., 7] = 1.0
@@ -53,9 +55,12 @@ def of_stable_sort(scores: Tensor, k: Tensor, value: Tensor) -> tuple[Tensor, Te
     return scores.masked_fill((scores < kth) | dropped, NEVER), near
 
 
+KINDS = st.sampled_from(["smooth", "ties", "bfloat16", "equal", "peaked", "one token", "nearly all masked"])
+
+
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(["smooth", "ties", "bfloat16", "equal", "peaked", "nearly all masked"]),
+    KINDS,
     st.sampled_from([1, 2, 5, 50, 64, 200, MOST_OF_TOP_K]),
     st.floats(0.01, 1.0) | st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0]),
     st.integers(0, 1 << 30),
@@ -68,23 +73,89 @@ def test_top_k_and_top_p_keep_what_a_stable_sort_keeps(kind, k, p, seed):
     assert torch.equal(kept[clear], expected[clear])
 
 
+ALL = torch.full((2, 1, 1), VOCAB)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    KINDS, st.floats(1e-6, 1.0) | st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.95, 1 - 1e-6, 1.0]), st.integers(0, 1 << 30)
+)
+def test_top_p_alone_keeps_what_a_stable_sort_keeps(kind, p, seed):
+    scores, value = logits_of(kind, seed), torch.tensor(1 - p)
+    kept = top_p_without_sort(scores, value)
+    expected, near = of_stable_sort(scores, ALL, value)
+    clear = near > 1e-9  # else a sum equals the border but for rounding
+    assert torch.equal(kept[clear], expected[clear])
+
+
+@settings(max_examples=30, deadline=None)
+@given(KINDS, st.sampled_from(sorted(WITHOUT_SORT)), st.floats(0.001, 0.999), st.integers(0, 1 << 30))
+def test_what_is_found_without_a_sort_is_what_a_sort_finds(kind, name, share, seed):
+    scores = logits_of(kind, seed)
+    value = torch.tensor(share if name != "large_top_k" else float(round(share * 2 * VOCAB)))
+    kept, expected = WITHOUT_SORT[name](scores, value) > NEVER, OPERATIONS[name](scores, value) > NEVER
+    if name == "large_top_k":
+        assert torch.equal(kept, expected)
+    else:  # a sum of float32 numbers may end at the border's neighbour, and which of equal scores go is the sort's affair
+        probabilities = scores.softmax(-1)
+        mass = [(probabilities * tokens).sum(-1) for tokens in (kept, expected)]
+        step = (probabilities * (kept != expected)).amax(-1)
+        assert bool(((mass[0] - mass[1]).abs() <= step + 1e-5).all())
+        assert name == "top_p" or bool(((kept != expected).sum(-1) <= 1 + VOCAB * (step < 1e-6)).all())
+
+
+def test_ranks_have_the_order_of_scores():
+    inf = float("inf")
+    scores = torch.tensor([-inf, -3e38, -1.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 1.0000001, 3e38, inf])
+    ranks = rank_of(scores)
+    assert torch.equal(ranks[:, None] < ranks, scores[:, None] < scores)
+
+
 def test_rows_have_values_of_their_own():
     k, value = torch.tensor([5.0, 700.0])[:, None, None], torch.tensor([0.5, 0.0])[:, None, None]
     for kind in ("smooth", "ties"):
         scores = logits_of(kind, 3)
         assert torch.equal(top_k_top_p(scores, k, value), of_stable_sort(scores, k, value)[0])
+        assert torch.equal(top_p_without_sort(scores, value), of_stable_sort(scores, ALL, value)[0])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_recorded_step_keeps_what_transformers_keeps(seed):
-    logits = logits_of("smooth", seed)
-    plan = SamplingPlan(("temperature", "top_k", "top_p", "min_p"), sample=True)
-    inputs = SamplingInputs(torch.tensor([0.7, 50.0, 1 - 0.9, 0.02]), row_keys(5, 2, logits.device), torch.tensor([-1]))
+def test_a_row_without_a_token_is_left_as_it_is():
+    scores = torch.full((1, 2, VOCAB), NEVER)
+    scores[0, 0, 5] = 1.0
+    for name, function in WITHOUT_SORT.items():
+        assert torch.equal(function(scores, torch.tensor(0.5)), scores), name
+
+
+#: Operations with their values and transformers' own.
+WARPERS = {
+    "temperature": (0.7, hf.TemperatureLogitsWarper(0.7)),
+    "top_k": (50.0, hf.TopKLogitsWarper(50)),
+    "large_top_k": (2000.0, hf.TopKLogitsWarper(2000)),
+    "top_p": (1 - 0.9, hf.TopPLogitsWarper(0.9)),
+    "min_p": (0.02, hf.MinPLogitsWarper(0.02)),
+    "typical_p": (0.8, hf.TypicalLogitsWarper(0.8)),
+}
+PLANS = [
+    ("temperature", "top_k", "top_p", "min_p"),
+    ("temperature", "top_p"),
+    ("large_top_k", "top_p"),
+    ("typical_p",),
+]
+
+
+def inputs_of(names: tuple[str, ...]) -> SamplingInputs:
+    return SamplingInputs(
+        torch.tensor([WARPERS[name][0] for name in names]), row_keys(5, 2, POSITIONS.device), torch.tensor([-1])
+    )
+
+
+@pytest.mark.parametrize("names", PLANS, ids="-".join)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_recorded_step_keeps_what_transformers_keeps(seed, names):
+    logits, plan, inputs = logits_of("smooth", seed), SamplingPlan(names, sample=True), inputs_of(names)
     expected = logits.flatten(0, 1)
-    for warper in (
-        hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.02)
-    ):  # fmt: skip
-        expected = warper(None, expected)
+    for name in names:
+        expected = WARPERS[name][1](None, expected)
     read = candidates(logits, plan, inputs, POSITIONS)
     with as_recorded():
         recorded = candidates(logits, plan, inputs, POSITIONS)
@@ -94,7 +165,8 @@ def test_a_recorded_step_keeps_what_transformers_keeps(seed):
     assert torch.equal(chosen, read.choose(plan, inputs, POSITIONS))
 
 
-def test_a_recorded_step_does_not_sort_the_vocabulary():
+@pytest.mark.parametrize("names", PLANS, ids="-".join)
+def test_a_recorded_step_does_not_sort_the_vocabulary(names):
     sizes = []
 
     class Sorts(TorchDispatchMode):
@@ -103,9 +175,8 @@ def test_a_recorded_step_does_not_sort_the_vocabulary():
                 sizes.append(args[0].shape[-1])
             return function(*args, **(kwargs or {}))
 
-    inputs = SamplingInputs(torch.tensor([0.7, 50.0, 0.1]), row_keys(5, 2, POSITIONS.device), torch.tensor([-1]))
     with as_recorded(), Sorts():
-        process(logits_of("smooth", 0), SamplingPlan(("temperature", "top_k", "top_p")), inputs, POSITIONS)
+        process(logits_of("smooth", 0), SamplingPlan(names), inputs_of(names), POSITIONS)
     assert not sizes
 
 

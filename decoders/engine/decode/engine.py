@@ -26,6 +26,7 @@ from ..model.recordings import recorder_of
 from ..model.self_check import parameters_read, target_of
 from ..model.target import Target
 from ..model.threads import CallLock, Threads, own_number_afterwards
+from ..model.torch_compat import float32_precision
 from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
 from ..model.weights.packing import freed_error
 from ..model.weights.quantization import Precision
@@ -77,6 +78,7 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         self._prepared = started, time.perf_counter() - started - self.target.check_seconds, self.target.check_seconds
+        self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
         recorder = recorder_of(self.target.device) if records else None
@@ -100,7 +102,7 @@ class Engine:
             return False
         with self.lock:
             weights, ranks = WeightState.of(model), self.target.ranks
-            if ranks.any(not weights.replaces(self.target.weights)):
+            if ranks.any(self._rounds_otherwise or not weights.replaces(self.target.weights)):
                 return False
             if ranks.any(weights.contents != self.target.weights.contents):
                 self._forget_compiled()
@@ -115,6 +117,11 @@ class Engine:
                 self.sessions.forget()
             return True
 
+    @property
+    def _rounds_otherwise(self) -> bool:
+        """Whether torch rounds products otherwise than when the target was checked: what was recorded keeps the kernels of then."""
+        return float32_precision(self.target.device) != self._float32_precision
+
     def prepared_since(self, begun: float) -> tuple[float, float]:
         """Seconds of packing and of checking since `begun`, by ``time.perf_counter()``."""
         started, packing, checking = self._prepared
@@ -128,7 +135,7 @@ class Engine:
         False where processes share the weights: they have to agree on it first.
         """
         same = (attention, precision, weights == "packed") == (self.attention, self.precision, self._freed is not None)
-        if not same or self.target.ranks.several:
+        if not same or self._rounds_otherwise or self.target.ranks.several:
             return False
         return WeightState.of(model) == self.target.weights and not self.target.samples.changed
 

@@ -111,7 +111,7 @@ class CallResources:
                 self._measured_rows = True
             if known is not None:
                 # Node budgets of equal calls must be equal: what earlier calls took counts only for strategies that ask to measure.
-                ratios = calibration.ratios(batch.width, context) if measure else None
+                ratios = partial(calibration.ratios, batch.width) if measure else None
                 self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 

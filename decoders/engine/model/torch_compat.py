@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import signature
-from typing import Any, Literal, cast
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -329,12 +329,13 @@ def rounds_float32(device: torch.device) -> bool:
 
     ``allow_tf32`` and ``get_float32_matmul_precision`` say the same, and raise where it was allowed by another of the three names.
     """
-    return device.type == "cuda" and float32_precision("cuda") == "tf32"
+    return device.type == "cuda" and float32_precision(device) == "tf32"
 
 
-def float32_precision(backend: Literal["cuda", "mkldnn"]) -> str:
-    """How products of float32 matrices are rounded on CUDA, or on the CPU, whichever name it was set by."""
-    precision: str = getattr(torch.backends, backend).matmul.fp32_precision
+def float32_precision(device: torch.device) -> str:
+    """How products of float32 matrices are rounded on `device`, whichever name it was set by."""
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    precision: str = backend.matmul.fp32_precision
     return precision
 
 

@@ -113,7 +113,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
     seen.look(model)
     for value in (
         __version__, torch.__version__, transformers.__version__, platform.python_version(), processor_name(target.device),
-        instructions(), torch.get_num_threads(), torch.backends.mkldnn.enabled, float32_precision("mkldnn"),
+        instructions(), torch.get_num_threads(), torch.backends.mkldnn.enabled, float32_precision(target.device),
         torch.are_deterministic_algorithms_enabled(), target.dtype, target.attends, target.precision, attention_of(model.config),
     ):  # fmt: skip
         seen.note(str(value))

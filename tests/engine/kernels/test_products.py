@@ -196,6 +196,22 @@ def test_layers_that_read_the_same_input_are_one_product_and_nothing_is_copied(n
 
 
 @pytest.mark.usefixtures("on_our_kernel")
+def test_layers_of_another_kind_between_them_part_no_group() -> None:
+    """As an adapter's, that read the same input; too narrow, of another type, or without a bias."""
+    layers = nn.ModuleDict({name: nn.Linear(64, 64).bfloat16() for name in "qkv"})
+    layers.update({"narrow": nn.Linear(64, 8).bfloat16(), "fp16": nn.Linear(64, 64).half()})
+    layers["plain"] = nn.Linear(64, 64, bias=False).bfloat16()
+    alone, order = share_weights(layers), ("q", "narrow", "k", "plain", "v")
+    pack(alone)
+    pack(layers, groups=[("q", "narrow", "k", "fp16", "plain", "v")])
+    x = random(3, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), Products() as products:
+        results = [layers[name](x) for name in order]
+    assert products.count == 3  # q, k and v together
+    assert all(torch.equal(result, alone[name](x)) for name, result in zip(order, results, strict=True))
+
+
+@pytest.mark.usefixtures("on_our_kernel")
 def test_a_weight_that_is_given_other_strides_is_still_read_as_it_lies() -> None:
     layers = nn.ModuleList([nn.Linear(128, 64, bias=False).bfloat16() for _ in range(3)])
     pack(layers, groups=[("0", "1", "2")])

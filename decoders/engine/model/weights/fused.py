@@ -7,7 +7,6 @@ layers makes 211 calls per step; fusing saves 90 of them.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,11 +67,20 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterator[Group]:
-    """The parts of groups that can be multiplied as one: consecutive layers whose `kind` is equal and not None."""
-    for what, paths in (part for group in groups for part in itertools.groupby(group, kind)):
-        part = tuple(paths)
-        if what is not None and len(part) > 1:
-            yield part
+    """The parts of groups that can be multiplied as one: layers whose `kind` is equal and not None.
+
+    Others may be called between them, such as the first layer of an adapter, but the calls of two parts do not interleave.
+    """
+    for group in groups:
+        parts: dict[object, list[int]] = {}
+        for place, path in enumerate(group):
+            if (what := kind(path)) is not None:
+                parts.setdefault(what, []).append(place)
+        end = -1
+        for places in parts.values():
+            if len(places) > 1 and places[0] > end:
+                yield tuple(group[place] for place in places)
+                end = places[-1]
 
 
 def columns_of(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -272,7 +272,8 @@ def pack(
 
 def may_be_fused(module: nn.Module) -> bool:
     """Whether a layer is packed, or multiplied by our kernel, and so may be one product with others that read the same input."""
-    return packable(module, smallest=0) is not None or _few_rows_group(module) is not None
+    weight = _plain_weight(module)
+    return packable(module, smallest=0) is not None or (weight is not None and same_bits.multiplies(weight))
 
 
 def _kind(module: Any, smallest: int) -> object:
@@ -311,8 +312,8 @@ def _few_rows_kind(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _few_rows_group(module: Any) -> object:
-    """A value that is equal for layers that may be one product on CUDA; None for a layer that our kernel does not multiply."""
-    return None if _plain_weight(module) is None or not same_bits.multiplies(module.weight) else module.bias is None
+    """A value that is equal for layers that may be one product on CUDA; None for other layers."""
+    return None if _plain_weight(module) is None else same_bits.product_kind(module)
 
 
 def _plain_weight(module: nn.Module) -> Tensor | None:

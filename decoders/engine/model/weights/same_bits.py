@@ -69,14 +69,25 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1
 
 
 def multiply_as_one(layers: Sequence[nn.Module]) -> None:
-    """Makes layers that read the same input one product, or as few as the kernel can."""
-    from ..kernels.products import MOST_MATRICES, are_one_product  # imports Triton
+    """Makes layers of one :func:`product_kind` that read the same input one product, or as few as the kernel can."""
+    from ..kernels.products import MOST_MATRICES  # imports Triton
 
     for begin in range(0, len(layers), MOST_MATRICES):
         group: tuple[Any, ...] = tuple(layers[begin : begin + MOST_MATRICES])
-        if len(group) > 1 and are_one_product([layer.matrix() for layer in group]):
+        if len(group) > 1:
             for layer, columns in zip(group, columns_of([outputs_of(layer) for layer in group]), strict=True):
                 layer.group, layer.columns = group, columns
+
+
+def product_kind(layer: Any) -> Hashable:
+    """A value that is equal for layers that the kernel multiplies as one; None for one that it multiplies alone, or not at all."""
+    if not multiplies(layer.weight):
+        return None
+    from ..kernels.products import are_one_product  # imports Triton
+
+    matrix: Tensor = KINDS[type(layer)].matrix(layer)  # type: ignore[attr-defined]
+    alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
+    return alike if are_one_product([matrix]) else None
 
 
 def multiplies(weight: Tensor) -> bool:
