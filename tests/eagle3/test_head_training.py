@@ -294,13 +294,6 @@ def test_training_goes_on_with_a_head_that_exists(tmp_path, model, tokenizer, te
             train_eagle3(model, tokenizer, texts, tmp_path / "no", run=run(**wrong), start=tmp_path / "first")
 
 
-def test_training_stops_when_acceptance_no_longer_grows(tmp_path, model, tokenizer, texts) -> None:
-    figures = train_eagle3(
-        model, tokenizer, texts, tmp_path, run=run(rate=0.0, epochs=9, patience=2, checks=1), dtype=FULL
-    )
-    assert figures["steps"] <= 3 * (24 // 4)
-
-
 def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer, texts, monkeypatch) -> None:
     def train(out=tmp_path, texts=texts, **changes):
         train_eagle3(model, tokenizer, texts, out, run=run(**changes), dtype=FULL)
