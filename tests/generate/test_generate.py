@@ -87,14 +87,14 @@ def test_a_lossy_strategy_is_marked(llama: PreTrainedModel) -> None:
     assert not decode(llama, prompts(), Lossy(), max_new_tokens=2, **EAGER).report.exact
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 23, 24, 512])
+@pytest.mark.parametrize("size", [1, 7, 24, 512])
 def test_the_prefill_may_run_in_pieces_of_any_size(llama: PreTrainedModel, size: int) -> None:
     plain = decode(llama, prompts(3), max_new_tokens=12).sequences
     own = dict(decoders_config={"compile": False, "prefill_chunk": size})
     assert torch.equal(decode(llama, prompts(3), "prompt_lookup", max_new_tokens=12, **own).sequences, plain)
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, 2, 64, 130])
 def test_prompts_of_any_length(llama: PreTrainedModel, length: int) -> None:
     inputs = prompts(2, max(length, 6)) if length > 2 else {"input_ids": torch.full((2, length), 7)}
     plain = decode(llama, inputs, max_new_tokens=12).sequences
@@ -119,8 +119,6 @@ def test_masks_of_other_types(llama: PreTrainedModel) -> None:
     plain = decode(llama, prompts(3), max_new_tokens=8).sequences
     for dtype in (torch.bool, torch.int32, torch.float32):
         inputs = prompts(3) | {"attention_mask": prompts(3)["attention_mask"].to(dtype)}
-        if dtype is torch.bool:
-            inputs["attention_mask"] = inputs["attention_mask"]
         assert torch.equal(decode(llama, inputs, "prompt_lookup", max_new_tokens=8, **EAGER).sequences, plain)
 
 

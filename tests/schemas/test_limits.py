@@ -92,19 +92,11 @@ def test_limit_is_named_in_time(name: str) -> None:
         {"$ref": "#/$defs/0", "$defs": LEVELS},
     ],
     ids=[
-        "enum",
-        "length",
-        "pattern and a length that no text has",
-        "a number of items that no text has",
-        "many properties",
-        "a least number of as many properties as there may be",
-        "a greatest number that is no condition",
-        "pattern and length",
-        "pattern of exponential backtracking",
-        "alternatives",
-        "levels",
+        "enum", "length", "pattern and a length that no text has", "a number of items that no text has", "many properties",
+        "a least number of as many properties as there may be", "a greatest number that is no condition", "pattern and length",
+        "pattern of exponential backtracking", "alternatives", "levels",
     ],
-)
+)  # fmt: skip
 def test_large_but_legal(schema: dict[str, Any]) -> None:
     begin = time.process_time()
     assert JsonSchema(schema).language().lark
