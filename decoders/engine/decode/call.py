@@ -114,7 +114,7 @@ def end(batch: Batch) -> None:
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    if batch.request.given is None:  # else this model has not read them
+    if batch.request.given is None:  # else slots hold what the caller has computed
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = batch.resources.peak_memory
