@@ -177,9 +177,7 @@ class DraftWorth:
         gains = self._gains(draft, active, self._weights(lengths, active))
         seconds = self._costs().to_weigh()
         rate, best = len(active) / seconds(1), 0
-        while (
-            True
-        ):  # Dinkelbach's iteration: take the rate of the best choice at the last rate until it no longer rises
+        while True:  # Dinkelbach's iteration: choose by the rate of the last choice, until it no longer rises
             count, gain, _ = worthwhile(gains, seconds, CAUTION * rate)
             reached = (len(active) + gain / CAUTION) / seconds(count + 1)
             if count == 0 or reached <= rate:

@@ -247,9 +247,7 @@ class CallLock:
 
     def renew(self) -> None:
         """Forgets who holds it and who waits."""
-        self._guard = (
-            threading.RLock()
-        )  # re-entrant, since a finalizer may call these methods in a thread that is in one of them
+        self._guard = threading.RLock()  # re-entrant: a finalizer may run within one of these methods, and call another
         self._owner: int | None = None
         self._depth = 0
         self._waiting: list[tuple[int, threading.Event]] = []
