@@ -10,7 +10,7 @@ Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` token
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,7 @@ def train_dflash(
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
     """The shape of a draft model whose layers have a `shape`. mask: token that stands for one to be drafted."""
-    markov = {"markov_rank": run.rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    markov = {"markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False}
     # With a head the first token is drafted at the place of the last one, as DSpark does; without, at the first mask, as DFlash does.
     from_last = run.rank > 0
     nodes = run.block + (not from_last)
@@ -154,6 +154,10 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
         _copy({name: norm for name, norm in norms.items() if norm is not None}, network.state_dict())
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
+            if draft.head.kind == "rnn":  # its unit reads numbers of the states' size
+                joint = draft.head.markov_head.joint_proj.weight
+                nn.init.normal_(draft.head.markov_head.markov_w1.weight)
+                nn.init.normal_(joint, std=joint.shape[1] ** -0.5)
     return draft.to(model.device)
 
 
@@ -166,8 +170,9 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Lets keys and values of the context begin as those of the target's layers that the network's began as: what least squares over
-    `texts` can make of the features that the network reads. Layers with other keys or values stay as they are.
+    """Lets the context begin as keys and values of the target's layers that the network's began as. `fc` keeps the directions of the
+    features that say most of all of these together (reduced-rank regression), and each matrix is what least squares over `texts` can
+    make of that. Layers with other keys or values stay as they are.
 
     Args:
         rows: of `texts`, that are read at once.
@@ -179,22 +184,44 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
             own, given = parts[name], theirs.get(name)
             if isinstance(own, nn.Linear) and isinstance(given, nn.Linear) and own.weight.shape == given.weight.shape:
                 pairs.append((own, given))
-    hooks = [given.register_forward_hook(lambda of, _, output: outputs.update({of: output})) for _, given in pairs]
-    products: list[Tensor] = []  # of what is read with itself, and with the output of each pair
-    try:
-        for first in range(0, len(texts.ids), rows):
-            features = teacher.features(texts.part(first, first + rows))
-            states = [network.fused(features), *(outputs[given] for _, given in pairs)]
-            read, *wanted = (part.flatten(0, 1).cpu().double() for part in states)
-            sums = [read.T @ part for part in (read, *wanted)]
-            products = [a + b for a, b in zip(products, sums, strict=True)] if products else sums
-    finally:
-        for hook in hooks:
-            hook.remove()
-    gram, *products = products
-    gram += 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)  # few texts, or features alike
-    for (own, _), product in zip(pairs, products, strict=True):
+
+    def products(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        """What is `read` of features times itself and times each pair's output, and the size of each output, over all texts."""
+        sums: list[Tensor] = []
+        hooks = [given.register_forward_hook(lambda of, _, out: outputs.update({of: out})) for _, given in pairs]
+        try:
+            for first in range(0, len(texts.ids), rows):
+                features = read(teacher.features(texts.part(first, first + rows)))
+                states, *wanted = (
+                    part.flatten(0, 1).cpu().double() for part in (features, *(outputs[given] for _, given in pairs))
+                )
+                sizes = [part.square().sum() for part in wanted]
+                terms = [states.T @ states, *(states.T @ part for part in wanted), *sizes]
+                sums = [a + b for a, b in zip(sums, terms, strict=True)] if sums else terms
+        finally:
+            for hook in hooks:
+                hook.remove()
+        gram = sums[0]
+        gram += 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)  # few texts, or features alike
+        return tuple(sums)
+
+    if not pairs:
+        return
+    gram, *rest = products(lambda features: features)
+    best = torch.linalg.solve(gram, torch.cat([a / size.sqrt() for a, size in zip(*_halves(rest), strict=True)], dim=1))
+    said = torch.linalg.eigh(best.T @ gram @ best)
+    hidden = len(network.fc.weight)
+    if len(said.eigenvalues) >= hidden:
+        kept = best @ said.eigenvectors[:, -hidden:]
+        network.fc.weight.copy_(kept.T / said.eigenvalues[-hidden:].sum().sqrt() * (hidden * texts.ids.numel()) ** 0.5)
+        network.hidden_norm.weight.fill_(1)
+    gram, *rest = products(network.fused)
+    for (own, _), product in zip(pairs, _halves(rest)[0], strict=True):
         own.weight.copy_(torch.linalg.solve(gram, product).T)
+
+
+def _halves(parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return parts[: len(parts) // 2], parts[len(parts) // 2 :]
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:
