@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -143,12 +143,8 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
     with torch.no_grad():
         network.fc.weight[:, -hidden:] += torch.eye(hidden)
         for layer, origin in zip(network.layers, _origins(network, model), strict=True):
-            own, given = layer.state_dict(), _weights(origin)
-            _copy(given, own)
-            for part in "qk":  # a norm keeps the mean size that queries and keys of a normed state had
-                if (name := f"self_attn.{part}_norm.weight") not in given:
-                    read = own[f"self_attn.{part}_proj.weight"] * own["input_layernorm.weight"]
-                    own[name].fill_(read.square().sum(1).mean().sqrt())
+            given = _weights(origin)
+            _copy(given, layer.state_dict())
         first, final = given.get("input_layernorm.weight"), _scale(getattr(model.base_model, "norm", None))
         norms = {"hidden_norm.weight": first, "norm.weight": final}
         _copy({name: norm for name, norm in norms.items() if norm is not None}, network.state_dict())
@@ -172,56 +168,60 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
     """Lets the context begin as keys and values of the target's layers that the network's began as. `fc` keeps the directions of the
     features that say most of all of these together (reduced-rank regression), and each matrix is what least squares over `texts` can
-    make of that. Layers with other keys or values stay as they are.
+    make of that. Layers with other keys or values stay as they are. Norms of queries and keys that the target does not have begin
+    with the size that these have in it.
 
     Args:
         rows: of `texts`, that are read at once.
     """
-    pairs, outputs = list[tuple[nn.Linear, nn.Linear]](), dict[nn.Module, Tensor]()
+    pairs, norms = list[tuple[nn.Linear, nn.Linear]](), list[tuple[Tensor, nn.Linear]]()
     for layer, origin in zip(network.layers, _origins(network, teacher.model), strict=True):
         parts, theirs = dict(layer.named_modules()), dict(origin.named_modules())
-        for name in ("self_attn.k_proj", "self_attn.v_proj"):
-            own, given = parts[name], theirs.get(name)
+        for part in "qkv":
+            own, given = parts[f"self_attn.{part}_proj"], theirs.get(f"self_attn.{part}_proj")
             if isinstance(own, nn.Linear) and isinstance(given, nn.Linear) and own.weight.shape == given.weight.shape:
-                pairs.append((own, given))
+                if part != "q":
+                    pairs.append((own, given))
+                if part != "v" and f"self_attn.{part}_norm" not in theirs:
+                    norms.append((cast(Tensor, parts[f"self_attn.{part}_norm"].weight), given))
 
-    def products(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        """What is `read` of features times itself and times each pair's output, and the size of each output, over all texts."""
-        sums: list[Tensor] = []
-        hooks = [given.register_forward_hook(lambda of, _, out: outputs.update({of: out})) for _, given in pairs]
+    def sums(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor], dict[nn.Module, Tensor]]:
+        """Over all texts: what is `read` of features times itself, times what each pair gives, and each matrix's mean square."""
+        outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
+        gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
+        hooked = {given for _, given in (*pairs, *norms)}
+        hooks = [given.register_forward_hook(lambda of, _, out: outputs.update({of: out})) for given in hooked]
         try:
             for first in range(0, len(texts.ids), rows):
-                features = read(teacher.features(texts.part(first, first + rows)))
-                states, *wanted = (
-                    part.flatten(0, 1).cpu().double() for part in (features, *(outputs[given] for _, given in pairs))
-                )
-                sizes = [part.square().sum() for part in wanted]
-                terms = [states.T @ states, *(states.T @ part for part in wanted), *sizes]
-                sums = [a + b for a, b in zip(sums, terms, strict=True)] if sums else terms
+                states = read(teacher.features(texts.part(first, first + rows))).flatten(0, 1).cpu().double()
+                given = {of: out.flatten(0, 1).cpu().double() for of, out in outputs.items()}
+                gram = gram + states.T @ states
+                products = [sum_ + states.T @ given[of] for sum_, (_, of) in zip(products, pairs, strict=True)]
+                share = len(states) / texts.ids.numel()
+                squares = {
+                    of: squares.get(of, gram.new_zeros(())) + share * out.square().mean() for of, out in given.items()
+                }
         finally:
             for hook in hooks:
                 hook.remove()
-        gram = sums[0]
-        gram += 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)  # few texts, or features alike
-        return tuple(sums)
+        # Few texts, or features that are alike.
+        return gram + 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype), products, squares
 
     if not pairs:
         return
-    gram, *rest = products(lambda features: features)
-    best = torch.linalg.solve(gram, torch.cat([a / size.sqrt() for a, size in zip(*_halves(rest), strict=True)], dim=1))
-    said = torch.linalg.eigh(best.T @ gram @ best)
-    hidden = len(network.fc.weight)
+    gram, products, squares = sums(lambda features: features)
+    best = [torch.linalg.solve(gram, one / squares[of].sqrt()) for one, (_, of) in zip(products, pairs, strict=True)]
+    every, hidden = torch.cat(best, dim=1), len(network.fc.weight)
+    said = torch.linalg.eigh(every.T @ gram @ every)
     if len(said.eigenvalues) >= hidden:
-        kept = best @ said.eigenvectors[:, -hidden:]
-        network.fc.weight.copy_(kept.T / said.eigenvalues[-hidden:].sum().sqrt() * (hidden * texts.ids.numel()) ** 0.5)
+        size = said.eigenvalues[-hidden:].sum() / hidden / texts.ids.numel()
+        network.fc.weight.copy_((every @ said.eigenvectors[:, -hidden:] / size.sqrt()).T)
         network.hidden_norm.weight.fill_(1)
-    gram, *rest = products(network.fused)
-    for (own, _), product in zip(pairs, _halves(rest)[0], strict=True):
+    gram, products, _ = sums(network.fused)
+    for (own, _), product in zip(pairs, products, strict=True):
         own.weight.copy_(torch.linalg.solve(gram, product).T)
-
-
-def _halves(parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    return parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    for norm, of in norms:
+        norm.fill_(squares[of].sqrt())
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:

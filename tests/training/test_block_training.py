@@ -112,7 +112,7 @@ def test_blocks_are_those_of_decoding_with_what_was_written(tmp_path, name, opti
     chain = list(learner._scores(learner.drafted(lesson, text, anchors), text.gather(1, anchors).T))
     drafted = torch.stack([learner.ids[scores.argmax(-1)] for scores in chain], 1)
     steps = [step.draft.tokens[row].tolist() for step in spy.seen if not step.finished[row]]
-    assert drafted.tolist() == steps and len({tuple(tokens) for tokens in steps}) > 3
+    assert drafted.tolist() == steps and len({tuple(tokens) for tokens in steps}) > 2
 
 
 def test_an_embedding_with_a_norm_of_its_own_is_read_without() -> None:
