@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import decoders
-from decoders.costs import StepCosts, node_budget
 from decoders.costs import curve as curve_files
 from decoders.engine.decode.calibration import subject_of
 from decoders.engine.decode.engine import Engine
@@ -20,7 +19,6 @@ from decoders.errors import CacheMemoryError, SettingsError, UnsupportedError
 from decoders.hf import ready
 from decoders.strategies import Speculative
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
-from decoders.testing.tape import TapeRecorder
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +40,6 @@ def test_a_call_waits_for_few_steps(stepwise: Any) -> None:
     engine, sizes = stepwise(lambda sizes: 10 + sizes[-1])
     points = engine.calibration.measured(None, [1], [16], False).points
     assert [p.nodes for p in points] == [3, 5, 17] and len(sizes) == 4 * len(points)
-
-
-def test_a_call_on_a_device_that_records_measures_a_large_block_too(device: TapeRecorder) -> None:
-    engine = Engine(tiny_model("llama"))
-    points = engine.calibration.measured(None, [1], [16], False).points
-    assert [p.nodes for p in points] == [4, 8, 32, 64]
-    flat = engine.calibration.known(None).model_copy(
-        update={"points": tuple(p.model_copy(update={"seconds": 1.0}) for p in points)}
-    )
-    assert node_budget(lambda: StepCosts(flat, 1, 16), None, 8) == 128
 
 
 def test_sizes_are_those_of_the_blocks_of_a_call(engine: Engine, tmp_path: Path) -> None:
