@@ -225,9 +225,7 @@ class CallSpec(Spec):
             f"one: ({some}) {closing}",
         ]
         rules += [_renamed(each.lark or "", f"arguments{number}", f"_{number}") for number, each in enumerate(inner)]
-        if (
-            text is not None and text.lark is not None
-        ):  # preferred to its regex, a single word that a call could begin as
+        if text is not None and text.lark is not None:  # not its regex, a single word that a call could begin as
             rules.append(_renamed(text.lark, "text", "_"))
         elif text is not None and text.regex is not None:
             rules.append(f"text: {slashed(text.regex)}")

@@ -171,7 +171,7 @@ class StepCosts:
             self._expected.clear()
             if (
                 not self._of_size
-            ):  # at such contexts none was seen: what is known of others is a start that counts as no step
+            ):  # no step was seen at such contexts: ratios of others are a start, and count as no steps
                 self._of_size.update({size: (ratio, 0) for size, (ratio, _) in known.items()})
         own, steps = self._of_size.get(nodes, KNOWN)
         expected = self._of_curve(self.curve, nodes) * own

@@ -135,7 +135,6 @@ class DraftWorth:
 
     Args:
         costs: returns the batch's present costs.
-        rows: number of rows at first.
         ends: most tokens of each row, where all rows begin together, so that the call lasts as long as its slowest row.
         grade_rates: the strategy's declared rates by grade (:attr:`Strategy.grade_rates`).
     """
@@ -143,7 +142,6 @@ class DraftWorth:
     def __init__(
         self,
         costs: Callable[[], StepCosts],
-        rows: int = 0,
         ends: Sequence[int] | None = None,
         grade_rates: Sequence[float] = (),
     ) -> None:
@@ -154,7 +152,6 @@ class DraftWorth:
         self._ends = ends
         self._drafting: float | None = None  # seconds of a draft
         self._looks, self._waited = Looks(), 0
-        self.rebatch([-1] * rows)
 
     def rebatch(self, sources: Sequence[int]) -> None:
         """Follows the batch after rows have joined or left. sources: which row each was before, -1 for a new one."""
@@ -180,9 +177,7 @@ class DraftWorth:
         gains = self._gains(draft, active, self._weights(lengths, active))
         seconds = self._costs().to_weigh()
         rate, best = len(active) / seconds(1), 0
-        while (
-            True
-        ):  # Dinkelbach's iteration: take the rate of the best choice at the last rate until it no longer rises
+        while True:  # Dinkelbach's iteration: choose by the rate of the last choice, until it no longer rises
             count, gain, _ = worthwhile(gains, seconds, CAUTION * rate)
             reached = (len(active) + gain / CAUTION) / seconds(count + 1)
             if count == 0 or reached <= rate:

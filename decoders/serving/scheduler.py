@@ -94,7 +94,7 @@ class Scheduler:
             raise UnsupportedError(
                 f"{ranks.size} processes share this model, and a request that reaches one of them is unknown to the others: call "
                 "generate with whole batches in every process, or run a Scheduler in each of several processes that hold the whole "
-                "model (plugins/decoders-ray)"
+                "model, as the distribution decoders-ray does (`pip install ./plugins/decoders-ray` in a checkout of hf-decoders)"
             )
         self.rows, self.slots, self.queue, self.longest_pause, self.first = rows, slots, queue, longest_pause, first
         self._changed = threading.Condition()

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.common import devices
+from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode.batch import Batch
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
 from decoders.engine.decode.grammar.host_guide import HostGuide
@@ -399,8 +400,10 @@ def test_the_time_of_replays_makes_passes_worth_compiling(
 def test_costs_are_measured_of_replays(target: PreTrainedModel, device: TapeRecorder) -> None:
     engine = target.generate.engine()
     curve = engine.calibration.measured(None, [1], [8], False)
-    assert [point.nodes for point in curve.points] == [4, 8, 32]
-    assert device.recorded == 3 and device.replayed >= 3 * 2 * (REPEATS_IN_CALL - 1)
+    assert [point.nodes for point in curve.points] == [4, 8, 32, 64]
+    assert device.recorded == 4 and device.replayed >= 4 * 2 * (REPEATS_IN_CALL - 1)
+    flat = curve.model_copy(update={"points": tuple([p.model_copy(update={"seconds": 1.0}) for p in curve.points])})
+    assert node_budget(lambda: StepCosts(flat, 1, 8), None, 8) == 128  # twice the largest block
 
 
 @pytest.mark.slow

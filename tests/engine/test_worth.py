@@ -35,7 +35,8 @@ class Play:
         tree: bool = False,
     ) -> None:
         self.costs = StepCosts(None, ROWS, 1, size, line=StepLine())
-        self.worth = DraftWorth(lambda: self.costs, ROWS, ends)
+        self.worth = DraftWorth(lambda: self.costs, ends)
+        self.worth.rebatch([-1] * ROWS)
         self.right, self.node_cost, self.drafting, self.size, self.tree = right, node_cost, drafting, size, tree
         self.seconds, self.lengths, self.looks = seconds, [1] * ROWS, 0
 

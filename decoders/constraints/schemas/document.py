@@ -134,11 +134,9 @@ def document(text: str) -> Place | bool:
     resource = specification.create_resource(contents)
     base = (isinstance(contents, dict) and resource.id()) or "urn:schema"
     registry: Registry[Any] = REGISTRY.with_resource(base, resource)
-    dynamic = any(
+    dynamic = any(  # as meta-schemas are
         key in ("$dynamicRef", "$recursiveRef")
-        or (
-            key in ("$ref", "$id", "id") and isinstance(value, str) and "json-schema.org" in value
-        )  # meta-schemas have dynamic references
+        or (key in ("$ref", "$id", "id") and isinstance(value, str) and "json-schema.org" in value)
         for key, value in members(contents)
     )
     return place(contents, "$", registry.resolver(base), specification, dynamic, entered=True)

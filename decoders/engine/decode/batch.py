@@ -69,14 +69,15 @@ class Batch(Roster):
         self.worth: DraftWorth | None = None
         if request.runtime.prune and (self.shared or len(request.prompts) > 1):  # one row waits for no other
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
-            rows, last = (0, None) if self.shared else (len(ends), ends)
-            self.worth = DraftWorth(self.resources.step_costs, rows, last, request.strategy.grade_rates)
+            self.worth = DraftWorth(
+                self.resources.step_costs, None if self.shared else ends, request.strategy.grade_rates
+            )
         self.where = "while the prompt was read"
         self.next_piece: Callable[[], PromptPiece] | None = None
         self.piece_seconds = self.learning_seconds = 0.0
         self.may_err = self.verifier is not None
         self.root = request.given.last if request.given is not None else None
-        if self.root is not None:  # rows that fill the batch up begin with nothing
+        if self.root is not None:  # zeros for padding rows
             self.root = F.pad(self.root, (0, 0, 0, self.width - len(self.root)))
         self.skipped = self.arranged = self._started = False
         self._verified: int | None = None  # the nodes of a draft that was cut off
@@ -92,7 +93,7 @@ class Batch(Roster):
         Args:
             lengths: tokens per row.
             reusable: how many of them have their keys and values in place.
-            leave_last_chunk: whether the end of the prompts is left to the first step. A recorded step has one size: there it is not.
+            leave_last_chunk: whether the end of the prompts is left to the first step. Not where steps are recorded, in one size.
         """
         shows, inputs = self.request.strategy.reads_prompt, self.request.multimodal
         run = self._read_and_show if shows else self.prefill
@@ -124,7 +125,7 @@ class Batch(Roster):
     def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
         """Reads the prompts whose images are not in place, one by one where it is known which images are whose; returns their rows.
 
-        One that has too many images, or too few, does not fit its text, and the model says so: then this batch is read together.
+        The division of the images is a guess. Where it is wrong the model raises, and all prompts are read together.
         """
         read: set[int] = set()
         try:
@@ -135,10 +136,10 @@ class Batch(Roster):
                     read |= set(rows)
             if inputs.alone:
                 return read
-        except torch.OutOfMemoryError:  # all together need more
+        except torch.OutOfMemoryError:  # reading all together would need more still
             raise
         except WRONGLY_DIVIDED:
-            # What is kept of these texts must not be found by what the images were taken for.
+            # Kept texts are found by the hashes of their images, and those of a wrong division are not theirs.
             self.request = replace(self.request, multimodal=replace(inputs, alone=()))
         self.read_images(inputs, lengths, 0, logits=False)
         return set(range(len(lengths)))
@@ -194,7 +195,8 @@ class Batch(Roster):
             len(prompt) + member.request.new_tokens for member, _ in members for prompt in member.request.prompts
         )
         self.noise_keys = self.rows.sampling.keys.clone()
-        self.where = "rebatch" if self.shared else "start"
+        stays = same and strategy.keeps_rows(self.state)
+        self.where = "rebatch" if stays else "start"
         if self.worth is not None:
             self.worth.rebatch(sources[: self.row_count])
         self.guide = self._guide(sources)
@@ -203,7 +205,7 @@ class Batch(Roster):
             self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
         self.resources.costs = None
         self.fit_blocks()
-        if same and strategy.keeps_rows(self.state):
+        if stays:
             context = self.resources.rebatch(sources)
             with untouched("rebatch", strategy, context.sequences):
                 self.state = strategy.rebatch(self.state, torch.tensor(sources, device=self.target.device), context)
@@ -238,7 +240,7 @@ class Batch(Roster):
     def fit_blocks(self) -> None:
         """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so it comes before `start`."""
         self.forward_pass.fit(self.blocks, self.row_count)
-        # Text that is run in front of a block is a multiple of nodes, and then the block is one as well.
+        # A block behind text has a multiple of `Target.multiple` nodes, as the text has.
         if self.pending:
             self.blocks.single = False
 
@@ -274,7 +276,7 @@ class Batch(Roster):
         return draft
 
     def _without_placeholders(self, draft: Draft) -> Draft:
-        """`draft` without tokens that stand for parts of images: a prompt holds them, no text does. Other verifiers see all of it."""
+        """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
         target = self.target
         placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
         if placeholders is None or self.verifier is not None:
@@ -286,7 +288,7 @@ class Batch(Roster):
 
     @property
     def _prunes(self) -> bool:
-        """Whether drafts may be cut or left out: not with verifiers of their own, nor for strategies that learn from every step."""
+        """Whether drafts may be cut or left out: not if a verifier judges their distribution, or a strategy learns from every step."""
         strategy = self.request.strategy
         return not self.target.static and self.verifier is None and (strategy.rests or not strategy.observes)
 

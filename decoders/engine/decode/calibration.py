@@ -35,9 +35,10 @@ from .step import Parts, forward_verify_commit
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Timed steps per size.
 REPEATS = 5
-#: The same within a call, which waits for it: 12 steps, or 18 where they are recorded, once for a number of rows and a tier. Its own
-#: steps teach the rest.
+#: The same within a call, which waits for it once for a number of rows and a tier; its own steps teach the rest. A device that records
+#: steps has a larger block, too: there many nodes may cost what one does, and budgets end at twice what was measured.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
+NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
 
 
@@ -122,7 +123,8 @@ class Calibrator:
             anew: whether to measure everything. If not, a call waits: few numbers of nodes are measured, and only of numbers of rows
                 that were measured at no context.
         """
-        nodes, repeats = (NODES, REPEATS) if anew else (NODES_IN_CALL, REPEATS_IN_CALL)
+        in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
+        nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)
         curve = self.known(folder) or self._empty()
         compiled = self._compiled(rows, compile)
         places, wanted = {point.place for point in curve.points}, []

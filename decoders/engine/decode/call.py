@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -21,6 +21,8 @@ from ..model.static_inputs import StaticInputs
 from ..model.threads import release_threads
 from .batch import Batch
 from .criteria import Outcome
+from .drafts.counts import DraftCounts
+from .drafts.drafter import ModelDrafter
 from .engine import Engine
 from .request import Request, RequestOutput
 from .rows import sampling_inputs
@@ -118,7 +120,7 @@ def end(batch: Batch) -> None:
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
-    if batch.request.given is None:  # else this model has not read them
+    if batch.request.given is None:  # else slots hold what the caller has computed
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = batch.resources.peak_memory
@@ -170,6 +172,11 @@ def recordable(batch: Batch) -> bool:
         and request.processors is None and request.criteria is None and request.top_logprobs is None
         and not (request.keep_logits or request.keep_scores or request.runtime.trace)
     )  # fmt: skip
+
+
+def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
+    """The counts of draft models, and of those that draft for them."""
+    return [each.counts for drafter in drafters for each in drafter.chain]
 
 
 class StepRecording:
@@ -224,8 +231,9 @@ class StepRecording:
             return None
         batch, nodes = self.batch, self.batch.report.nodes
         room = min([batch.rows.slots - nodes, *(drafter.room for drafter in batch.drafters)])
-        for drafter in batch.drafters:
-            drafter.recording()
+        counts = counts_of(batch.drafters)
+        for each in counts:
+            each.recording()
         recorded = self.recordings.record(
             key, RecordedCapacity(batch.width, nodes, room), self.inputs, lambda: step(batch)
         )
@@ -233,8 +241,8 @@ class StepRecording:
         if self._key != key:  # something was compiled while the step was recorded
             self.recordings.drop(key)
             recorded = None
-        for drafter in batch.drafters:
-            drafter.recorded(recorded is not None)
+        for each in counts:
+            each.recorded(recorded is not None)
         return recorded
 
     def _constants(self) -> tuple:
@@ -276,6 +284,6 @@ class StepRecording:
         if recorded.inputs is not self.inputs:
             with self.recordings.recorder.active():
                 recorded.inputs.give_back(self.inputs.root, self.recordings.recorder.copy)
-        for drafter, like in zip(batch.drafters, recorded.inputs.root["drafters"], strict=True):
-            drafter.replayed(like, steps)
+        for own, like in zip(counts_of(batch.drafters), counts_of(recorded.inputs.root["drafters"]), strict=True):
+            own.replayed(like, steps)
         report.timings.core += time.perf_counter() - begun

@@ -121,10 +121,8 @@ class Core:
         def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
             return function(NodeBlock(draft_tokens, tree, block.view, masks), rows)
 
-        key, given = (
-            (method, self.key(method), rows.place, len(block.view)),
-            (block.draft_tokens, block.tree, block.masks),
-        )
+        key = method, self.key(method), rows.place, len(block.view)
+        given = block.draft_tokens, block.tree, block.masks
         return self.run.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
 
     def forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:

@@ -173,7 +173,7 @@ class CriteriaRun:
         return tuple(torch.stack(rows) for rows in zip(*steps, strict=True))
 
 
-#: Chosen token of nodes off the path: equals no draft token, not even "no draft token" (-1).
+#: The chosen token of nodes off the path; no draft token equals it, nor does "no draft token" (-1).
 NOT_REACHED = -2
 
 

@@ -45,7 +45,7 @@ KEPT_MEMORY_BYTES = 256 << 20
 
 #: Key of a memory: the strategy's class, the strategy with its settings, and the memory's name, with the salt if any.
 MemoryKey = tuple[str, str, str]
-#: That of texts that the user gave: of all strategies, whatever their settings and salts.
+#: The key of texts that the user gave, which serve every strategy with any settings and salts.
 TEXTS: MemoryKey = ("", "", "texts")
 
 
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def _rounds_otherwise(self) -> bool:
-        """Whether torch rounds products otherwise than when the target was checked: what was recorded keeps the kernels of then."""
+        """Whether torch rounds products otherwise than when the target was checked and its steps were recorded."""
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float]:
@@ -254,9 +254,10 @@ class Engine:
             return self._watching[layers]
 
     def own_forward(self, model: PreTrainedModel, target: Target) -> OwnForward:
-        """The own forward pass of `model`, which this engine serves, for prompts with images; made once.
+        """The forward pass of `model` as transformers has it, for prompts with images; made once.
 
         Args:
+            model: the one that this engine serves.
             target: with the layers that are watched.
         """
         # First without the lock, for which a request that is submitted would wait until a step has ended.

@@ -38,8 +38,8 @@ class Lane:
     Args:
         engine: of the model.
         request: the first one; it says what all have in common.
-        capacity: most requests at a time. It is 1 for a strategy that reads prompts where it would have to be shown all texts again
-            whenever a request joins or leaves and cannot: it cannot be rebatched, or the prompts have images.
+        capacity: most requests at a time. It is 1 where a strategy reads prompts and cannot be shown the texts of running requests
+            again when another one joins or leaves: it cannot be rebatched, or prompts have images, which are read once.
 
     Attributes:
         admission: the requests whose prompts are not read yet.
@@ -89,7 +89,7 @@ class Lane:
 
     def fits(self, engine: Engine, request: Request) -> bool:
         """Whether a request can share steps with those of the lane."""
-        # A strategy that reads prompts could not be shown images anew.
+        # A strategy that reads prompts cannot be shown images again.
         seen = self._sees == (request.multimodal is not None) or not request.strategy.reads_prompt
         return engine is self.engine and seen and share_steps(self.template, request)
 
@@ -118,7 +118,7 @@ class Lane:
                 self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
                 self.batch.forward_pass.compile_both()
-            # Decided once per step: either passes of their own read the prompts, or the step does.
+            # Decided once, so that either passes of their own read the prompts or the step does.
             mixes = self.admission.mixes
             if not mixes:
                 self.admission.read(pause)

@@ -15,13 +15,13 @@ from ..model.target import Target
 
 @dataclass(frozen=True)
 class KeptText:
-    """A text whose keys and values stand in slots ``0 … len(tokens)-1`` of a row; or a prompt, which may begin as such a text does.
+    """A text whose keys and values are in slots ``0 … len(tokens)-1`` of a row; or a prompt that is compared with such texts.
 
     Attributes:
         tokens: 1-D int64, on the CPU.
-        whole: whether it can only be continued behind its end: a recurrent state stands there, which cannot be cut back.
-        salt: texts with another one share nothing with it.
-        least: of fewer tokens than this at its beginning nothing is of use: images, which are read as a whole, stand there.
+        whole: whether only prompts that begin with all of it can reuse it: a recurrent state cannot be cut back.
+        salt: only texts of the same salt share anything.
+        least: fewest tokens at its beginning that can be reused: up to the end of its images, which are read as a whole.
     """
 
     tokens: Tensor
@@ -35,7 +35,7 @@ class KeptText:
         return self.salt, self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: KeptText) -> int:
-        """How many tokens `prompt` begins with that this text begins with, too, as far as they are of use."""
+        """How many tokens of this text `prompt` begins with and can reuse."""
         n = min(len(self.tokens), len(prompt.tokens))
         if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
@@ -71,7 +71,7 @@ class PrefixIndex:
         """How many tokens are shared, and the place of the text in the list; ``(0, 0)`` where there is none."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
-        if self._any_whole:  # the one that can be continued may stand further away
+        if self._any_whole:  # the longest prefix may not be reusable, but a shorter whole text may be
             beside = self._order
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))
 
@@ -99,22 +99,23 @@ class PrefillPlan:
         """As :meth:`~decoders.engine.decode.session.Session.prefill` has it.
 
         Args:
-            given: whether what is reused must stay as it is: the model would write something else there.
+            given: whether what is reused cannot be computed from tokens (images, a cache of the caller's), and so is never read again.
         """
         chunk = chunk or target.prefill_chunk
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
             chunk = max(chunk, *ends)
         chunk = max(chunk - chunk % multiple, multiple)
-        # What a short row reads behind its end is written anew before anything sees it. Where bits matter the end is always read: a
-        # step that runs the first tokens of a branch again starts with some of it, and must find what it would write there.
+        # A row that ends early is read beyond its end; steps overwrite these slots before they look at them. Where blocks have a
+        # multiple of nodes, a step may run the last tokens of the prompt again, and must find the bits there that it writes. A kept
+        # text may have those of another tier: its end is read again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)
         pending = round_up(longest, multiple)
         starts = list(reused) if given else [max(end - pending, 0) for end in ends]
         last = (pending - 1) % chunk + 1 if pending else 0
-        # A long text may be read by other products than blocks; its end is not where blocks may begin with some of it.
+        # For the same reason the end is a pass of its own where passes over long texts multiply by other kernels than blocks do.
         end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last
         if leave_last_chunk and (not given or all(count == pending for count in unread)):
             return PrefillPlan(starts, prefill_chunks(pending - end, chunk, target.static), end)

@@ -59,7 +59,7 @@ class Request:
         verifier: decides what is accepted. Processors on the host go with the coupled rule only.
         runtime: how the loop runs.
         prompts: one 1-D int64 tensor per row, padding removed.
-            -1 stands for one that is known by its keys and values alone.
+            -1 stands for a token without an id, whose keys and values are `given`.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: most tokens to generate per row.
         stop_tokens: end-of-sequence ids.
@@ -76,8 +76,8 @@ class Request:
         observers: are told when it starts, of every step, and when it ends.
         salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
             between rows of equal salts.
-        given: the beginnings of the prompts where these are no tokens, or are computed already.
-        multimodal: what the prompts have besides text; None if they have nothing.
+        given: the beginnings of the prompts where these are embeddings, or a cache that the caller has computed.
+        multimodal: images and sounds of the prompts; None if there are none.
         begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
     """
 
@@ -125,13 +125,13 @@ class Request:
 
     @property
     def reach(self) -> Sequence[int]:
-        """Per row, how many tokens of the prompt stand there by keys and values that the loop cannot compute."""
+        """Per row, how many tokens of the prompt have keys and values that the loop cannot compute from their ids."""
         if self.given is not None:
             return self.given.fixed
         return self.multimodal.ends if self.multimodal is not None else (0,) * len(self.prompts)
 
     def prefix_of(self, row: int) -> KeptText:
-        """A row's prompt as what kept texts may begin with."""
+        """A row's prompt, to be compared with kept texts."""
         text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
         if inputs is None:
             return KeptText(text, salt=salt)

@@ -111,7 +111,7 @@ class Roster:
         return f"strategy {strategy.name!r} ({self.request.origin or type(strategy).__module__})"
 
     def read_rest(self) -> None:
-        """Prefills the tokens that were left to the first step: a draft model that shares the target's slots reads them there."""
+        """Prefills the tokens that were left to the first step, for a draft model that shares the target's slots and needs them now."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
@@ -119,8 +119,8 @@ class Roster:
         self.pending = self.prompt_left = 0
 
     def rerun(self, count: int) -> int:
-        """How many committed tokens the next step runs once more, if it is to run the last `count` of some row: a multiple, and none
-        whose keys and values the loop cannot compute.
+        """How many committed tokens the next step runs once more so that it runs the last `count`: rounded up to a multiple, and
+        without tokens whose keys and values the loop cannot compute.
         """
         multiple, reaches = self.target.multiple, [n for member, _ in self.members for n in member.request.reach]
         tokens = round_up(count, multiple)

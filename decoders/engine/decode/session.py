@@ -102,7 +102,7 @@ class Session:
     def view(self, length: int) -> tuple[Tensor, Sequences]:
         """``range`` of the slots that attention looks at to cover `length`, and the rows' tokens in them.
 
-        Where sizes are static these are all slots, so that a row's length is no shape. The kernel ends where a row ends.
+        Where sizes are static these are all slots, so that no shape depends on a row's length; the kernel reads a row's own slots only.
         """
         slots = self.rows.slots if self.target.static else view_bucket(length)
         if slots not in self._views:
@@ -272,7 +272,7 @@ class Session:
         """`text` (1-D, on the CPU) as what a row keeps; nothing if a recurrent state has seen more of it, or less.
 
         Args:
-            prompt: says what else is to be known of it.
+            prompt: has its salt, and where its images end.
         """
         states = self.stored.buffers.states
         kept = replace(prompt, tokens=text, whole=states is not None)

@@ -21,7 +21,7 @@ from .session import Session
 KEPT_SESSIONS = 2
 #: The same where steps are recorded: recordings are dropped with their session.
 KEPT_RECORDING_SESSIONS = 4
-#: What stands in the rows that fill a batch up.
+#: The text of padding rows.
 PADDING = KeptText(torch.zeros(1, dtype=torch.int64))
 
 
@@ -63,12 +63,11 @@ class Sessions:
     ) -> Iterator[OpenSession]:  # fmt: skip
         """A session whose first rows hold `prompts`, with room for `slots` tokens in each; it is free again afterwards.
 
-        Its rows read the very tensors of `sampling` if these are `shared`, else the session's own copy of them.
-
         Without `reuse` nothing of earlier texts is used. Later calls reuse this one's texts only after :meth:`Session.keep`.
 
         Args:
-            prefixes: the prompts as what kept texts may begin with, where they are more than tokens.
+            shared: whether its rows read the tensors of `sampling` themselves, and not a copy of the session's own.
+            prefixes: the prompts as they are compared with kept texts, where they are more than tokens.
             shifts: of the prompts, where they have some (:class:`~decoders.engine.model.cache.CacheBuffers`).
         """
         texts = list(prefixes or [KeptText(prompt.cpu()) for prompt in prompts])

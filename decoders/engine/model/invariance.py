@@ -74,7 +74,7 @@ def check(target: Target, length: int = 40, comparisons: int | None = None) -> I
 
 
 class _Text:
-    """A made-up text that is read and gone on with in several ways.
+    """A made-up text that is read and continued in several ways.
 
     Attributes:
         length: of the text, in tokens.
@@ -90,7 +90,7 @@ class _Text:
         self._slots = torch.arange(slots, device=target.device)
 
     def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:
-        """What passes over so many of its tokens write."""
+        """The cache after passes over so many tokens each."""
         target, done = self.target, 0
         buffers = CacheBuffers.allocate(target.layout, rows, len(self._slots) + 64)
         for size in chunks:
@@ -122,7 +122,7 @@ CHAIN, DEPTHS = Topology.chain(3), [0, 1, 2, 3]
 
 
 def _at_once(target: Target, length: int) -> Invariance | None:
-    """The first comparisons in one: all that differs between two ways to a token. None if bits differ, and by what is not known."""
+    """The first comparisons in one, between two passes that differ in all of them. None if bits differ, for whatever reason."""
     text = _Text(target, length)
     parted, whole = text.read(12, length - 12), text.read(length, rows=3)
     chained = text.run(parted, CHAIN, DEPTHS)

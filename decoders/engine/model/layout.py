@@ -239,7 +239,7 @@ def counted_tokens(
     def minds(count: int | Tensor, usual: Tensor = empty) -> bool:
         try:
             return not torch.equal(logits(CountingProbe(count)), usual)
-        except Exception:  # whatever a design says of such an answer
+        except Exception:  # a design may raise anything for such a number
             return True
 
     most = max(min(context, LONGEST) - PROBED, 1)
@@ -250,7 +250,7 @@ def counted_tokens(
         middle = int((max(harmless, 1) * first) ** 0.5) if first > 2 * harmless + 2 else (harmless + first) // 2
         middle = min(max(middle, harmless + 1), first - 1)
         harmless, first = (harmless, middle) if minds(middle) else (middle, first)
-    if harmless:  # the last token of the pass was as far behind
+    if harmless:  # the last token of the pass has so many more in front of it
         harmless += PROBED
     of_each = torch.full((PROBED,), first, device=device)
     return CountedTokens(harmless, by_node=not minds(of_each, logits(CountingProbe(first))))

@@ -1,6 +1,6 @@
-"""Prompts with images read by the model's own forward pass, with its own masks and positions; what it stores goes to slots of rows.
+"""Prompts with images, read by the model's own forward pass with its own masks and positions; its keys and values go to slots of rows.
 
-Behind an image there is nothing but text: that is decoded as any other text, at positions that are shifted by what the image took.
+The text behind the last image is decoded as any other, at positions that are shifted by what the images take.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-#: What designs raise for a prompt that is given another one's images: lengths or shapes that do not fit.
+#: What designs raise for a prompt that is given the images of another one: lengths or shapes do not fit.
 WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, ValueError)
-#: Most tokens behind an image that are read a second time where a design is checked.
+#: Most tokens behind an image that are read a second time to check a design.
 CHECKED = 4
 
 
 @dataclass(frozen=True)
 class MultimodalInputs:
-    """What the prompts of a request have besides text. All but the arguments is per row; some rows may decode one prompt.
+    """Images and sounds of a request's prompts. Several rows may decode one prompt. All attributes but the first two are per row.
 
     Attributes:
         arguments: of the model's forward pass over all prompts, padded on the left, as transformers prepares them.
         repeats: rows of each prompt, one after the other.
         lengths: tokens of the prompt.
-        hashes: of what all prompts have besides text, and which of it is this one's: equal ones are the same images.
+        hashes: of all images and the prompt's place among them; equal ones mean the same images.
         ends: tokens of the prompt up to its last placeholder.
         shifts: by how much the position of the token behind the prompt is ahead of its place.
-        alone: each prompt by itself, None for one that is nothing but text. Empty if it is not known which images are whose.
+        alone: per prompt, its own inputs, None for one without images. Empty if it is not known which images are whose.
     """
 
     arguments: dict[str, Any]
@@ -56,7 +56,7 @@ class MultimodalInputs:
     alone: tuple[MultimodalInputs | None, ...] = ()
 
     def hash_of(self, row: int) -> str:
-        """What the images of a row are known by: by themselves if it is known which these are, else together with all others."""
+        """The hash of a row's own images if it is known which these are, else of all images and its place among them."""
         if not self.alone:
             return self.hashes[row]
         own = self.alone[row // self.repeats]
@@ -91,11 +91,11 @@ class OwnForward:
         Args:
             buffers: of the rows; the first ones are those of the prompts.
             tokens: ``[B, L]``, of the rows.
-            every: whether results are wanted, of all tokens but the last ones: ``[B, N, …]``, rows without a prompt as the first one.
-            logits: whether they contain logits of all of them; else of one.
+            every: whether to return results, of all tokens but the last: ``[B, N, …]``; padding rows have those of the first row.
+            logits: whether results contain logits of all tokens; else of one.
 
         Raises:
-            UnsupportedError: the design does not store what it reads of an image as it stores text, or reads the text behind otherwise.
+            UnsupportedError: the design does not store images as it stores text, or reads the text behind them otherwise.
         """
         target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
         behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
@@ -132,7 +132,7 @@ class OwnForward:
             self._check(inputs.lengths, behind, buffers, tokens, last_logits[source, -1].float())
         if not every:
             return None
-        # A row's text begins behind its padding; what is read behind its end means nothing.
+        # A row's text begins behind its padding; results behind its end are arbitrary.
         begin = torch.tensor([width - length for length in inputs.lengths], device=tokens.device)
         begin, source = (F.pad(values, (0, len(tokens) - len(values)))[:, None] for values in (begin, source))
         place = begin + torch.arange(max(max(inputs.lengths) - 1, 1), device=tokens.device)
@@ -142,7 +142,7 @@ class OwnForward:
         return ForwardResult(read.float(), hidden[source, place], seen)
 
     def read_vectors(self, vectors: Tensor, mask: Tensor | None = None) -> DynamicCache:
-        """What it stores of `vectors` ``[B, P, H]`` in the place of tokens.
+        """The cache after `vectors` ``[B, P, H]`` in the place of tokens.
 
         Args:
             mask: ``[B, P]``, zeros for left padding.
@@ -162,8 +162,8 @@ class OwnForward:
         return cache
 
     def _check_embeddings(self) -> None:
-        """Compares tokens with their embeddings: recurrent layers read a block in one pass, so that behind a prompt of vectors drafts
-        are read as embeddings, too.
+        """Compares passes over tokens and over their embeddings: recurrent layers read a block in one pass, so behind a prompt of
+        vectors drafts are given as embeddings, too.
 
         Raises:
             UnsupportedError: the design reads more of a token than its embedding.
@@ -189,7 +189,7 @@ class OwnForward:
     def _check(
         self, lengths: Sequence[int], behind: int, buffers: CacheBuffers, tokens: Tensor, logits: Tensor
     ) -> None:
-        """Reads the ends of prompts again as text is read, and compares. behind: tokens that are text there, in every row.
+        """Reads the ends of prompts again by the loop's pass over text, and compares. behind: tokens of text at every row's end.
 
         Raises:
             UnsupportedError: the last token has other logits, or one in front of it other keys or values.
@@ -219,7 +219,7 @@ class OwnForward:
 
 
 def _whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache that keeps every token: layers with a window would drop what a shorter text behind the same images sees."""
+    """A cache that keeps every token, also in layers with a window: a shorter text behind the same images may look further back."""
     cache = DynamicCache(config=model.config)
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
     return cache

@@ -43,7 +43,7 @@ from .weights.same_bits import align_activations
 from .weights.state import WeightState, tensors_of
 from .weights.twin import share_weights
 
-#: Most prompt tokens per row and pass; and where each pass makes matrices anew, of which longer ones make fewer.
+#: Most prompt tokens per row and pass; more where every pass dequantizes the matrices first.
 PREFILL_CHUNK, DEQUANTIZED_CHUNK = 512, 2048
 
 
@@ -181,7 +181,7 @@ class Target:
         self.placeholders_on_host = torch.tensor(ids) if ids is not None else None
         self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
-        # Multiples need tokens to be run again, which recurrent states do not allow.
+        # To fill a multiple, committed tokens are run again, which recurrent states do not allow.
         self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             align_activations(self.model)
@@ -239,7 +239,7 @@ class Target:
 
     @property
     def _dequantizable(self) -> bool:
-        """False in float32, where a text must have the same bits whatever is read with it."""
+        """False in float32, where the bits of a text may not depend on how much is read at once."""
         return self.dtype != torch.float32 and self.quantized.dequantizable
 
     def dequantizes(self, tokens: int) -> bool:
@@ -324,7 +324,7 @@ class Target:
         self.remember(model)
 
     def remember(self, model: PreTrainedModel) -> None:
-        """Takes the present weights of `model` for the packed ones."""
+        """Notes that the packed weights are the present ones of `model`."""
         self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
 
     def _quick(self) -> AbstractContextManager:
@@ -349,12 +349,12 @@ class Target:
         """
         if root is not None:
             count = text.length + 1
-            # Some designs read more of a token than its embedding: where they can, drafts have a pass that is given their ids.
+            # Some designs read more of a token than its embedding: drafts get a pass of their own, with ids, where that is possible.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
                 first = self.forward(nodes[:, :count], base, begin, buffers, view, text, root)
                 return first.followed_by(self.forward(nodes[:, count:], base, tree, buffers, view))
-            # It is run, whatever stands for it among the tokens.
+            # Its place may hold -1, which would be taken for a node without a draft token and left out.
             nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
         inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
         if root is not None:

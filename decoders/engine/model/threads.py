@@ -235,10 +235,10 @@ def _pause() -> Callable[[int], int] | None:
 
 
 class CallLock:
-    """A re-entrant lock. Who waits gets it in the order of arrival, but for those that go first.
+    """A re-entrant, fair lock: threads get it in the order of arrival, except for those that ask to go first.
 
-    It is passed on: a thread that gives it back and wants it again waits behind the others. In a child made by ``os.fork`` it is
-    free: the thread that held it exists in the parent only.
+    A thread that releases it and acquires it again waits behind the others. In a child made by ``os.fork`` it is free, since the thread
+    that held it exists in the parent only.
     """
 
     def __init__(self) -> None:
@@ -247,13 +247,13 @@ class CallLock:
 
     def renew(self) -> None:
         """Forgets who holds it and who waits."""
-        self._guard = threading.RLock()  # a finalizer may come here while its thread is here
+        self._guard = threading.RLock()  # re-entrant: a finalizer may run within one of these methods, and call another
         self._owner: int | None = None
         self._depth = 0
         self._waiting: list[tuple[int, threading.Event]] = []
 
     def acquire(self, first: bool = False) -> None:
-        """Waits until it is ours. first: before all that wait."""
+        """Waits for the lock. first: in front of all that wait."""
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
@@ -276,7 +276,7 @@ class CallLock:
             raise
 
     def release(self) -> None:
-        """Gives it back, as often as it was acquired."""
+        """Undoes one :meth:`acquire`; the lock is free after as many."""
         if self._owner != threading.get_ident():  # a child that was forked within a call has not acquired its new lock
             return
         if self._depth == 1 and self._waiting:

@@ -203,8 +203,8 @@ def lower_to_quantized_kernels(int8: Any, weight_int8: Any, int4: Any) -> bool:
 
 
 class EqualOnce(CustomGraphPass):
-    """Leaves one of several calls of our operators that compute the same from the same. Inductor does so for graphs that are
-    trained alone; replaced by its own pass once it runs on others too.
+    """Removes repeated calls of our operators with equal arguments. Inductor does so only in graphs for training; replaced by its own
+    pass once that runs on others, too.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -213,7 +213,7 @@ class EqualOnce(CustomGraphPass):
         first: dict[int, torch.fx.Node] = {}
         for node in graph.nodes:
             known = torch.fx.map_arg((node.args, node.kwargs), lambda n: _Number(number_of[n]))
-            # What is no plain function of its arguments equals itself alone.
+            # A node that is no pure function of its arguments equals no other.
             what: object = (node.target, repr(known)) if _is_function(node) else node
             number = number_of[node] = numbers.setdefault(what, len(numbers))
             if getattr(node.target, "namespace", None) == "decoders" and first.setdefault(number, node) is not node:
@@ -254,8 +254,8 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 
 # Modules.
 
-#: The hooks of a module by their ids, those after its forward pass and those before. Nothing public lists them. Asked once per
-#: module in every call, hence no function of Python.
+#: The hooks of a module by their ids, those after its forward pass and those before. Nothing public lists them. An `attrgetter`,
+#: since every call asks it of every module and a Python function would take longer.
 hooks_of: Callable[[nn.Module], tuple[Mapping[int, Any], Mapping[int, Any]]] = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks"
 )
@@ -275,10 +275,10 @@ def remove_hooks(module: nn.Module, ids: Iterable[int]) -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters of a module itself, in the dict that it keeps them in: what is put there is not registered anew.
+    """The module's own dict of its own parameters; whoever puts a tensor there bypasses ``register_parameter``.
 
-    A parametrized or pruned weight is not in it, though ``module.weight`` is there. ``register_parameter`` would run hooks of others,
-    and refuses tensors that stand for parameters.
+    A parametrized or pruned weight is not in it, although ``module.weight`` exists. ``register_parameter`` would run others' hooks,
+    and refuses stand-ins that are no parameters.
     """
     return module._parameters
 
@@ -307,12 +307,12 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 # Tensors.
 
-#: Name of autograd's counter, for those who let through what is asked of a tensor.
+#: Name of autograd's counter of writes, for a stand-in of a tensor that allows only some attributes.
 WRITE_COUNTER = "_version"
 
 
 def writes_counted(tensor: Tensor) -> int:
-    """How often PyTorch saw the tensor being written to; inference tensors, and what takes their data, do not count.
+    """How many writes to the tensor PyTorch has counted; it counts none of inference tensors, nor of those through ``.data``.
 
     Autograd's own counter; nothing public tells a write in place.
     """
@@ -349,7 +349,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """`tensors`, and those that quantized ones of a library consist of (levels, scales): what is written there counts nowhere else."""
+    """`tensors`, and the parts (levels, scales) of those that a library has quantized: writes to a part are counted there alone."""
     every = list(tensors)
     for tensor in every:
         if type(tensor) not in (nn.Parameter, Tensor) and not hasattr(tensor, "to_local"):
@@ -359,7 +359,7 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def as_plain_tensors() -> AbstractContextManager:
-    """Within it, functions of torch do not ask subclasses of tensors: what torch's own documentation of subclasses uses."""
+    """Within it, torch does not call ``__torch_function__`` of tensor subclasses; torch's own documentation of subclasses uses it."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -438,11 +438,11 @@ def traced_by_one_thread() -> Iterator[None]:
 
 @contextmanager
 def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterator[None]:
-    """While inside, whoever waits for all of a CUDA device, in any thread, holds `lock` meanwhile, if it can be had within `seconds`:
-    the thread that has it may itself be waiting for a compilation, and so for this one.
+    """While inside, any thread that synchronizes with a whole CUDA device holds `lock` meanwhile. It goes on without the lock after
+    `seconds`, since the thread that holds it may be waiting for this one's compilation.
 
-    Inductor and Triton do so when they time kernels, by ``torch.cuda.synchronize`` under several names; this is what is behind all.
-    torch's own recordings have such a lock too (``cudagraph_trees.graph_capture_lock``), which they alone take.
+    Inductor and Triton synchronize when they time kernels, by ``torch.cuda.synchronize`` under several names, all of which call what is
+    patched here. torch's own recordings have such a lock, too (``cudagraph_trees.graph_capture_lock``), which only they take.
     """
     if not torch.cuda.is_initialized():
         yield

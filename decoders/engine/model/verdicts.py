@@ -1,7 +1,7 @@
-"""What the checks of models that run on a CPU have found, kept in a file: a design that passed is not compared in every process.
+"""Results of the checks of models on a CPU, kept in a file, so that a design that has passed is not checked in every process.
 
-A verdict belongs to all that it depends on but the values of weights: the config, the code that runs, the machine. Where that cannot be
-told (hooks, a replaced ``forward``, objects that nobody knows) nothing is kept. Nor is a verdict against a model.
+The key of a verdict is a digest of what it depends on except the values of weights: the config, the code that runs, the machine. Where
+that cannot be determined (hooks, a replaced ``forward``, unknown objects) nothing is kept; failed checks are not kept either.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .weights.state import global_names
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN, captured
 
 FORMAT = 1
-#: The code that makes a target and checks it, and what of that room has no part in it.
+#: Prefix of the modules that make a target and check it, and of those below it that take no part in that.
 _ROOM, _BESIDE = "decoders.engine.model.", ("decoders.engine.model.compiled.", "decoders.engine.model.recordings")
-#: How many verdicts the file keeps, the latest.
+#: Most verdicts in the file; the oldest are dropped.
 KEPT = 200
-#: Code that is followed into the functions that it calls, beside the packages that a model's modules come from. Of other functions
-#: the own code counts, of other classes the name: their versions stand for them.
+#: Modules whose functions are followed into what they call, as are packages that a model's modules come from. Of other functions only
+#: their own code is digested, of other classes only the name: they change with the versions of their packages.
 _FOLLOWED = (
     "decoders.", "transformers.models.", "transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.cache_utils",
     "transformers.integrations.sdpa", "transformers.activations",
@@ -52,7 +52,7 @@ _BUFFERS = 64 << 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check has found.
+    """The result of a check that passed.
 
     Attributes:
         day: when, as ISO has it.
@@ -100,7 +100,7 @@ def _read() -> dict[str, Any]:
 
 
 def key_of(target: Target, model: PreTrainedModel) -> str | None:
-    """What a verdict on `target`, made of `model`, is kept under; None where it is to be measured in every process."""
+    """The key of a verdict on `target`, made of `model`; None where every process has to check it."""
     if target.device.type != "cpu" or target.ranks.several or hooks_everywhere():
         return None
     seen = _Seen(model)
@@ -124,7 +124,7 @@ class _Seen:
     """A digest of code and of a model, in the order in which they are looked at.
 
     Attributes:
-        known: whether all of it could be told.
+        known: whether everything could be digested.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ class _Seen:
         self._hash.update(repr(parts).encode())
 
     def look(self, model: nn.Module) -> None:
-        """Its modules with what they hold; of parameters, all but the values."""
+        """Digests the modules of `model` with their attributes; of parameters, all but the values."""
         bytes_left = _BUFFERS
         for name, module in model.named_modules():
             hooks = [hook for each in hooks_of(module) for hook in each.values() if not is_of_training(hook)]
@@ -164,7 +164,7 @@ class _Seen:
                     self._held(value)
 
     def follow(self, value: Any) -> None:
-        """Notes what a call of `value` runs, as far as names tell."""
+        """Digests what a call of `value` runs, as far as it is found by names."""
         waiting = [value]
         while waiting:
             value = waiting.pop()
@@ -208,7 +208,7 @@ class _Seen:
         return module is not None and (module.startswith(prefixes) or module.partition(".")[0] in packages)
 
     def _held(self, value: Any, depth: int = 4) -> None:
-        """Notes what an attribute of a module holds."""
+        """Digests the value of a module's attribute."""
         if isinstance(value, PreTrainedConfig):
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
@@ -246,7 +246,7 @@ def _runs(value: Any) -> bool:
 
 
 def _named(function: types.FunctionType) -> list[Any]:
-    """What stands in the globals that a function names, and in the modules among them."""
+    """The values of the globals that a function names; of modules among them, those of the attributes that it names."""
     names = dict.fromkeys(global_names(function.__code__))
     held = [function.__globals__[name] for name in names if name in function.__globals__]
     modules = [each for each in held if isinstance(each, types.ModuleType)]
@@ -256,7 +256,7 @@ def _named(function: types.FunctionType) -> list[Any]:
 
 @functools.lru_cache(None)
 def _digest(code: types.CodeType) -> bytes:
-    """Of what a function's code does, wherever it stands."""
+    """A digest of a function's code that does not depend on its place in the file."""
     hashed = hashlib.blake2b(digest_size=16)
     hashed.update(repr((code.co_code, code.co_names, code.co_freevars)).encode())
     for constant in code.co_consts:

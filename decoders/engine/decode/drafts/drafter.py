@@ -197,6 +197,11 @@ class ModelDrafter(Drafter):
         return self.counts.passes
 
     @property
+    def chain(self) -> list[ModelDrafter]:
+        """This draft model, those that draft for it, and so on."""
+        return [self, *(drafter for inner in self.inner for drafter in inner.chain)]
+
+    @property
     def on_device(self) -> bool:
         """Whether a round never waits for the device."""
         return (self.guide is None or self.guide.on_device) and all(drafter.on_device for drafter in self.inner)
@@ -204,8 +209,7 @@ class ModelDrafter(Drafter):
     @property
     def nbytes(self) -> int:
         """Memory of its cache and those of its drafters; slots shared with the target are not counted."""
-        own = 0 if isinstance(self.session, SharedSlots) else self.rows.buffers.nbytes
-        return own + sum(drafter.nbytes for drafter in self.inner)
+        return sum(each.rows.buffers.nbytes for each in self.chain if not isinstance(each.session, SharedSlots))
 
     @property
     def length(self) -> Tensor:
@@ -279,9 +283,8 @@ class ModelDrafter(Drafter):
 
     def fall_behind(self, tokens: int) -> None:
         """Adds pending tokens: so many were committed that this model did not draft."""
-        self.counts.pending += tokens
-        for drafter in self.inner:
-            drafter.fall_behind(tokens)
+        for drafter in self.chain:
+            drafter.counts.pending += tokens
 
     @property
     def room(self) -> int:
@@ -295,24 +298,6 @@ class ModelDrafter(Drafter):
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
             level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
         )  # fmt: skip
-
-    def recording(self) -> None:
-        """A recording of a round begins."""
-        self.counts.recording()
-        for drafter in self.inner:
-            drafter.recording()
-
-    def recorded(self, worked: bool) -> None:
-        """The recording is over, or has failed."""
-        self.counts.recorded(worked)
-        for drafter in self.inner:
-            drafter.recorded(worked)
-
-    def replayed(self, like: ModelDrafter, steps: int) -> None:
-        """Counts `steps` replays of the round that `like` has recorded."""
-        self.counts.replayed(like.counts, steps)
-        for drafter, recorded in zip(self.inner, like.inner, strict=True):
-            drafter.replayed(recorded, steps)
 
     @property
     def tiers(self) -> tuple:

@@ -16,9 +16,9 @@ from ....tree import Topology, TreeTensors
 from ..core import StepOutput
 from ..criteria import Outcome
 
-#: Masks keep rows within their grammars, unless a backend is wrong.
+#: Raised where a backend's masks and its matcher contradict each other.
 MASK_MISMATCH = "row {row}: the grammar's masks allowed a token that its matcher refuses: a defect of the backend"
-#: A text that may not go on may at least end.
+#: Raised where a mask is empty: even a text that is complete may end.
 NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a stop token: a defect of the backend"
 
 

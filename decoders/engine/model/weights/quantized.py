@@ -22,6 +22,7 @@ first where that is faster (:func:`dequantized_products`).
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -124,9 +125,9 @@ class _Quantized:
     scale: Tensor
     columns: tuple[int, int] | None = None
 
+    @abstractmethod  # without ABC: a module cannot be turned into a class that has it as a base
     def product(self, x: Tensor) -> Tensor:
         """``[…, in]`` → ``[…, out]``, without the bias."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x) if self.columns is None else share_of(x, self.packed, self.columns, self.product)
