@@ -39,26 +39,6 @@ def same(left: TreeTensors, right: TreeTensors) -> bool:
     return all(torch.equal(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(TreeTensors))
 
 
-def test_parents_read_as_an_example():
-    tree = Topology.from_parents([-1, 0, 1, 1])
-    assert tree.offsets == (0, 1, 2, 2)
-    assert tree.path_to(3) == (0, 1, 3)
-    assert (len(tree), tree.width, tree.max_depth) == (4, 3, 2)
-
-
-def test_chain_is_one_branch():
-    assert Topology.chain(3).parents == (-1, 0, 1, 2) == Topology.branches(1, 3).parents
-
-
-def test_no_draft_token_is_the_root_alone():
-    assert Topology.chain(0).parents == (-1,)
-    assert Topology.chain(0).max_depth == 0
-
-
-def test_branches_start_at_the_root():
-    assert Topology.branches(2, 2).parents == (-1, 0, 1, 0, 3)
-
-
 @given(parent_lists(non_candidates=True))
 def test_ancestors_are_the_walk_to_the_root(parents):
     tree = Topology.from_parents(parents).tensors(2, CPU)

@@ -27,7 +27,7 @@ from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
 from decoders.report import Report
-from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.tape import TapeRecorder, host_read
@@ -92,9 +92,7 @@ def test_the_steps_of_a_strategy_on_the_host_are_replays(target: PreTrainedModel
     assert device.recorded == recorded  # by any strategy whose blocks are of that size
 
 
-@pytest.mark.parametrize(
-    "strategy", ["suffix", "prompt_lookup+suffix", "auto", Threshold(), Speculative(length=2)], ids=str
-)
+@pytest.mark.parametrize("strategy", ["suffix", "prompt_lookup+suffix", "auto", Threshold()], ids=str)
 def test_what_needs_the_host_is_replayed(target: PreTrainedModel, device: TapeRecorder, strategy: Any) -> None:
     given: dict[str, Any] = dict(decoders_config={"memory": False})
     if not isinstance(strategy, str):
@@ -463,7 +461,11 @@ def test_the_arguments_of_a_replay_are_copied_in_and_nothing_else_is_written_to(
     assert recordings.recorded == 1 and recordings.replays == 2
 
 
-@pytest.mark.parametrize("strategy", ["prompt_lookup", "suffix", Threshold()], ids=["device", "host", "draft"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["prompt_lookup", pytest.param("suffix", marks=pytest.mark.slow), Threshold()],
+    ids=["device", "host", "draft"],
+)
 def test_a_scheduler_replays_steps_and_prompts(target: PreTrainedModel, device: TapeRecorder, strategy: Any) -> None:
     model, steps = tiny_model("llama"), 0
     given: dict[str, Any] = dict(max_new_tokens=9, do_sample=False, decoders_config={"memory": False})
