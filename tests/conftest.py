@@ -30,8 +30,8 @@ import pytest
 with suppress(ImportError):  # tests of a GPU do without it
     import hypothesis
 
-    # 200 ms for an example are little on a busy machine; and of 100 examples the first 50 find nearly all that all find.
-    hypothesis.settings.register_profile("any machine", deadline=None, max_examples=50)
+    # 200 ms for an example are little on a busy machine; and of 100 examples the first 30 find nearly all that all find.
+    hypothesis.settings.register_profile("any machine", deadline=None, max_examples=30)
     hypothesis.settings.load_profile("any machine")
 
 # torch and transformers are imported where they are used: the process that only hands tests to others needs neither.
@@ -81,6 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
     gc.enable()
     seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, ...]]] = {}
+    combined: dict[str, list[tuple[pytest.Item, list[int], int]]] = {}
     for item in items:
         turns = item.get_closest_marker("in_turns")
         if turns is None:
@@ -88,8 +89,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         places = _places(item, seen)
         if len(places) < 2:
             raise pytest.UsageError(f"{item.nodeid}: values of one parameter cannot take turns, each would be left out")
-        if sum(places) % turns.args[0]:
-            item.add_marker(pytest.mark.slow)
+        if not item.get_closest_marker("slow"):
+            combined.setdefault(item.nodeid.partition("[")[0], []).append((item, places, turns.args[0]))
+    for combinations in combined.values():
+        met = {value for _, places, turns in combinations if sum(places) % turns == 0 for value in enumerate(places)}
+        for item, places, turns in combinations:
+            if sum(places) % turns and met.issuperset(enumerate(places)):
+                item.add_marker(pytest.mark.slow)
+            met.update(enumerate(places))
     fleeting = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if fleeting:
         raise pytest.UsageError(f"the address of an object is no test id: {fleeting[0]}")

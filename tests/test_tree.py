@@ -39,26 +39,6 @@ def same(left: TreeTensors, right: TreeTensors) -> bool:
     return all(torch.equal(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(TreeTensors))
 
 
-def test_parents_read_as_an_example():
-    tree = Topology.from_parents([-1, 0, 1, 1])
-    assert tree.offsets == (0, 1, 2, 2)
-    assert tree.path_to(3) == (0, 1, 3)
-    assert (len(tree), tree.width, tree.max_depth) == (4, 3, 2)
-
-
-def test_chain_is_one_branch():
-    assert Topology.chain(3).parents == (-1, 0, 1, 2) == Topology.branches(1, 3).parents
-
-
-def test_no_draft_token_is_the_root_alone():
-    assert Topology.chain(0).parents == (-1,)
-    assert Topology.chain(0).max_depth == 0
-
-
-def test_branches_start_at_the_root():
-    assert Topology.branches(2, 2).parents == (-1, 0, 1, 0, 3)
-
-
 @given(parent_lists(non_candidates=True))
 def test_ancestors_are_the_walk_to_the_root(parents):
     tree = Topology.from_parents(parents).tensors(2, CPU)
@@ -249,14 +229,16 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(raw):
 
 @pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])
 @pytest.mark.parametrize("grades", [None, [[1, 2, 3], [4, 5, 0]]], ids=["", "grades"])
-def test_a_draft_of_lists_is_one_copy_to_the_device(parents: Any, grades: Any) -> None:
+def test_a_draft_of_lists_is_on_the_host_and_moves_in_one_copy(parents: Any, grades: Any) -> None:
     tokens = [[7, 8, 9], [5, 6, -1]]
-    here = Draft.listed(tokens, torch.device("cpu"), parents, 2, grades)
+    here = Draft.listed(tokens, parents, 2, grades)
     here.check(2)
+    assert here.read() == (tokens, here.parents, grades) and here.on_host and here.head(2).on_host
     assert here.tokens.tolist() == tokens and [list(row) for row in here.parents] == (parents or [[-1, 0, 1, 2]] * 2)
     assert grades is None or (here.grades is not None and here.grades.tolist() == grades)
-    there = Draft.listed(tokens, torch.device("meta"), parents, 2, grades)
+    there = here.moved(torch.device("meta"))
     there.check(2)
+    assert there.moved(torch.device("cpu")) is there
     tensors = [t for part in (there, there.topology) for t in vars(part).values() if isinstance(t, torch.Tensor)]
     assert len(tensors) == 1 + (grades is not None) + 4 * (parents is not None)
     assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1 and there.levels == here.levels

@@ -72,6 +72,7 @@ def test_settings_of_the_winner_are_tried_and_stand_in_the_call(
     assert {"prompt_lookup[length=4]", "prompt_lookup[length=16]"} <= {r.method for r in advised.records}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_compiled_steps_are_measured_on_the_best_of_them(
     model: Any, draft: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ def test_every_method_decodes_the_whole_load(rate):
     assert all(result.first_token == [] for result in results[1:]), "a batch does not tell"
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_measured():
     done = CliRunner().invoke(
         app, ["bench", "load", "--requests", "3", "--rows", "2", "-n", "3", "--longest", "4", "--prompt-tokens", "8",

@@ -157,14 +157,6 @@ def test_records_are_complete_and_json_safe(methods: list[Any], tokenizer: Any) 
         assert (record["step_ms"]["core"] is not None) == record["ours"]
 
 
-def test_batches_are_compared_row_by_row(methods: list[Any], tokenizer: Any) -> None:
-    work = bench.workloads(tokenizer, TEXTS[:2], rows=2)
-    assert work[0].input_ids.shape[0] == 2
-    assert not work[0].attention_mask.all(), "the prompts differ in length"
-    records = bench.summarise(bench.measure(methods, work, new_tokens=6, repeats=1))
-    assert all(r.identical for r in records), [(r.method, r.difference, r.reason) for r in records]
-
-
 def test_a_batch_is_filled_up_with_the_kinds_first_prompts(tokenizer: Any) -> None:
     work = bench.workloads(tokenizer, [(str(i), "k", "ab" * (i + 1)) for i in range(3)], rows=2)
     assert [w.rows for w in work] == [2, 2]
@@ -213,16 +205,6 @@ def test_transformers_own_ways_run(name: str, model: Any, draft: Any, tokenizer:
     entries = bench.measure(methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=6, repeats=1)
     record = bench.summarise(entries)[1]
     assert (record.method, record.status, record.identical) == (name, "ok", True), record.reason
-
-
-def test_merged_strategies_and_settings_reach_the_call(model: Any) -> None:
-    (merged,) = bench.strategy_methods(
-        model, ["prompt-lookup+autoregressive"], settings={"prompt-lookup": {"length": 3}}
-    )
-    assert merged.name == "prompt_lookup+autoregressive"
-    assert merged.arguments["strategy_config"] == {"prompt_lookup": {"length": 3}}
-    (single,) = bench.strategy_methods(model, ["prompt_lookup"], settings={"prompt_lookup": {"length": 3}})
-    assert single.arguments["strategy_config"] == {"length": 3}
 
 
 def test_unknown_names_and_settings_end_the_run_before_it_starts(model: Any) -> None:

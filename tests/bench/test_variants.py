@@ -82,11 +82,6 @@ def test_variants_of_one_strategy_are_methods_of_their_own(model: Any) -> None:
     assert made[2].settings == {"prompt_lookup": {"max_ngram": 2, "length": 5}}
 
 
-def test_a_bad_setting_in_brackets_ends_the_run_before_it_starts(model: Any) -> None:
-    with pytest.raises(SettingsError, match="length"):
-        bench.strategy_methods(model, ["prompt_lookup[lenght=3]"])
-
-
 def test_a_draft_model_of_its_own_takes_no_other(model: Any, draft: Any, tokenizer: Any, tmp_path: Any) -> None:
     draft.save_pretrained(tmp_path / "draft")
     made = bench.strategy_methods(

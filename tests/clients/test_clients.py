@@ -140,7 +140,7 @@ def test_int8_weights_of_torchao(plain: PreTrainedModel, enabled: PreTrainedMode
     assert decode(enabled, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(5)
 @needs("torchao")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -172,6 +172,7 @@ def test_every_strategy_writes_the_same_with_a_torchao_model(
         assert out.sequences.tolist() == expected, strategy
 
 
+@pytest.mark.slow
 @needs("torchao")
 def test_what_is_written_into_the_parts_of_a_torchao_weight_counts() -> None:
     torchao = pytest.importorskip("torchao.quantization")
@@ -225,6 +226,7 @@ metric_list:
     return tmp_path
 
 
+@pytest.mark.slow
 @needs("lm_eval")
 def test_lm_evaluation_harness(
     plain: PreTrainedModel, enabled: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, calls: list[str], task: Path
@@ -261,7 +263,7 @@ def adapted(model: PreTrainedModel, seed: int = 0, name: str = "default", into: 
     return wrapped.eval()
 
 
-@pytest.mark.parametrize("weights", ["keep", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["keep", "int4"])
 def test_a_merged_adapter_counts_in_every_precision(plain: PreTrainedModel, weights: str) -> None:
     own = {"decoders_config": {"weights": weights}} | OURS
     used, fresh = (decoders.enable(adapted(copy.deepcopy(plain))) for _ in range(2))
@@ -301,6 +303,7 @@ def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
     assert "generate" not in vars(model)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
 @pytest.mark.parametrize("weights", ["keep", "packed", "int8"])
 def test_what_is_left_without_an_adapter_is_enabled(

@@ -18,7 +18,7 @@ import decoders
 from decoders.constraints.coerce import as_spec
 from decoders.constraints.patterns.python import whole_text
 from decoders.constraints.patterns.tree import quoted
-from decoders.constraints.specs import CHOICES_LIMIT, Choice
+from decoders.constraints.specs import CHOICES_LIMIT
 from decoders.errors import GrammarError, UnknownNameError
 
 SHORT_TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab", repeat=size)]
@@ -197,11 +197,6 @@ def test_quoted_text_matches_itself_only(text: str) -> None:
     assert not accepts(matcher, text + "x") and not accepts(matcher, text[:-1])
 
 
-def test_every_ascii_character_can_be_quoted() -> None:
-    text = "".join(map(chr, range(1, 128)))
-    assert accepts(compiled(quoted(text)), text)
-
-
 def test_a_compiled_pattern_is_read_unless_it_has_flags() -> None:
     assert decoders.regex(re.compile("a+")) == decoders.regex("a+")
     with pytest.raises(GrammarError, match="IGNORECASE"):
@@ -286,11 +281,6 @@ def test_choices_without_a_text_are_refused(options: object, message: str) -> No
 
 
 LARK = 'start: "a" b\nb: "b"*\n'
-
-
-def test_a_grammar_is_its_text() -> None:
-    language = decoders.grammar(LARK).language()
-    assert language.lark == LARK and language.regex is None
 
 
 def test_a_grammar_is_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +370,3 @@ def test_keys_are_those_of_the_language() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'canonical'"):
         decoders.choice(["a"], policy="cannonical")  # type: ignore[arg-type]
-
-
-def test_specifications_can_be_made_by_class() -> None:
-    assert Choice(("a", "b")) == decoders.choice(["a", "b"])

@@ -15,7 +15,7 @@ from decoders.constraints.base import Language, mask_words, unpack
 from decoders.constraints.table import Table, TableGrammar
 from decoders.constraints.table.determinise import ByteAutomaton, columns, determinise, minimise
 from decoders.constraints.table.grammar import STATES
-from decoders.constraints.table.lexicon import Lexicon, Trie, room, split
+from decoders.constraints.table.lexicon import Lexicon, Trie
 from decoders.constraints.table.masks import MaskRows, Row, masks
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
@@ -265,12 +265,6 @@ def test_states_that_no_token_tells_apart_are_walked_once(monkeypatch):
     assert sum(walks) < 200
 
 
-def test_state_that_no_token_leads_out_of_is_never_entered():
-    # Without a token for "c", "a" goes nowhere but through "ac"; "b" can be written alone.
-    grammar = compile("ac|b|acd", Vocabulary([None, b"a", b"b", b"ac", b"d", b"bb"], stops=[0]))
-    assert allowed(grammar, grammar.tables().start) == {2, 3}
-
-
 @QUICK
 @given(REGEX, st.sets(st.text("abcdé", min_size=1, max_size=3), min_size=1, max_size=12))
 def test_no_dead_end_with_a_vocabulary_that_lacks_bytes(regex, texts):
@@ -301,34 +295,6 @@ def test_rows_are_shared_and_the_dead_state_has_ones():
     assert len(tables.masks) < 40
     assert (tables.masks[tables.mask_of[0]] == -1).all()
     assert len(tables.masks.unique(dim=0)) == len(tables.masks)
-
-
-def test_room_counts_plain_characters():
-    after, kind = columns(automaton(STRING + '{0,5}"|(.|\n)*#').next)
-    del after, kind
-    machine = automaton(STRING + '{0,5}"')
-    after, kind = columns(machine.next)
-    space = room(after, kind, 99)
-    inside = machine.next[machine.start, ord('"')]
-    assert space.least[inside] == 5
-    assert space.exact[inside]
-    assert not space.least[machine.start] and space.exact[machine.start]
-    machine = automaton("(.|\n)*")
-    space = room(*columns(machine.next), 99)
-    assert space.least[machine.start] == 99 and space.exact[machine.start]
-    assert not room(*columns(automaton("[a-z]*").next), 99).exact[automaton("[a-z]*").start]
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        (b"ab", (2, b"")), (b' a"b', (2, b'"b')), ("é日😀".encode(), (3, b"")), ("é".encode()[:1], (0, b"\xc3")),
-        (b"a\xc3\x9f\xe6\x97", (2, b"\xe6\x97")), (b"\xc2\x85", (0, b"\xc2\x85")), (b"\xed\xa0\x80", (0, b"\xed\xa0\x80")),
-        (b"\n", (0, b"\n")), ("a\U0010ffff".encode(), (1, "\U0010ffff".encode())), ("\U0010fffe".encode(), (1, b"")),
-    ],
-)  # fmt: skip
-def test_tokens_begin_with_plain_characters(text, expected):
-    assert split(text) == expected
 
 
 def test_tokens_with_the_last_bit_of_a_word_are_legal():
@@ -375,17 +341,6 @@ def test_random_languages_keep_the_contract(regex, seed, policy):
     grammar = compile(regex, policy=policy)
     assume(len(grammar.tables().next) <= 40)  # the reference takes minutes for a language of many states
     check_grammar(grammar, Reference(grammar.language, ToyRegex(regex), MERGED), seed=seed)
-
-
-def test_step_and_walk_say_the_same():
-    grammar = compile(STRING + '*"')
-    start, quote, a, twin = grammar.tables().start, *(MERGED.tokens.index(t) for t in (b'"', b"a", b'"'))
-    assert twin == quote
-    inside = grammar.step(start, quote)
-    assert grammar.step(start, a) == 0 == grammar.step(0, a)
-    end = grammar.step(inside, quote)
-    assert grammar.step(end, MERGED.stops[0]) == grammar.stopped
-    assert grammar.step(grammar.stopped, MERGED.stops[0]) == 0
 
 
 def test_forgetting_steps_changes_nothing(monkeypatch):

@@ -21,6 +21,7 @@ def few(sources):
     return [source for source in sources if "/" not in source.path][:80]
 
 
+@pytest.mark.slow
 def test_split_is_disjoint_complete_and_about_three_percent(sources):
     train, held_out = data.split(sources)
     assert not {source.path for source in train} & {source.path for source in held_out}

@@ -151,30 +151,6 @@ def test_the_card_tells_what_speculative_reports(model, tokenizer) -> None:
         assert figures[name]["tokens_per_step"] == pytest.approx(4.0) and figures[name]["reached"] == [1.0, 1.0, 1.0]
 
 
-def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer, texts, monkeypatch) -> None:
-    train(model, tokenizer, texts, tmp_path / "whole")
-    learn = DraftLearner.learn
-
-    def interrupted(self, step):
-        if step == 5:
-            raise KeyboardInterrupt
-        return learn(self, step)
-
-    monkeypatch.setattr(DraftLearner, "learn", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(model, tokenizer, texts, tmp_path / "cut", checkpoint_minutes=0)
-    assert not (tmp_path / "cut" / "config.json").exists(), "a half-trained model is not offered"
-    monkeypatch.undo()
-    train(model, tokenizer, texts, tmp_path / "cut")
-    whole, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "cut"))
-    assert all(torch.equal(whole[name], other[name]) for name in whole)
-
-
-def test_training_stops_when_agreement_no_longer_grows(tmp_path, model, tokenizer, texts) -> None:
-    figures = train(model, tokenizer, texts, tmp_path, run(rate=0.0, epochs=9, patience=2, checks=1))
-    assert figures["steps"] <= 3 * (24 // 4)
-
-
 def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer) -> None:
     with pytest.raises(TrainingError, match="the text has"):
         train(model, tokenizer, ["w1 w2"], tmp_path)

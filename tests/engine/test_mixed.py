@@ -100,7 +100,13 @@ def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compile
     return [ours.logits, ours.hidden, *rows.buffers.tensors], [theirs.logits, theirs.hidden, *other.buffers.tensors]
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if place % 2 == 0 else pytest.mark.slow)
+        for place, n in enumerate(sorted(ARCHITECTURES))
+    ],
+)
 def test_rows_and_piece_get_what_passes_of_their_own_give(name: str) -> None:
     target = target_of(tiny_model(name))
     # Not those with attention of their own in the place of transformers' function by name (in 5.17 more had it), nor one whose last

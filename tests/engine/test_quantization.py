@@ -73,7 +73,7 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
         assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     ("settings", "used"),
     [
@@ -165,6 +165,7 @@ def test_pytorchs_kernels_multiply_bfloat16_alone(
 
     monkeypatch.setattr(torch_compat, kernel, noted)
     monkeypatch.setattr(torch_compat, "multiplies_int8", lambda: False)
+    torch.manual_seed(0)
     layer = nn.Linear(64, 128, bias=False).to(dtype)
     expected = layer.weight.detach().float()
     quantize(layers := nn.ModuleList([layer]), scheme, None, smallest=0)

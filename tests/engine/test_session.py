@@ -71,21 +71,6 @@ def test_a_longer_prompt_reads_only_the_rest(target: Target, chunk: int) -> None
     assert_holds(session, texts(LONG), target)
 
 
-def test_the_same_prompt_and_a_shorter_one_read_nothing(target: Target) -> None:
-    pool = Sessions(target)
-    read(pool, texts(LONG))
-    assert read(pool, texts(LONG))[0] == [39]
-    reused, session = read(pool, texts(LONG[:12]))
-    assert reused == [11]
-    assert_holds(session, texts(LONG[:12]), target)
-
-
-def test_a_prompt_of_one_token_reads_nothing(target: Target) -> None:
-    pool = Sessions(target)
-    read(pool, texts(LONG))
-    assert read(pool, texts(LONG[:1]))[0] == [0]
-
-
 def test_rows_that_change_places_take_each_others_texts(target: Target) -> None:
     first, second, third = LONG, LONG[::-1], LONG[::2] + LONG[1::2]
     pool = Sessions(target)
@@ -103,25 +88,6 @@ def test_a_batch_of_questions_on_one_document_reads_it_once(target: Target) -> N
     reused, session = read(pool, questions)
     assert reused == [39, 38, 40], "rows advance together: the one with most to read sets the pace"
     assert_holds(session, questions, target)
-
-
-def test_one_row_takes_its_text_from_a_batch(target: Target) -> None:
-    pool = Sessions(target)
-    read(pool, texts(LONG, LONG[::-1]))
-    prompt = texts([*LONG[::-1], 50, 51])
-    reused, session = read(pool, prompt)
-    assert reused == [39]
-    assert_holds(session, prompt, target)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 512])
-def test_ragged_rows_with_different_shares_are_read(target: Target, chunk: int) -> None:
-    pool = Sessions(target)
-    read(pool, texts(LONG[:20], LONG[5:9]))
-    prompts = texts([*LONG[:20], 70, 71, 72], [*LONG[5:8], *LONG], [80, 81])
-    reused, session = read(pool, prompts, chunk=chunk)
-    assert_holds(session, prompts, target)
-    assert all(0 <= r < len(p) for r, p in zip(reused, prompts, strict=True))
 
 
 def test_a_session_grows_and_keeps_what_it_holds(target: Target) -> None:
@@ -142,14 +108,6 @@ def test_one_long_call_does_not_hold_its_memory_for_ever(target: Target) -> None
         _, session = read(pool, texts([i, *LONG[::-1]]))
         assert session.rows.slots < 4000
     assert max(s.rows.slots for s in pool._free) < 4000
-
-
-def test_another_text_leaves_the_first_one_alone_while_there_is_room(target: Target) -> None:
-    pool = Sessions(target)
-    read(pool, texts(LONG))
-    read(pool, texts(LONG[::-1]))
-    assert read(pool, texts([*LONG, 50]))[0] == [39]
-    assert read(pool, texts([*LONG[::-1], 50]))[0] == [39]
 
 
 def test_the_session_used_longest_ago_goes_first(target: Target) -> None:

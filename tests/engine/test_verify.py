@@ -20,56 +20,8 @@ def verify(topology: Topology, nodes: list[int], chosen: list[int]) -> tuple[lis
     return acceptance.path[0, : depth + 1].tolist(), depth
 
 
-def test_fully_right_chain_is_accepted():
-    assert verify(Topology.chain(3), [9, 1, 2, 3], [1, 2, 3, 4]) == ([0, 1, 2, 3], 3)
-
-
-def test_wrong_chain_is_never_accepted():
-    assert verify(Topology.chain(3), [9, 1, 2, 3], [5, 2, 3, 4]) == ([0], 0)
-
-
 def test_chain_is_accepted_up_to_its_first_mistake():
     assert verify(Topology.chain(3), [9, 1, 7, 3], [1, 2, 3, 4]) == ([0, 1], 1)
-
-
-def test_right_token_after_a_rejected_one_is_not_accepted():
-    # Node 2 is what the target would say after node 1, but node 1 itself is wrong.
-    assert verify(Topology.chain(2), [9, 7, 2], [1, 2, 3])[1] == 0
-
-
-def test_second_branch_can_win():
-    assert verify(Topology.branches(2, 2), [9, 7, 8, 1, 2], [1, 0, 0, 2, 3]) == ([0, 3, 4], 2)
-
-
-def test_deeper_of_two_equal_siblings_wins():
-    tree = Topology.from_parents([-1, 0, 0, 2])
-    assert verify(tree, [9, 1, 1, 2], [1, 2, 2, 3]) == ([0, 2, 3], 2)
-
-
-def test_first_of_two_equal_leaves_wins():
-    assert verify(Topology.branches(3, 1), [9, 1, 1, 1], [1, 5, 5, 5]) == ([0, 1], 1)
-
-
-def test_missing_draft_token_never_matches():
-    assert verify(Topology.chain(2), [9, -1, 2], [1, 2, 3])[1] == 0
-    assert verify(Topology.chain(2), [9, 1, -1], [1, 2, 3])[1] == 1
-
-
-def test_node_that_is_no_candidate_is_never_accepted():
-    window = Topology((-1, -1, -1), (0, 1, 2))
-    assert verify(window, [9, 1, 2], [1, 2, 3])[1] == 0
-    assert verify(Topology.chain(1).merge(window), [9, 1, 1, 2], [1, 2, 3, 4]) == ([0, 1], 1)
-
-
-def test_root_alone_gives_the_bonus_token_only():
-    assert verify(Topology.chain(0), [9], [1]) == ([0], 0)
-
-
-def test_rows_accept_different_lengths():
-    nodes = torch.tensor([[9, 1, 2], [9, 1, 2], [9, 1, 2]])
-    chosen = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3]])
-    acceptance = follow_matches(nodes, chosen, Topology.chain(2).tensors(3, CPU))
-    assert acceptance.depth.tolist() == [2, 1, 0]
 
 
 def test_rows_may_hold_trees_of_different_shape():

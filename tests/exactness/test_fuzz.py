@@ -189,7 +189,7 @@ def check(case: Case, variants: tuple[tuple[str, dict[str, Any]], ...] = VARIANT
         assert_same_tokens(model, inputs, expected, ours(case, strategy, config), f"{name} {config} {case}")
 
 
-QUICK = settings(max_examples=7, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 SIZE = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
 
 

@@ -31,7 +31,7 @@ from decoders.testing import (
 from .references import EAGER, NEW, SAMPLING, enabled, plain
 
 #: Grouped heads, latent attention, a window beside full attention, shared keys and values, chunks, learnt positions, states.
-QUICK = ("llama", "deepseek_v3", "gemma3", "gemma4", "llama4", "gpt2", "lfm2")
+QUICK = ("llama", "deepseek_v3", "gemma3", "gemma4", "lfm2")
 #: transformers' own loop goes on from a state with several tokens as if there were no state.
 NOT_CONTINUED = {"jamba", "zamba"}
 CACHED = 17
@@ -92,6 +92,7 @@ def llama() -> PreTrainedModel:
     return decoders.enable(tiny_model("llama"))
 
 
+@pytest.mark.slow
 def test_the_new_tokens_alone_with_a_mask_over_all_are_the_same_call(llama: PreTrainedModel) -> None:
     inputs = prompts(3)
     cache = cache_of(llama, 3)

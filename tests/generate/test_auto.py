@@ -92,6 +92,7 @@ def test_a_draft_model_that_is_never_asked_reads_no_prompt(read: list[int]) -> N
     assert read == [2]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("steady")
@@ -173,6 +174,7 @@ def test_candidates_and_their_settings_are_the_users() -> None:
     assert len(out.report.accepted_lengths) <= 3
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("merged", ["prompt_lookup+ngram", "prompt_lookup+suffix", "token_recycling+ngram"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) -> None:

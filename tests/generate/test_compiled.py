@@ -182,6 +182,7 @@ def test_grammars_take_the_same_graph(compiled: PreTrainedModel, strategy: str, 
         assert torch.equal(out.sequences, eager.sequences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chain", pytest.param("staged", marks=pytest.mark.slow)])
 def test_draft_models_are_traced_once(compiled: PreTrainedModel, kind: str) -> None:
     """The target's graphs are there: the first call traces the draft's, and later ones nothing."""

@@ -67,7 +67,7 @@ class Chain(Knowing):
         return Draft.chain(self.ahead(state, sequences, self.length))
 
 
-@pytest.mark.parametrize("length", [1, 5, 23, 63, 64, 65, 200])
+@pytest.mark.parametrize("length", [1, 23, 64, 65, 200])
 def test_a_right_chain_of_any_length_is_accepted_whole(llama: PreTrainedModel, length: int) -> None:
     report = assert_exact(llama, Chain(length), steps=-(-NEW // (length + 1)))
     assert report.nodes == length + 1, "uncompiled blocks of several rows are not padded"

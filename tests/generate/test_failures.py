@@ -90,7 +90,6 @@ class Streamer(BaseStreamer):
     [
         (dict(strategy=Fails("start")), "strategy 'fails' (", 0),
         (dict(strategy=Fails("propose")), "propose, after 5 steps", AFTER),
-        (dict(strategy=Fails("observe")), "observe, after 5 steps", AFTER),
         (dict(strategy=Fails("observe", KeyboardInterrupt)), "observe, after 5 steps", AFTER),
         (dict(logits_processor=[Processor()]), "in logits processor Processor", AFTER),
         (dict(stopping_criteria=[Criterion()]), "stopping criteria, after 5 steps", AFTER),
@@ -98,7 +97,7 @@ class Streamer(BaseStreamer):
         (dict(strategy=Fails("details")), "details, after 12 steps", 12),
         (dict(strategy=Fails("finish")), "finish, after 12 steps", 12),
     ],
-    ids=["start", "propose", "observe", "interrupt", "processor", "criterion", "streamer", "details", "finish"],
+    ids=["start", "propose", "interrupt", "processor", "criterion", "streamer", "details", "finish"],
 )
 def test_an_error_says_where_and_keeps_what_was_written(
     llama: PreTrainedModel, call: dict[str, Any], where: str, written: int

@@ -16,7 +16,7 @@ from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 EAGER = dict(decoders_config={"compile": False})
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", PromptLookup(branches=3), Autoregressive])
+@pytest.mark.parametrize("strategy", ["autoregressive", PromptLookup(branches=3)])
 @pytest.mark.parametrize("rows", [1, 4], ids=["alone", "ragged"])
 def test_scores_and_logits_are_transformers(llama: PreTrainedModel, rows: int, strategy: Any) -> None:
     kept = dict(output_scores=True, output_logits=True, max_new_tokens=20)
@@ -87,14 +87,14 @@ def test_a_lossy_strategy_is_marked(llama: PreTrainedModel) -> None:
     assert not decode(llama, prompts(), Lossy(), max_new_tokens=2, **EAGER).report.exact
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 23, 24, 512])
+@pytest.mark.parametrize("size", [1, 7, 24, 512])
 def test_the_prefill_may_run_in_pieces_of_any_size(llama: PreTrainedModel, size: int) -> None:
     plain = decode(llama, prompts(3), max_new_tokens=12).sequences
     own = dict(decoders_config={"compile": False, "prefill_chunk": size})
     assert torch.equal(decode(llama, prompts(3), "prompt_lookup", max_new_tokens=12, **own).sequences, plain)
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, 2, 64, 130])
 def test_prompts_of_any_length(llama: PreTrainedModel, length: int) -> None:
     inputs = prompts(2, max(length, 6)) if length > 2 else {"input_ids": torch.full((2, length), 7)}
     plain = decode(llama, inputs, max_new_tokens=12).sequences
@@ -119,8 +119,6 @@ def test_masks_of_other_types(llama: PreTrainedModel) -> None:
     plain = decode(llama, prompts(3), max_new_tokens=8).sequences
     for dtype in (torch.bool, torch.int32, torch.float32):
         inputs = prompts(3) | {"attention_mask": prompts(3)["attention_mask"].to(dtype)}
-        if dtype is torch.bool:
-            inputs["attention_mask"] = inputs["attention_mask"]
         assert torch.equal(decode(llama, inputs, "prompt_lookup", max_new_tokens=8, **EAGER).sequences, plain)
 
 
@@ -131,7 +129,7 @@ def test_without_a_prompt_the_text_starts_at_bos() -> None:
     assert torch.equal(model.generate(do_sample=False, max_new_tokens=8, strategy="prompt_lookup", **EAGER), plain)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_bfloat16_differs_from_plain_at_near_ties_only(seed: int) -> None:
     model = decoders.enable(tiny_model("llama", seed).to(torch.bfloat16))
     exact = tiny_model("llama", seed).to(torch.bfloat16).double()

@@ -145,7 +145,7 @@ def draws_of(strategy: Any, **more: Any) -> list[dict[str, Any]]:
 
 
 #: Forms of drafts that others in the quick run have as well.
-ALIKE = ("ngram", "static tree", "threshold tree", "grammar drafts for the draft")
+ALIKE = ("ngram", "static tree", "threshold", "threshold tree", "lookahead", "grammar drafts for the draft")
 
 
 def in_turns() -> list[Any]:
@@ -462,11 +462,6 @@ def test_a_grammar_needs_a_tokenizer_that_knows_bytes(letters):
         bare.generate(**prompts(), grammar="iso_date")
 
 
-def test_a_staged_draft_by_grammar_needs_one_too(model):
-    with pytest.raises(UnsupportedError, match="strategy 'grammar' needs grammar="):
-        run(model, Staged(stage="grammar"))
-
-
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guides stay on the device, as on CUDA, though this one is the CPU."""
 
@@ -479,8 +474,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("strategy", [
-    pytest.param(strategy, id=name, marks=() if turn % 2 and name not in ("staged", "ngram", "threshold") else pytest.mark.slow)
-    for turn, (name, strategy) in enumerate(STRATEGIES.items())
+    pytest.param(strategy, id=name, marks=() if name in ("prompt_lookup", "dynamic tree") else pytest.mark.slow)
+    for name, strategy in STRATEGIES.items()
 ])  # fmt: skip
 def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strategy):
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
@@ -495,6 +490,7 @@ def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strat
         assert host.report.drafted == out.report.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verifier", ["rejection", *(pytest.param(v, marks=pytest.mark.slow) for v in ("block", "tree_rejection"))]
 )

@@ -53,11 +53,6 @@ def test_disable_leaves_no_trace_and_is_idempotent() -> None:
         model.generate(**INPUTS, strategy="prompt_lookup", max_new_tokens=2)
 
 
-def test_enabling_again_after_disable_works(fresh: PreTrainedModel) -> None:
-    decoders.enable(decoders.disable(fresh))
-    assert torch.equal(with_strategy(fresh), plainly(fresh))
-
-
 def test_a_generate_that_hung_on_the_instance_is_called_and_restored() -> None:
     model = tiny_model("llama")
     calls = []
@@ -124,7 +119,7 @@ def test_a_copy_is_enabled_and_independent(fresh: PreTrainedModel, copier: Calla
     assert torch.equal(with_strategy(fresh), before), "the original stays enabled"
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "after a call"])
+@pytest.mark.parametrize("used", [pytest.param(False, marks=pytest.mark.slow), True], ids=["unused", "after a call"])
 def test_a_shallow_copy_runs_itself_and_is_not_enabled(fresh: PreTrainedModel, used: bool) -> None:
     if used:
         with_strategy(fresh)
@@ -145,7 +140,7 @@ def test_a_shallow_copy_keeps_a_generate_that_hung_on_the_instance() -> None:
     assert copy.copy(decoders.enable(model)).generate is own
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "token_recycling"])
+@pytest.mark.parametrize("strategy", ["prompt_lookup", "token_recycling"])
 def test_another_default_device_does_not_matter(fresh: PreTrainedModel, strategy: str) -> None:
     expected = plainly(fresh)
     with torch.device("meta"):
@@ -188,9 +183,7 @@ def test_changed_weights_are_seen_by_the_next_call(fresh: PreTrainedModel, chang
     assert torch.equal(after, plainly(fresh))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_cast_between_calls_works(fresh: PreTrainedModel, dtype: torch.dtype) -> None:
     expected = with_strategy(fresh)
     fresh.to(dtype)
@@ -228,11 +221,6 @@ def test_calls_under_inference_mode_and_gradients_work(fresh: PreTrainedModel) -
     assert all(p.requires_grad and p.grad is None for p in fresh.parameters())
 
 
-def test_calls_under_autocast_work(fresh: PreTrainedModel) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert with_strategy(fresh).shape == plainly(fresh).shape
-
-
 def test_an_argument_given_twice_or_too_many_are_errors(fresh: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="inputs"):
         fresh.generate(INPUTS["input_ids"], inputs=INPUTS["input_ids"], max_new_tokens=2)
@@ -242,12 +230,6 @@ def test_an_argument_given_twice_or_too_many_are_errors(fresh: PreTrainedModel) 
         )
     with pytest.raises(TypeError, match="argument"):
         fresh.generate(*[None] * 20, strategy="prompt_lookup", **EAGER)
-
-
-def test_a_model_made_under_inference_mode_works() -> None:
-    with torch.inference_mode():
-        model = decoders.enable(tiny_model("llama"))
-    assert torch.equal(with_strategy(model), plainly(model))
 
 
 def test_a_hook_that_steers_the_model_counts_from_the_next_call_until_it_is_removed(fresh: PreTrainedModel) -> None:
@@ -305,54 +287,18 @@ def in_threads(*jobs: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def test_plain_generate_in_another_thread_is_not_disturbed(fresh: PreTrainedModel) -> None:
-    expected, batch = plainly(fresh), plainly(fresh, BATCH)
-
-    def plain() -> None:
-        for _ in range(6):
-            assert torch.equal(fresh.generate(**INPUTS, do_sample=False, max_new_tokens=24), expected)
-
-    def ours() -> None:
-        for _ in range(10):
-            assert torch.equal(with_strategy(fresh, BATCH), batch)
-
-    in_threads(plain, ours)
-
-
 def test_two_threads_may_use_strategies_at_once(fresh: PreTrainedModel) -> None:
     expected, batch = plainly(fresh), plainly(fresh, BATCH)
 
     def single() -> None:
-        for _ in range(6):
+        for _ in range(3):
             assert torch.equal(with_strategy(fresh), expected)
 
     def several() -> None:
-        for _ in range(6):
+        for _ in range(3):
             assert torch.equal(with_strategy(fresh, BATCH), batch)
 
     in_threads(single, several, single)
-
-
-def test_a_streamer_may_call_generate_again(fresh: PreTrainedModel) -> None:
-    """As a user interface that summarises while it streams; must not wait for itself for ever."""
-    from transformers.generation.streamers import BaseStreamer
-
-    expected = plainly(fresh, new=4)
-    inner = []
-
-    class Nested(BaseStreamer):
-        def put(self, value: Tensor) -> None:
-            if not inner and value.dim() == 1:
-                inner.append(None)
-                inner[0] = with_strategy(fresh, new=4)
-
-        def end(self) -> None: ...
-
-    worker = threading.Thread(target=lambda: with_strategy(fresh, streamer=Nested()), daemon=True)
-    worker.start()
-    worker.join(timeout=60)
-    assert not worker.is_alive(), "deadlock"
-    assert torch.equal(inner[0], expected)
 
 
 def test_output_object_without_and_with_strategy(llama: PreTrainedModel) -> None:

@@ -113,46 +113,49 @@ def test_models_that_do_not_fit_are_refused_and_still_decode_plainly(name: str) 
     assert_refused(model, UnsupportedError, "without strategy=")
 
 
-def test_an_unknown_strategy_gets_the_nearest_match(llama: PreTrainedModel) -> None:
-    message = assert_refused(llama, UnknownNameError, "Did you mean 'prompt_lookup'", strategy="promt_lookup")
-    assert "autoregressive" in message
-    assert_refused(llama, UnknownNameError, "Did you mean 'prompt_lookup'", strategy="autoregressive+prompt_lokup")
+class Needy(Autoregressive):
+    name = "needy"
+    needs_assistant = True
 
 
-def test_an_unknown_setting_gets_the_nearest_match(llama: PreTrainedModel) -> None:
-    assert_refused(llama, SettingsError, "Did you mean 'max_ngram'", strategy_config={"max_ngrams": 2})
-    assert_refused(llama, SettingsError, "Did you mean 'compile'", decoders_config={"compiel": False})
+MERGED = "prompt_lookup+autoregressive"
 
 
 @pytest.mark.parametrize(
-    "config", [{"length": 0}, {"length": "many"}, {"max_ngram": 2, "min_ngram": 3}, {"branches": 99}], ids=str
-)
-def test_a_bad_value_names_the_setting(llama: PreTrainedModel, config: dict[str, Any]) -> None:
-    assert_refused(llama, SettingsError, list(config)[-1], strategy_config=config)
-
-
-def test_settings_of_merged_strategies_are_keyed_by_strategy(llama: PreTrainedModel) -> None:
-    assert_refused(
-        llama,
-        SettingsError,
-        "keyed by strategy",
-        strategy="prompt_lookup+autoregressive",
-        strategy_config={"length": 3},
-    )
-    assert_refused(llama, SettingsError, "only once", strategy="prompt_lookup+prompt_lookup")
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [42, object(), {"name": "prompt_lookup"}, GenerationConfig, True],
-    ids=["int", "object", "dict", "class", "bool"],
-)
-def test_a_strategy_is_a_name_a_class_or_an_object(llama: PreTrainedModel, strategy: Any) -> None:
-    assert_refused(llama, SettingsError, "strategy", strategy=strategy)
-
-
-def test_settings_do_not_go_beside_a_strategy_object(llama: PreTrainedModel) -> None:
-    assert_refused(llama, SettingsError, "already holds", strategy=PromptLookup(), strategy_config={"length": 3})
+    ("error", "message", "call"),
+    [
+        (UnknownNameError, "Did you mean 'prompt_lookup'.*Choose from: .*autoregressive", dict(strategy="promt_lookup")),
+        (UnknownNameError, "Did you mean 'prompt_lookup'", dict(strategy="autoregressive+prompt_lokup")),
+        (SettingsError, "Did you mean 'max_ngram'", dict(strategy_config={"max_ngrams": 2})),
+        (SettingsError, "Did you mean 'compile'", dict(decoders_config={"compiel": False})),
+        (SettingsError, "length", dict(strategy_config={"length": 0})),
+        (SettingsError, "length", dict(strategy_config={"length": "many"})),
+        (SettingsError, "min_ngram", dict(strategy_config={"max_ngram": 2, "min_ngram": 3})),
+        (SettingsError, "keyed by strategy", dict(strategy=MERGED, strategy_config={"length": 3})),
+        (SettingsError, "only once", dict(strategy="prompt_lookup+prompt_lookup")),
+        (SettingsError, "strategy", dict(strategy=42)),
+        (SettingsError, "strategy", dict(strategy={"name": "prompt_lookup"})),
+        (SettingsError, "strategy", dict(strategy=GenerationConfig)),
+        (SettingsError, "already holds", dict(strategy=PromptLookup(), strategy_config={"length": 3})),
+        (UnsupportedError, "assistant_model", dict(assistant_model=tiny_model("llama", seed=1))),
+        (UnsupportedError, "needs assistant_model=", dict(strategy=Needy)),
+        (SettingsError, "path of one as a string, not 3", dict(strategy="speculative", assistant_model=3)),
+        (UnknownNameError, "Did you mean 'rejection'", dict(verifier="rejektion")),
+        (SettingsError, "must be a name, a Verifier class or a Verifier, not int", dict(verifier=3)),
+        (ValueError, "max_new_tokenz", dict(max_new_tokenz=3)),
+        (SettingsError, "not both", dict(do_sample=True, seed=1, generator=torch.Generator())),
+        (ContextLengthError, "empty", dict(input_ids=torch.empty(1, 0, dtype=torch.int64))),
+        (
+            ContextLengthError, "empty",
+            dict(input_ids=torch.tensor([[0, 5], [0, 0]]), attention_mask=torch.tensor([[0, 1], [0, 0]])),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_with_what_would(
+    llama: PreTrainedModel, error: type[Exception], message: str, call: dict[str, Any]
+) -> None:
+    assert_refused(llama, error, message, **call)
 
 
 @pytest.mark.parametrize(
@@ -166,31 +169,6 @@ def test_our_keywords_need_a_strategy(llama: PreTrainedModel, own: dict[str, Any
     )
 
 
-def test_an_assistant_is_refused_where_none_is_used(llama: PreTrainedModel) -> None:
-    assert_refused(llama, UnsupportedError, "assistant_model", assistant_model=tiny_model("llama", seed=1))
-
-
-def test_a_strategy_that_needs_an_assistant_says_so(llama: PreTrainedModel) -> None:
-    class Needy(Autoregressive):
-        name = "needy"
-        needs_assistant = True
-
-    assert_refused(llama, UnsupportedError, "needs assistant_model=", strategy=Needy)
-
-
-def test_an_unknown_verifier_is_refused(llama: PreTrainedModel) -> None:
-    assert_refused(llama, UnknownNameError, "Did you mean 'rejection'", verifier="rejektion")
-    assert_refused(llama, SettingsError, "must be a name, a Verifier class or a Verifier, not int", verifier=3)
-
-
-def test_an_unknown_argument_is_refused_as_by_transformers(llama: PreTrainedModel) -> None:
-    assert_refused(llama, ValueError, "max_new_tokenz", max_new_tokenz=3)
-
-
-def test_seed_and_generator_exclude_each_other(llama: PreTrainedModel) -> None:
-    assert_refused(llama, SettingsError, "not both", do_sample=True, seed=1, generator=torch.Generator())
-
-
 def test_what_exceeds_the_context_is_refused_with_what_would_fit(llama: PreTrainedModel) -> None:
     message = assert_refused(llama, ContextLengthError, "context of 512", max_new_tokens=500)
     assert "489" in message
@@ -199,6 +177,7 @@ def test_what_exceeds_the_context_is_refused_with_what_would_fit(llama: PreTrain
         llama.generate(long, attention_mask=long, max_new_tokens=1, strategy="autoregressive")
 
 
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize(
     "strategy", ["autoregressive", PromptLookup(length=10), PromptLookup(branches=3, length=8)], ids=str
@@ -211,18 +190,6 @@ def test_the_last_token_needs_no_position(name: str, strategy: Any) -> None:
     ours = model.generate(**call, strategy=strategy, decoders_config=EAGER)
     assert ours.shape == (1, 513)
     assert torch.equal(ours, model.generate(**call))
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        dict(input_ids=torch.empty(1, 0, dtype=torch.int64)),
-        dict(input_ids=torch.tensor([[0, 5], [0, 0]]), attention_mask=torch.tensor([[0, 1], [0, 0]])),
-    ],
-    ids=["no tokens", "padding only"],
-)
-def test_an_empty_prompt_is_refused(llama: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
-    assert_refused(llama, ContextLengthError, "empty", **inputs)
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 1]], ids=["right", "hole", "both"])
@@ -254,10 +221,6 @@ def test_calls_within_a_recording_of_the_callers_are_refused(monkeypatch: pytest
     with pytest.raises(UnsupportedError, match=r"torch\.cuda\.graph.*Call it outside"):
         layout.refuse_capture(torch.device("cuda"))
     layout.refuse_capture(torch.device("cpu"))
-
-
-def test_an_assistant_that_is_no_model_is_told_what_is_wanted(llama: PreTrainedModel) -> None:
-    assert_refused(llama, SettingsError, "path of one as a string, not 3", strategy="speculative", assistant_model=3)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers and peft disagree about a deprecated name

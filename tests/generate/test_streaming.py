@@ -100,11 +100,6 @@ def test_text_iterator_streamer_in_a_thread(llama: PreTrainedModel, letters: Pre
     assert text == letters.decode(results[0][0, P:])
 
 
-def test_text_streamer_refuses_a_batch_as_always(llama: PreTrainedModel, letters: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="batch size 1"):
-        stream(llama, 2, TextStreamer(letters), "prompt_lookup")
-
-
 def test_a_streamer_that_raises_ends_the_call_and_the_model_stays_usable(llama: PreTrainedModel) -> None:
     class Impatient(Recorder):
         def put(self, value: Tensor) -> None:

@@ -107,7 +107,15 @@ def case(
     return free, plain, grammars, [end, token + 1]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(
+            strategy, id=name, marks=pytest.mark.slow if name in ("lookahead", "token_recycling", "merged") else ()
+        )
+        for name, strategy in STRATEGIES.items()
+    ],
+)
 def test_every_strategy_writes_the_same_texts_in_rows_of_different_phases(model, tokenizer, strategy):
     """Greedy and sampled, in turns; rows begin their grammars at different steps, and drafts cross the borders."""
     sampled = bool([*STRATEGIES.values()].index(strategy) % 2)
@@ -183,6 +191,7 @@ def test_a_text_that_would_end_in_its_thought_writes_the_marker(model, tokenizer
     assert row[:place] == free[:place] and tokenizer.decode(row[place:]).startswith("<call>{")
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "strategy", ["autoregressive", "grammar", Speculative(length=4)], ids=["plain", "grammar", "drafted"]
 )

@@ -13,10 +13,9 @@ from decoders.errors import SettingsError, TrainingError
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, load_heads
 from decoders.testing import tiny_model
 from decoders.training import medusa as medusa_module
-from decoders.training.medusa import UNKNOWN, HeadsLearner, HiddenStates, accuracies, labels_of, train_medusa
+from decoders.training.medusa import UNKNOWN, HiddenStates, accuracies, labels_of, train_medusa
 from decoders.training.recipes import HeadsTraining
 from decoders.training.texts import Texts, hold_out, own_texts, read_files, rows_of_text
-from decoders.training.trainer import Trainer
 
 SMALL = HeadsTraining(
     heads=2, tokens=20 * 32, length=32, own_share=0.5, epochs=3, batch=64, rate=3e-3, bf16=False, checks=2, patience=50
@@ -85,71 +84,29 @@ def test_the_model_is_left_as_it_was(tmp_path, tokenizer, texts):
     assert not model.get_output_embeddings()._forward_pre_hooks
 
 
-@pytest.mark.parametrize("where", ["training", "hidden states"])
-def test_interrupted_run_ends_where_a_whole_one_does(tmp_path, model, tokenizer, texts, monkeypatch, where):
+def test_interrupted_hidden_states_are_those_of_a_whole_run(tmp_path, model, tokenizer, texts, monkeypatch):
     train(model, tokenizer, texts, tmp_path / "whole")
 
     class Stop(Exception):
         pass
 
-    if where == "training":
-        learn = HeadsLearner.learn
+    monkeypatch.setattr(medusa_module, "ROWS", 4)
 
-        def interrupted(self, step):
-            if step == 5:
-                raise Stop
-            return learn(self, step)
+    class Interrupted(HiddenStates):
+        def fill(self, progress=lambda rows: None):
+            def count(rows):
+                if self.done == 8:
+                    raise Stop
 
-        monkeypatch.setattr(HeadsLearner, "learn", interrupted)
-    else:
-        monkeypatch.setattr(medusa_module, "ROWS", 4)
+            super().fill(count)
 
-        class Interrupted(HiddenStates):
-            def fill(self, progress=lambda rows: None):
-                def count(rows):
-                    if self.done == 8:
-                        raise Stop
-
-                super().fill(count)
-
-        monkeypatch.setattr(medusa_module, "HiddenStates", Interrupted)
+    monkeypatch.setattr(medusa_module, "HiddenStates", Interrupted)
     with pytest.raises(Stop):
         train(model, tokenizer, texts, tmp_path / "cut", checkpoint_minutes=0)
     assert not (tmp_path / "cut" / "config.json").exists(), "half-trained heads are not offered"
     monkeypatch.undo()
     train(model, tokenizer, texts, tmp_path / "cut", checkpoint_minutes=0)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
-
-
-def test_checkpoint_of_other_settings_is_refused(tmp_path, model, tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(medusa_module, "accuracies", lambda ranks: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train(model, tokenizer, texts, tmp_path, checkpoint_minutes=0)
-    monkeypatch.undo()
-    other = HeadsTraining(**{**vars(SMALL), "rate": 1e-4})
-    with pytest.raises(TrainingError, match="a run with other rate"):
-        train(model, tokenizer, texts, tmp_path, other)
-    train(model, tokenizer, texts, tmp_path, other, resume=False)
-
-
-def test_training_stops_when_held_out_accuracy_does_not_grow(tmp_path, model, tokenizer, texts):
-    run = HeadsTraining(**{**vars(SMALL), "epochs": 50, "rate": 0.0, "patience": 3})
-    figures = train(model, tokenizer, texts, tmp_path, run)
-    assert figures["steps"] <= 20, "of 400: three checks without a gain are enough"
-
-
-def test_best_heads_are_kept_not_the_last(tmp_path, model, tokenizer, texts, monkeypatch):
-    shares = iter([0.1, 0.5, 0.2, 0.2, 0.2])
-    kept = {}
-    note = Trainer._note
-
-    def scripted(self, score):
-        note(self, next(shares))
-        kept[self.best_score] = {name: t.clone() for name, t in self.best.items()}
-
-    monkeypatch.setattr(Trainer, "_note", scripted)
-    train(model, tokenizer, texts, tmp_path, HeadsTraining(**{**vars(SMALL), "epochs": 40, "patience": 2}))
-    assert same(weights(tmp_path), kept[0.5]) and not same(kept[0.5], kept[0.1])
 
 
 def test_tree_is_searched_for_heads_that_exist(tmp_path, model, tokenizer, texts):
@@ -238,10 +195,3 @@ def test_senseless_settings_are_refused_before_the_work(tmp_path, model, tokeniz
     with pytest.raises(SettingsError, match="tied, low_rank or full"):
         train(model, tokenizer, texts, tmp_path / "a", HeadsTraining(**{**vars(SMALL), "projection": "none"}))
     assert not (tmp_path / "a").exists()
-
-
-def test_given_heads_are_left_as_they_are(tmp_path, model, tokenizer, texts):
-    train(model, tokenizer, texts, tmp_path / "a", tree=False)
-    heads = load_heads(tmp_path / "a")
-    train_medusa(model, tokenizer, texts, tmp_path / "b", run=SMALL, given=heads, nodes=7)
-    assert heads.config.tree is None and load_heads(tmp_path / "a") is heads

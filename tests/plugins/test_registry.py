@@ -155,13 +155,6 @@ def test_what_is_no_grammar_backend_is_refused(cls: type, why: str) -> None:
         registry().register(plugin_with(backends=(cls,)), "bad")
 
 
-def test_installed_plugin_is_found_with_its_provider(install: Callable[..., None]) -> None:
-    mine = strategy_named("mine")
-    install(("mine", "decoders-mine", plugin_with(mine)))
-    entry = registry().strategies()["mine"]
-    assert (entry.cls, entry.provider, entry.version) == (mine, "decoders-mine", "1.2")
-
-
 def test_plugin_may_provide_verifiers_alone(install: Callable[..., None]) -> None:
     rules = hooking("decoders_verifiers", lambda self: [verifier_named("mine")])
     install(("rules", "decoders-rules", rules))
@@ -335,17 +328,6 @@ def test_plugin_of_no_known_distribution_is_to_be_blocked_not_unregistered(monke
     point = FakeEntryPoint(name="stray", dist=None, loader=lambda: plugin_with(verifiers=(verifier_named("coupled"),)))
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     assert "Block one, for instance with DECODERS_PLUGINS_BLOCK=stray." in str(status_of("stray", registry()).error)
-
-
-def test_built_in_survives_a_plugin_of_the_same_name(install: Callable[..., None]) -> None:
-    install(("impostor", "decoders-impostor", plugin_with(strategy_named("prompt_lookup"), strategy_named("extra"))))
-    assert registry().strategy("prompt_lookup") is PromptLookup
-    assert "extra" in registry().strategies()
-    info = status_of("impostor", registry())
-    assert info.status == "conflict"
-    assert "'builtin'" in str(info.error)
-    assert "The built-in keeps the name" in str(info.error)
-    assert status_of("builtin", registry()).status == "loaded"
 
 
 def test_blocked_plugin_is_not_even_imported(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

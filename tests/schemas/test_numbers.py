@@ -94,7 +94,7 @@ NEAR = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.none() | LARGE, st.none() | LARGE, st.booleans(), st.sampled_from(["any", "fraction"]), LARGE, NEAR)
 def test_what_is_written_is_in_the_set_as_json_reads_it(
     low: float | None, high: float | None, is_open: bool, kind: str, other: float, near: tuple[str, str]
@@ -119,27 +119,10 @@ def test_what_is_written_is_in_the_set_as_json_reads_it(
                 assert kind == "any" or not float(value).is_integer(), text
 
 
-@pytest.mark.parametrize("value", [5e-324, 0.30000000000000004, 1e23, 1e300, -1.7976931348623157e308, 10**20 + 1, 2.5])
-def test_point_is_written_as_json_reads_it(value: float) -> None:
-    expression = number_text.expression(numbers.point(value))
-    assert expression is not None
-    written = re.sub(r"\\(.)", r"\1", expression)
-    assert json.loads(written) == value
-
-
 def test_interval_without_a_number_that_can_be_written_has_no_texts() -> None:
     between = Numbers(numbers.fraction(0.3), True, numbers.fraction(0.30000000000000004), True).simplified()
     assert between is not None
     assert number_text.expression(between) == ""
-
-
-@pytest.mark.parametrize("step", ["0.25", "0.3", "1.5", "0.125", "3", "0.04"])
-def test_multiples_of_decimals_need_not_have_all_places(step: str) -> None:
-    expression = number_text.expression(Numbers(multiple=Fraction(step)))
-    assert expression is not None
-    for thousandths in range(-4000, 4000):
-        value = Fraction(thousandths, 1000)
-        assert bool(re.fullmatch(expression, text(value))) is ((value / Fraction(step)).denominator == 1), value
 
 
 def test_bound_far_away_takes_no_decimals_from_small_numbers() -> None:

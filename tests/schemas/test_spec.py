@@ -81,11 +81,6 @@ def test_types_of_python(name: str, accepts: Callable[..., bool]) -> None:
     assert not any(accepts(language, json.dumps(value)) for value in bad)
 
 
-def test_type_without_schema_is_refused() -> None:
-    with pytest.raises(GrammarError, match="no JSON schema"):
-        JsonSchema.of(Callable[[int], int])
-
-
 def test_schemas_pass_through_of() -> None:
     assert JsonSchema.of({"type": "null"}) == JsonSchema({"type": "null"})
     assert JsonSchema.of('{"type": "null"}', whitespace="compact").language().regex == "null"
@@ -233,10 +228,6 @@ def test_what_is_left_out_of_one_pattern_leaves_the_others(accepts: Callable[...
     }
     language = JsonSchema(schema, strict=False).language()
     assert not accepts(language, '{"y": 0}')
-
-
-def test_strict_language_needs_no_validation() -> None:
-    assert JsonSchema({"type": "integer"}).language().whole is None
 
 
 @pytest.mark.parametrize(

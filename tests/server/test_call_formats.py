@@ -222,6 +222,7 @@ def drawn(matcher: Any, size: int, seed: int, tokens: list[int]) -> list[int]:
     return tokens
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_all_arguments_of_a_schema_can_be_written(name: str, special: bool, tokenizer_of: Callable[..., Any]) -> None:
@@ -255,7 +256,7 @@ def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
     for required in (True, False):
         calling = Calling(tuple(TOOLS), CallStyle(format), required, several)
         grammar, vocabulary = grammar_of(calling.spec, tokenizer)
-        for seed in range(4):
+        for seed in range(2):
             matcher, before = grammar.start(), list[int]()
             if not required and format.trigger:
                 text = f"Well. {format.trigger}"
@@ -392,7 +393,9 @@ def test_calls_of_the_history_have_an_object(name: str, arguments: Any, tokenize
         conversations.prompt([message], [], {})
 
 
-@pytest.mark.parametrize("name", ["harmony", "deepseek-v3", "gemma4", "qwen3-coder"])
+@pytest.mark.parametrize(
+    "name", ["harmony", "qwen3-coder", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek-v3", "gemma4"))]
+)
 def test_a_server_speaks_a_format(name: str, served: Any, service_of: Any, stream: Any, tokenizer_of: Any) -> None:
     calls, marks, _ = PUBLISHED[name]
     harmony = name == "harmony"

@@ -90,14 +90,6 @@ def test_log_probabilities_of_a_message(client: Any) -> None:
         assert sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) <= 1.001
 
 
-def test_bytes_of_tokens_make_the_text(client: Any) -> None:
-    emoji = {"type": "choice", "choices": ["😀😁"]}
-    (choice,) = post(client, logprobs=True, response_format=emoji)["choices"]
-    entries = choice["logprobs"]["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"] == "😀😁"
-    assert entries[0]["token"] == r"\xf0"
-
-
 def check_call(call: dict[str, Any], name: str) -> None:
     assert call["type"] == "function" and call["id"].startswith("call_")
     assert call["function"]["name"] == name
@@ -124,34 +116,6 @@ def test_a_named_function_is_called(client: Any, stream: Any, strategy: str) -> 
     assert not any(part["delta"].get("content") for part in parts)
 
 
-def test_required_means_some_function(client: Any) -> None:
-    for seed in range(3):
-        body = {
-            "tools": TOOLS,
-            "tool_choice": "required",
-            "parallel_tool_calls": False,
-            "temperature": 1.5,
-            "seed": seed,
-        }
-        (choice,) = post(client, max_tokens=120, **body)["choices"]
-        (call,) = choice["message"]["tool_calls"]
-        check_call(call, call["function"]["name"])
-        assert choice["finish_reason"] == "tool_calls"
-
-
-def allowed(mode: str, *names: str) -> dict[str, Any]:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-def test_only_allowed_tools_are_called(client: Any) -> None:
-    body = {"tools": TOOLS, "tool_choice": allowed("required", "rest"), "parallel_tool_calls": False, "max_tokens": 60}
-    (choice,) = post(client, **body)["choices"]
-    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["rest"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert "tool_calls" not in post(client, **body | {"tool_choice": allowed("auto", "rest")})["choices"][0]["message"]
-
-
 PLACE: dict[str, Any] = {
     "type": "object", "properties": {"place": {"enum": ["x", "y"]}}, "required": ["place"], "additionalProperties": False,
 }  # fmt: skip
@@ -168,7 +132,7 @@ def test_an_answer_is_a_call_or_follows_its_format(client: Any, stream: Any, cho
         "temperature": 1,
     }
     kinds = set()
-    for seed in range(3):
+    for seed in range(2):
         (answer,) = post(client, **body, seed=seed)["choices"]
         message = answer["message"]
         kinds.add(bool(message.get("tool_calls")))
@@ -182,14 +146,6 @@ def test_an_answer_is_a_call_or_follows_its_format(client: Any, stream: Any, cho
 def test_a_schema_that_is_not_given_is_any_object(client: Any) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "any"}}
     assert post(client, response_format=format)["choices"][0]["message"]["content"].startswith("{")
-
-
-def test_auto_may_write_text(client: Any, stream: Any) -> None:
-    body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "auto", "temperature": 1, "seed": 3, "max_tokens": 30}
-    (choice,) = post(client, **body)["choices"]
-    assert "tool_calls" not in choice["message"]
-    parts = [c for chunk in stream(client, ROUTE, **ASKED, **body) for c in chunk["choices"]]
-    assert "".join(part["delta"].get("content") or "" for part in parts) == choice["message"]["content"]
 
 
 def test_a_conversation_with_calls_goes_on(client: Any) -> None:
@@ -354,7 +310,7 @@ NESTED = {
 }  # fmt: skip
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("backend", ["table", "llguidance"])
 @pytest.mark.parametrize("prefix, suffix", [("<call>\n", "\n</call>"), ("", ""), ('{"tool_calls": [', "]}")])
 @pytest.mark.parametrize("format", [None, "object", "place", "regex"])

@@ -31,6 +31,7 @@ def test_the_page_has_nothing_from_elsewhere(client: Any) -> None:
     assert fields and fields == labels
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any) -> None:
     with chromium() as browser:
         page, problems = browser.new_page(), []

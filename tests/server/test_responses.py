@@ -22,7 +22,6 @@ from .test_reasoning import SCHEMA, THINKS
 
 ROUTE = "/v1/responses"
 WALK = {"type": "function", "name": "walk", "parameters": SCHEMA}
-REST = {"type": "function", "name": "rest", "strict": False}
 INPUT = {"instructions": "Be brief.", "input": "two and two"}
 
 

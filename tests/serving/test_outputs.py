@@ -54,22 +54,12 @@ def test_a_line_that_was_cut_off_is_written_anew_wherever_that_was(path: Path) -
 @pytest.mark.parametrize(
     "content",
     [
-        b"mine",
-        b"mine\n",
-        b"{",
-        b"{}",
-        b'{"index": 0}\n',
-        b'{"index": 0, "text": ',
-        b'{"index": true, "input": "0123456789ab", "text": ""}\n',
-        b'{"index": -1, "input": "0123456789ab", "text": ""}\n',
-        b'{"index": 0, "input": "zz", "text": ""}\n',
-        b'{"index": 0, "input": "0123456789ab", "text": ""}\nmy notes',
-        b'{"index": 0, "input": "0123456789ab", "text": ""}\n\xff\n',
-        b"[" * 5000,
-        b'{"a":' * 5000,
-        b"\0" * 100,
+        b"mine", b"mine\n", b"{", b"{}", b'{"index": 0}\n', b'{"index": 0, "text": ',
+        b'{"index": true, "input": "0123456789ab", "text": ""}\n', b'{"index": -1, "input": "0123456789ab", "text": ""}\n',
+        b'{"index": 0, "input": "zz", "text": ""}\n', b'{"index": 0, "input": "0123456789ab", "text": ""}\nmy notes',
+        b'{"index": 0, "input": "0123456789ab", "text": ""}\n\xff\n', b"[" * 5000, b'{"a":' * 5000, b"\0" * 100,
     ],
-)
+)  # fmt: skip
 def test_a_file_of_something_else_is_refused_and_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(SettingsError, match="no completion"):

@@ -114,7 +114,6 @@ def test_one_that_leaves_while_its_prompt_is_read_hurts_nobody(
     ("strategy", "mixes"),
     [
         ("autoregressive", True),
-        ("suffix", True),
         (PromptLookup(branches=2), True),
         (Speculative(length=3), True),
         (TokenRecycling(prompt_logits=True), False),

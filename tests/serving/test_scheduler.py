@@ -120,7 +120,7 @@ def test_requests_write_what_calls_of_their_own_write(
         pytest.param([{"temperature": 0.7}, {"temperature": 1.3}], marks=pytest.mark.slow),
         pytest.param([{"top_p": 0.6}, {"top_p": 0.95}], marks=pytest.mark.slow),
         pytest.param([{"min_p": 0.02}, {"min_p": 0.3}], marks=pytest.mark.slow),
-        [{"typical_p": 0.5}, {"typical_p": 0.9}],
+        pytest.param([{"typical_p": 0.5}, {"typical_p": 0.9}], marks=pytest.mark.slow),
         [{"top_k": 3, "top_p": 0.9}, {"top_k": 60, "top_p": 0.5}],
         [{"min_new_tokens": 6, "top_k": 8}, {"min_new_tokens": 2, "top_k": 40}],
         pytest.param(
@@ -196,7 +196,10 @@ def test_rows_with_a_grammar_and_rows_without_share_steps(
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param("autoregressive", marks=pytest.mark.slow), "prompt_lookup", PromptLookup(branches=2)],
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("autoregressive", "prompt_lookup")),
+        PromptLookup(branches=2),
+    ],
     ids=str,
 )
 def test_in_low_precision_requests_write_what_calls_of_their_own_write(
@@ -252,16 +255,6 @@ def test_stop_strings_end_only_their_own_row(llama: PreTrainedModel, letters: Pr
     assert len(generations[1].tokens) < 30 == len(generations[0].tokens)
 
 
-def test_long_prompts_are_read_in_chunks_while_others_go_on(llama: PreTrainedModel) -> None:
-    config = {"compile": False, "prefill_chunk": 8}
-    with scheduler_of(llama, longest_pause=1e-6, decoders_config=config) as scheduler:
-        first = scheduler.submit(text_of(0, 4), max_new_tokens=100)
-        next(iter(first))
-        late = scheduler.submit(text_of(1, 150), max_new_tokens=5)
-        assert written(late, text_of(1, 150)) == write_alone(llama, text_of(1, 150), max_new_tokens=5)
-        assert written(first, text_of(0, 4)) == write_alone(llama, text_of(0, 4), max_new_tokens=100)
-
-
 def test_a_prompt_is_read_at_once_where_no_row_waits(in_pieces: Callable[[int, int], Any]) -> None:
     short, long = in_pieces(4, 2), in_pieces(200, 1)
     lane = Lane(short.engine, short.request, 3)
@@ -315,7 +308,7 @@ def test_what_was_read_with_other_weights_is_read_again_while_rows_run() -> None
     assert got == [write_alone(model, prompt, max_new_tokens=8)] * 2
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 12), st.sampled_from([None, 0.5, 1.2]), st.floats(0, 0.004)),
@@ -466,18 +459,6 @@ def test_a_finished_text_is_judged_by_who_asks_for_it(llama: PreTrainedModel, mo
         for each in several:
             assert each.report and each.exception() is None
         assert len(judged) == 3
-
-
-def test_a_strategy_that_raises_ends_its_requests_and_no_others(llama: PreTrainedModel) -> None:
-    class Raises(PromptLookup):
-        def propose(self, state: Any, sequences: Any) -> Any:
-            raise ArithmeticError("of a strategy")
-
-    with scheduler_of(llama) as scheduler:
-        good = scheduler.submit(text_of(0, 6), max_new_tokens=20)
-        bad = scheduler.submit(text_of(1, 6), max_new_tokens=20, strategy=Raises())
-        assert isinstance(bad.exception(60), ArithmeticError)
-        assert written(good, text_of(0, 6)) == write_alone(llama, text_of(0, 6), max_new_tokens=20)
 
 
 def test_cancelled_requests_free_their_rows(llama: PreTrainedModel) -> None:
@@ -742,7 +723,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(llama: PreTrainedModel) -> 
     results: dict[int, Any] = {}
 
     def client(first: int, scheduler: decoders.Scheduler) -> None:
-        for number in range(first, 200, 4):
+        for number in range(first, 100, 4):
             p, new = kinds[number % 8]
             generation = scheduler.submit(p, max_new_tokens=new, wait=True)
             if number % 5 == 0:
@@ -755,7 +736,7 @@ def test_a_storm_of_requests_loses_and_mixes_up_none(llama: PreTrainedModel) -> 
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(results) == 200
+    assert len(results) == 100
     for number, generation in results.items():
         error = generation.exception(0)
         if error is None:

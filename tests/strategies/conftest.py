@@ -41,17 +41,17 @@ OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
 def of_strategies(strategies: Sequence[Strategy]) -> list[Any]:
     """Cases ``strategy, check``, in which strategies take turns.
 
-    Each gets the checks of its settings, one of its drafts and every sixth of the others; the rest is slow. So each check is made
-    of a sixth of the strategies.
+    Each gets the checks of its settings, one of its drafts and every tenth of the others; the rest is slow. So each check is made
+    of a tenth of the strategies.
     """
-    return _in_turns(strategies, 6, lambda turn: OF_DRAFTS[turn % 2 :][:1])
+    return _in_turns(strategies, 10, lambda turn: OF_DRAFTS[turn % 2 :][:1])
 
 
 def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
     """The same for strategies that are there with other settings, too, or as parts of others: every 24th check, and one of the
-    drafts of every other strategy, the first one among them.
+    drafts of every fourth strategy, the first one among them.
     """
-    return _in_turns(strategies, 24, lambda turn: OF_DRAFTS[turn // 2 % 2 :][: 1 - turn % 2])
+    return _in_turns(strategies, 24, lambda turn: OF_DRAFTS[turn // 4 % 2 :][: turn % 4 == 0])
 
 
 def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int], tuple[str, ...]]) -> list[Any]:
@@ -60,7 +60,7 @@ def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int]
     for turn, strategy in enumerate(strategies):
         for place, check in enumerate(checks_for(strategy)):
             # Passes of a draft model are replayed as nothing else is.
-            replayed = strategy.needs_assistant and turns == 6 and check.__name__ == "check_on_device"
+            replayed = strategy.needs_assistant and turns == 10 and check.__name__ == "check_on_device"
             always = replayed or check.__name__ in (*OF_SETTINGS, *drafts(turn))
             cases.append(
                 _case(strategy, check, always or (check.__name__ not in OF_DRAFTS and (turn + place) % turns == 0))

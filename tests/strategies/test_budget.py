@@ -111,8 +111,8 @@ def test_blocks_are_as_large_as_a_step_affords(monkeypatch, strategy, plain, ste
 
 @pytest.mark.parametrize(
     "settings, plain, steep",
-    [({}, (25, 5), (4, 3)), ({"tree": "none"}, (6, 5), (4, 3)), ({"tree": "none", "length": 5}, (6, 5), (6, 5))],
-    ids=["tree", "chain", "set by hand"],
+    [({}, (25, 5), (4, 3)), ({"tree": "none", "length": 5}, (6, 5), (6, 5))],
+    ids=["tree", "set by hand"],
 )
 def test_a_head_makes_as_many_passes_as_a_step_affords(monkeypatch, settings, plain, steep):
     """In every round one for each level of its draft."""

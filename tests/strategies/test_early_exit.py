@@ -87,7 +87,7 @@ def test_drafts_stand_in_the_targets_slots_and_what_is_committed_stays(tree: str
     assert strategy.drafter.nbytes == 0 and out.report.peak_memory == plain.report.peak_memory
 
 
-@pytest.mark.parametrize("tree", ["none", "dynamic"])
+@pytest.mark.parametrize("tree", [pytest.param("none", marks=pytest.mark.slow), "dynamic"])
 def test_drafts_are_those_of_a_draft_model_of_these_layers(tree: str) -> None:
     """With slots and a prompt of its own."""
     model = tiny_model("llama")
@@ -106,9 +106,9 @@ def test_drafts_are_those_of_a_draft_model_of_these_layers(tree: str) -> None:
 
 def test_slots_that_become_too_few_grow_with_what_they_hold() -> None:
     model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
-    expected = decode(model, inputs, max_new_tokens=50).sequences
+    expected = decode(model, inputs, max_new_tokens=20).sequences
     strategy = Watched(exit_layer=1, length=32)  # longer drafts than there is room for behind the text
-    out = decode(model, inputs, strategy, max_new_tokens=50, decoders_config=EAGER)
+    out = decode(model, inputs, strategy, max_new_tokens=20, decoders_config=EAGER)
     assert torch.equal(out.sequences, expected)
 
 
@@ -154,6 +154,7 @@ class StagedExit(Staged):
         return context.first_layers(1)
 
 
+@pytest.mark.slow
 def test_first_layers_may_have_a_stage_of_their_own() -> None:
     model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
     for options in ({}, dict(do_sample=True, seed=3, top_k=0)):

@@ -63,12 +63,14 @@ def booked(model: PreTrainedModel, strategy: Strategy, rows: int, **options: Any
 @pytest.mark.parametrize(
     "make, sample",
     [
-        (lambda: an_eagle(tree="dynamic", length=3, nodes=40, children=32, beam=4), True),
+        pytest.param(
+            lambda: an_eagle(tree="dynamic", length=3, nodes=40, children=32, beam=4), True, marks=pytest.mark.slow
+        ),
         pytest.param(lambda: an_eagle(tree="none", length=3), False, marks=pytest.mark.slow),
         (a_merged, False),
         pytest.param(an_mtp, False, marks=[needs_mtp, pytest.mark.slow]),
         pytest.param(lambda: an_mtp(tree="dynamic"), True, marks=needs_mtp),
-        (a_dflash, False),
+        pytest.param(a_dflash, False, marks=pytest.mark.slow),
         (lambda: a_dflash(tree="static", nodes=40, children=24), True),
     ],
     ids=["eagle-tree", "eagle-chain", "eagle-merged", "mtp", "mtp-tree", "dflash", "dflash-tree"],

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
@@ -73,20 +71,6 @@ def test_mask_and_positions_are_those_drawn_by_hand():
     assert [["#" if seen else "." for seen in row] for row in visible] == [row[:-1] for row in drawn]
     assert list(block.offsets) == [int(row[-1]) for row in drawn]
     assert block.parents == (-1, -1, -1, -1, -1, -1, 0, 6, 0, 8)
-
-
-def test_deeper_levels_see_their_own_column():
-    """W = 2, N = 4: level 2, column 1 is node 5; it sees level 0 up to its column (0, 1) and level 1 above it (3)."""
-    visible = lookahead_block(window=2, ngram=4, candidates=1).tensors(1, torch.device("cpu")).visible[0, 5]
-    assert visible.nonzero().flatten().tolist() == [0, 1, 3, 5]
-
-
-@given(st.integers(1, 9), st.integers(2, 7), st.integers(1, 9))
-def test_number_of_nodes(window, ngram, candidates):
-    block = lookahead_block(window, ngram, candidates)
-    assert len(block) == (window + candidates) * (ngram - 1)
-    assert sum(parent >= 0 for parent in block.parents) == candidates * (ngram - 1)
-    assert block.max_depth == ngram - 1
 
 
 # --- plain Python -----------------------------------------------------------------------------------------------------

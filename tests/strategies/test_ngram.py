@@ -142,12 +142,6 @@ def test_only_what_stands_behind_the_start_is_counted():
     assert table.orders[0].followers.tolist() == [[3, 4]]
 
 
-def test_followers_that_are_not_kept_still_count_in_the_total():
-    order = table_of([1, 2, 1, 2, 1, 3, 1, 4], followers=2).orders[1]
-    row = order.keys.tolist().index(1)
-    assert (order.followers[row].tolist(), order.counts[row].tolist(), int(order.totals[row])) == ([2, 3], [2, 1], 4)
-
-
 def test_table_comes_back_from_its_file(tmp_path):
     table = table_of([1, 2, 3, 1, 2, 4], source="six tokens")
     table.save(tmp_path / "t.safetensors")

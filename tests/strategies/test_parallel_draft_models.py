@@ -43,7 +43,7 @@ def places(text: Tensor, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["alone", "merged"])
-@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 4])
 def test_drafts_are_what_one_pass_over_masks_says(length: int, merged: bool) -> None:
     model, inputs = decoders.enable(tiny_model("llama")), prompts(3)
     plain = decode(model, inputs, "autoregressive", max_new_tokens=12)
@@ -79,9 +79,7 @@ def saved() -> str:
     return _folder.name
 
 
-SHAPES: dict[Strategy, tuple[str, ...]] = {
-    Speculative(draft_model=saved(), length=4): ("check_drafts", "check_on_device", "check_rows_come_and_go")
-}
+SHAPES: dict[Strategy, tuple[str, ...]] = {Speculative(draft_model=saved(), length=4): ("check_on_device",)}
 
 
 @pytest.mark.parametrize("strategy, check", of_shapes(SHAPES))

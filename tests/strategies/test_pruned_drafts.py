@@ -40,8 +40,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        Speculative(),
-        Speculative(tree="static"),
+        pytest.param(Speculative(), marks=pytest.mark.slow),
+        pytest.param(Speculative(tree="static"), marks=pytest.mark.slow),
         Speculative(tree="dynamic"),
         Suffix(),
         TokenRecycling(),

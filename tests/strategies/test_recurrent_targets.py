@@ -123,7 +123,7 @@ def test_a_design_whose_own_paths_differ_is_decoded_as_its_own_generate_does() -
     assert_same_tokens(model, prompts(2), plain.sequences, out.sequences, "nemotron_h with experts")
 
 
-@pytest.mark.parametrize("kind", ["eagle chain", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle chain", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_drafts_go_through_a_head_that_reads_a_setting_of_the_decoder(kind: str, tmp_path: Path) -> None:
     """Falcon-H1 multiplies its logits by a number that its decoder keeps."""
     if kind == "dflash":
@@ -161,6 +161,7 @@ def with_layers(name: str, **options: Any) -> PreTrainedModel:
     return decoders.enable(model)
 
 
+@pytest.mark.slow
 @needs_mtp
 @pytest.mark.parametrize(
     "name",

@@ -76,7 +76,11 @@ def assert_exact(model, strategy, assistant, rows=3, new=30, draws=(SAMPLING, {}
     return out.report
 
 
-@pytest.mark.parametrize("children, draw", [(1, SAMPLING), (3, {})], ids=["path, sampled", "tree, greedy"])
+@pytest.mark.parametrize(
+    "children, draw",
+    [pytest.param(1, SAMPLING, marks=pytest.mark.slow), (3, {})],
+    ids=["path, sampled", "tree, greedy"],
+)
 def test_a_draft_of_a_draft(target, near, children, draw):
     smaller = tiny_draft("llama", noise=0.1)
     report = assert_exact(target, nested(smaller, children=children), near, new=20, draws=[draw])
@@ -94,6 +98,7 @@ def test_a_draft_of_a_draft_of_a_draft(target, near):
     assert_exact(target, Staged(stage="staged", stage_config=second), near, rows=2, new=16, draws=[SAMPLING])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["speculative", pytest.param("threshold", marks=pytest.mark.slow)])
 def test_stages_with_a_model_of_their_own(target, near, stage):
     report = assert_exact(

@@ -54,11 +54,6 @@ def test_a_draft_has_no_more_nodes_than_allowed():
     assert propose([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], alpha=64, nodes=4).tokens.tolist() == [[4, 5, 6, 7]]
 
 
-def test_a_text_without_repetition_gets_no_draft_token():
-    assert propose([1, 2, 3, 4]).tokens.shape == (1, 0)
-    assert propose([1]).tokens.shape == (1, 0)
-
-
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
 def test_a_loop_is_continued_beyond_the_end_of_the_text(period):
     loop = list(range(10, 10 + period))
@@ -93,12 +88,6 @@ def test_one_row_has_its_likeliest_path_in_front_and_several_their_likeliest_nod
     settings = {"alpha": 4, "min_probability": 0.3}
     assert propose(text, **settings).tokens.tolist() == [[1, 2, 9, 3]]
     assert propose(text, text, **settings).tokens.tolist() == [[1, 2, 3, 9]] * 2
-
-
-def test_nothing_behind_the_end_of_a_row_is_read():
-    strategy = Suffix(alpha=1)
-    drafts = [strategy.propose(strategy.start(context()), sequences([1, 2, 3, 1], junk=junk)) for junk in (1, 7)]
-    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist() == [[2]]
 
 
 def test_a_row_that_was_taken_back_is_read_again():

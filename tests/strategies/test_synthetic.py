@@ -38,7 +38,6 @@ DRAWN = {"do_sample": True, "temperature": 1.0, "seed": 4}
     [
         ("0.9,0.7,0.4", 3.0, {}),
         ("0.8", 1 + sum(0.8**n for n in range(1, 6)), DRAWN),
-        ("1,1", 3.0, {}),
         ("0", 1.0, DRAWN),
     ],
 )

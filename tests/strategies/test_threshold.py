@@ -70,46 +70,10 @@ def outcome(draft: Draft, accepted: list[int]) -> Step:
     )  # fmt: skip
 
 
-def test_the_token_that_crosses_the_threshold_is_still_proposed():
-    # Products 0.9, 0.63, 0.315: the third falls below 0.4.
-    state = scripted([0.9, 0.7, 0.5, 0.9, 0.9])
-    draft = Threshold().propose(state, sequences(1))
-    assert draft.tokens.tolist() == [[1, 2, 3]] and state.drafter.made == 3
-    assert state.weights is not None
-    assert state.weights.exp()[0].tolist() == pytest.approx([0.9, 0.63, 0.315])
-
-
-def test_every_row_stops_by_itself():
-    state = scripted([0.9, 0.9, 0.9, 0.3, 0.9], [0.3, 0.9, 0.9, 0.9, 0.9], [0.7, 0.7, 0.7, 0.7, 0.7])
-    draft = Threshold().propose(state, sequences(3))
-    assert draft.tokens.tolist() == [[1, 2, 3, 4], [1, -1, -1, -1], [1, 2, 3, -1]]
-
-
 def test_rows_that_have_ended_keep_no_one_drafting():
     state = scripted([1.0] * 16, [0.5, 0.5] + [1.0] * 14)
     draft = Threshold().propose(state, sequences(2, finished=[True, False]))
     assert state.drafter.made == 2 and draft.tokens[1].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "accepted, threshold",
-    [
-        (0, (0.4 + 0.9) / 2),  # the first draft token, of 0.9, was rejected
-        (1, (0.4 + 0.63) / 2),
-        (2, (0.4 + 0.315) / 2),
-        (3, 0.3),  # all were accepted: be bolder
-    ],
-)
-def test_the_threshold_after_a_step(accepted, threshold):
-    strategy, state = Threshold(), scripted([0.9, 0.7, 0.5])
-    strategy.observe(state, outcome(strategy.propose(state, sequences(1)), [accepted]))
-    assert state.threshold.tolist() == pytest.approx([threshold])
-
-
-def test_the_threshold_of_every_row_moves_by_itself():
-    strategy, state = Threshold(), scripted([0.9, 0.7, 0.5], [0.3, 1.0, 1.0], [0.3, 1.0, 1.0])
-    strategy.observe(state, outcome(strategy.propose(state, sequences(3)), [1, 0, 1]))
-    assert state.threshold.tolist() == pytest.approx([0.515, 0.35, 0.3])
 
 
 @pytest.mark.parametrize("start, accepted, limit", [(0.1, 1, 0.05), (0.94, 0, 0.95)])

@@ -12,7 +12,7 @@ from decoders.tree import TreeTensors
 from decoders.verifiers import Block, BlockVerification, Coupled, Rejection, TreeRejection
 
 ALL = [Coupled, Rejection, TreeRejection, BlockVerification]
-quick = settings(deadline=None, max_examples=60)
+quick = settings(deadline=None, max_examples=25)
 
 
 @st.composite

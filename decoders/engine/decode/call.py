@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
+
 from ...errors import UnsupportedError
 from ...report import Stopwatch
 from ..model.ranks import Ranks
@@ -65,6 +67,8 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                     f"decoders: {batch.culprit}, {batch.where}, after {batch.report.steps} steps; error.partial is what was written."
                 )
                 error.partial = output  # type: ignore[attr-defined]
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.add_note(f"decoders: {engine.sessions.make_room()}")
                 close(batch, output, error)
                 raise
             close(batch, output)
@@ -120,6 +124,7 @@ def end(batch: Batch) -> None:
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = batch.resources.peak_memory
+    batch.report.recorded_memory = batch.engine.sessions.recorded_nbytes
     batch.where = "details"
     batch.report.details = dict(batch.request.strategy.details(batch.state))
     batch.where = "finish"

@@ -47,6 +47,11 @@ class Outcome:
         emitted, accepted, drafted, ended = (figures[:rows] for figures in summary)
         return Outcome(emitted, accepted, drafted, ended, new[:rows])
 
+    @property
+    def written(self) -> list[list[int]]:
+        """The tokens committed."""
+        return [tokens[:count] for tokens, count in zip(self.new, self.emitted, strict=True)]
+
     def part(self, first: int, count: int) -> Outcome:
         """A copy for `count` rows from `first` on."""
         return Outcome(*(figures[first : first + count] for figures in vars(self).values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -215,6 +216,17 @@ class RequestOutput:
     def ended(self) -> bool:
         return all(self.finished)
 
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        return [prompt.tolist() for prompt in self.request.prompts]
+
+    def tokens_from(self, row: int, first: int) -> list[int]:
+        """Prompt and generated tokens of a row, from one on. The prompt is read from the device once, if at all."""
+        prompt = len(self.request.prompts[row])
+        if first >= prompt:
+            return self.generated[row][first - prompt :]
+        return self._prompts[row][first:] + self.generated[row]
+
     def text(self, row: int) -> Tensor:
         """Prompt and generated tokens of a row, 1-D int64."""
         prompt = self.request.prompts[row]
@@ -232,7 +244,7 @@ class RequestOutput:
         report.steps += 1
         report.accepted += sum(map(min, outcome.accepted, outcome.emitted))  # criteria may have cut the row
         report.drafted += sum(outcome.drafted)
-        new = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
+        new = outcome.written
         for row, tokens in enumerate(new):
             if self.finished[row]:
                 continue

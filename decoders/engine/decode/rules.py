@@ -151,12 +151,17 @@ def decider(
     copy = request.strategy.observes  # a strategy may keep what it is shown, and the next replay would overwrite that
 
     def whole(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        return core.replayed("step", partial(forward_verify_commit, parts, draft), block, rows, recordings, copy=copy)
+        return core.replayed("step", partial(packed_step, parts, draft), block, rows, recordings, copy=copy)
 
     def forward(block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
         return core.replayed("forward", core.forward, replace(block, masks=None), rows, recordings, copy=copy)
 
-    return whole if built_in else partial(forward_verify_commit, replace(parts, forward=forward))
+    return whole if built_in else partial(packed_step, replace(parts, forward=forward))
+
+
+def packed_step(parts: Parts, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+    """:func:`forward_verify_commit` for a device whose results are read by one copy."""
+    return forward_verify_commit(parts, draft, block, rows).packed()
 
 
 def one_hot(tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:

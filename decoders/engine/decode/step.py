@@ -41,7 +41,7 @@ def step(batch: Steps, watch: Watch | None = None) -> StepOutput:
     outcome = watch.committed(draft, block, out)
     batch.settle(out, outcome)
     watch.settled()
-    batch.observe(out)
+    batch.observe(out, outcome)
     watch.observed(out, outcome)
     return out
 
@@ -91,7 +91,7 @@ class Steps(Protocol):
         """Moves grammars and recurrent states on to what was committed. outcome: None where the host has not read it."""
         ...
 
-    def observe(self, out: StepOutput) -> None: ...
+    def observe(self, out: StepOutput, outcome: Outcome | None) -> None: ...
 
 
 class Watch:

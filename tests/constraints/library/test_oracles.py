@@ -114,7 +114,7 @@ def csv_line(row: list[str]) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_others_write_is_accepted(name: str, accepts: Accepts, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
@@ -201,7 +201,7 @@ READ: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("number", [25, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [15, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READ)
 def test_random_texts_are_read_by_others(name: str, texts: Texts, number: int) -> None:
     closing = {"closing": b" |\n-"} if name == "markdown_table" else {}

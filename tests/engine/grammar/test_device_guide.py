@@ -27,23 +27,8 @@ from .guides import allowed_by, output, sequences
 CPU = torch.device("cpu")
 STOPS = (3, 40)
 WORDS = [
-    b"a",
-    b"b",
-    b"c",
-    b"0",
-    b"1",
-    b'"',
-    b"ab",
-    b"abc",
-    b"ba",
-    b"00",
-    b'"a',
-    b'a"',
-    b"a" * 40,
-    b"ab" * 9,
-    b"cab",
-    b"a",
-]
+    b"a", b"b", b"c", b"0", b"1", b'"', b"ab", b"abc", b"ba", b"00", b'"a', b'a"', b"a" * 40, b"ab" * 9, b"cab", b"a",
+]  # fmt: skip
 #: Some bytes more, a token without text, and none of "d": texts that need one are dead ends.
 TOKENS = [
     b"b", b"a", b"e", b"<end>", *WORDS, None, b"de", b"\xc3", b"\xa9", b"\xc3\xa9", *(b"%d" % n for n in range(2, 20)),

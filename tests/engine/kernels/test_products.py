@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -87,7 +87,8 @@ def product_of_all(dtype: torch.dtype, inputs: int) -> tuple[torch.Tensor, ...]:
     return x, matrix, bias, few_rows_linear(x, matrix, bias)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=2, deadline=None)
+@example(1, 69, 1040, torch.float32)  # stretches that depended on the number of rows would have other lengths
 @given(st.integers(1, 70), st.integers(0, 69), st.sampled_from([96, 1040]), st.sampled_from(list(DTYPES)[:2]))
 def test_a_row_has_the_same_bits_however_many_there_are(rows: int, first: int, inputs: int, dtype: torch.dtype) -> None:
     x, matrix, bias, whole = product_of_all(dtype, inputs)
@@ -95,6 +96,7 @@ def test_a_row_has_the_same_bits_however_many_there_are(rows: int, first: int, i
     assert torch.equal(few_rows_linear(x[part], matrix, bias), whole[part])
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 128), (128, 64, 64)])
 def test_several_matrices_are_one_product_in_which_a_row_has_the_same_bits(
