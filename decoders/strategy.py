@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .context import Context, no_costs, no_memory
 from .settings import Configured
-from .tree.draft import Draft, PromptChunk, Sequences, Step, check_draft
+from .tree.draft import Draft, HostRows, HostStep, PromptChunk, Sequences, Step, check_draft
 
 __all__ = [
-    "Context", "Draft", "PromptChunk", "Sequences", "Step", "Strategy", "Traits", "check_draft", "finish_all", "finishing",
-    "no_costs", "no_memory",
+    "Context", "Draft", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "Traits", "check_draft", "finish_all",
+    "finishing", "no_costs", "no_memory",
 ]  # fmt: skip
 
 

@@ -53,6 +53,7 @@ class Report:
         timings: see :class:`Timings`.
         time_to_first_token: seconds from the call to the first committed token.
         peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
+        recorded_memory: bytes of what recordings keep for replays, those of earlier calls included (CUDA).
         compilations: graphs compiled during this call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
         details: what the strategy says of the call, JSON-safe; see :meth:`decoders.Strategy.details`.
@@ -85,6 +86,7 @@ class Report:
     timings: Timings = field(default_factory=Timings)
     time_to_first_token: float = 0.0
     peak_memory: int = 0
+    recorded_memory: int = 0
     compilations: int = 0
     stages: list[Stage] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)

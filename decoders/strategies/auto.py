@@ -145,7 +145,7 @@ class Auto(Strategy):
 
     def propose(self, state: AutoState, sequences: Sequences) -> Draft:
         begun = state.clock()
-        active = [row for row, ended in enumerate(sequences.finished.tolist()) if not ended]
+        active = [row for row, ended in enumerate(sequences.read().finished) if not ended]
         if not state.seconds:
             state.tokens, state.seconds = float(len(active)), state.costs.step(1)
         tries = state.ledger.may_try(state.costs.step(1))
@@ -159,7 +159,7 @@ class Auto(Strategy):
             for row in active:
                 plan.proposals[row].add(candidate.bit, *drafts[row])
         plan.weigh()
-        draft = plan.draft(sequences.length.device)
+        draft = plan.draft()
         plan.note()
         return draft
 
@@ -168,21 +168,21 @@ class Auto(Strategy):
         assert plan is not None
         observed = state.clock()
         seconds = observed - plan.begun
-        emitted = step.emitted.tolist()
-        written = step.chosen.gather(1, step.path).tolist()
+        read = step.read()
+        emitted = list(map(len, read.tokens))
         right, credit = 0, dict.fromkeys((c.bit for c in state.candidates), 0.0)
-        accepted = step.accepted.tolist()
-        rows = zip(state.rows, plan.proposals, written, emitted, accepted, strict=True)
+        rows = zip(state.rows, plan.proposals, read.tokens, read.accepted, strict=True)
         worth = 0.0
-        for row, (follower, proposals, tokens, count, drafted) in enumerate(rows):
+        for row, (follower, proposals, tokens, drafted) in enumerate(rows):
+            count = len(tokens)
             weight = plan.weights.get(row, 0.0)
             worth += weight * count
             if count:
                 follower.follow(proposals)
                 # A token that several proposed counts for the first of them.
-                for sources in proposals.path(tokens[: min(drafted, count)]):
+                for sources in proposals.path(tokens[:drafted]):
                     credit[sources & -sources] += weight
-            for token in tokens[:count]:
+            for token in tokens:
                 right |= follower.write(token)
         for candidate in state.candidates:
             candidate.observe(step, plan.width + 1 if candidate.bit & plan.chain else 0)

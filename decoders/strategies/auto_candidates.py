@@ -117,8 +117,7 @@ class Candidate:
                 f"strategy {self.name!r} runs nodes of its own beside its draft tokens, in every step: auto, which may leave it "
                 "out, cannot choose it. Use it by itself, or merged"
             )
-        tokens, parents = draft.tokens.tolist(), draft.parents
-        grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
+        tokens, parents, grades = draft.read()
         seconds = self._clock() - begun
         cost = seconds / max(draft.levels, 1) if self.limited else seconds
         known = self.experience
@@ -129,7 +128,7 @@ class Candidate:
         self.seconds += seconds
         self.proposed += sum(token >= 0 for row in tokens for token in row)
         self._waited, self._patience = 0, self._patience - 1
-        return list(zip(tokens, parents, grades, strict=True))
+        return [(own, parents[row], grades and grades[row]) for row, own in enumerate(tokens)]
 
     def observe(self, step: Step, own_nodes: int) -> None:
         """Lets it observe the step, if it learns from steps and is asked often enough."""

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from ..costs import CAUTION, AcceptanceRates, Follower, Proposals, StepCosts, worthwhile
 from ..strategy import Draft
 from .auto_candidates import COUNTED_AHEAD, Candidate, Experience, Ledger
@@ -165,11 +163,11 @@ class Plan:
                 break
         return depth
 
-    def draft(self, device: torch.device) -> Draft:
+    def draft(self) -> Draft:
         """The draft of all rows; each has its likeliest nodes."""
         rows = len(self.state.rows)
         if not self.count:
-            return Draft.nothing(rows, device)
+            return Draft.listed([[]] * rows)
         chosen = {row: self._chosen(row) for row in self.active}
         width = max(len(nodes) for nodes in chosen.values())
         tokens = [[-1] * width for _ in range(rows)]
@@ -190,9 +188,9 @@ class Plan:
         self.width = width
         if chain:
             self.chain = sources
-            return replace(Draft.listed(tokens, device), drafters=drafters)
+            return replace(Draft.listed(tokens), drafters=drafters)
         depth = max(self.proposals[row].depths[node] for row, nodes in chosen.items() for node in nodes)
-        return replace(Draft.listed(tokens, device, parents, depth), drafters=drafters)
+        return replace(Draft.listed(tokens, parents, depth), drafters=drafters)
 
     def _chosen(self, row: int) -> list[int]:
         """The nodes that are verified for a row, children behind their parents.

@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
 from ..strategy import Sequences
 
 #: Of a text that only grows, so many tokens are read again to check that it is the same text.
@@ -69,18 +67,16 @@ def follow_rows(
         append_only: whether texts only grow, so that only their ends are read.
         another: returns an empty text for a row that has another text now.
     """
-    # In one reading: each waits for the device.
-    figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
-    lengths, prompts, ended = figures.tolist()
+    known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]
     first = min(begins)
-    texts = sequences.tokens[:, first : max(lengths)].tolist()
+    texts = known.tokens_from(first)
     for number, row in enumerate(rows):
-        begin, length = begins[number], lengths[number]
-        tokens = texts[number][begin - first : length - first]
+        begin = begins[number]
+        tokens = texts[number][begin - first :]
         if append_only and not row.goes_on(tokens, begin):
-            row, begin, tokens = another(row), 0, sequences.tokens[number, :length].tolist()
+            row, begin, tokens = another(row), 0, known.tokens_from(0)[number]
             rows[number] = row
-        row.prompt = prompts[number]
+        row.prompt = known.prompt_lengths[number]
         row.follow(tokens, begin)
-    return list(map(bool, ended))
+    return known.finished

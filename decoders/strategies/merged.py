@@ -140,11 +140,14 @@ class Merged(Strategy):
             owned.append(range(size, end))
             size = end
         state.owned = owned
+        if not (on_host := all(draft.on_host for draft in drafts)):
+            drafts = [draft.moved(sequences.length.device) for draft in drafts]
         tokens = torch.cat([draft.tokens for draft in drafts], dim=1)
         depth = max(draft.levels for draft in drafts)
         names = [part.name for part, own in zip(self.parts, owned, strict=True) for _ in own]
         topology = joined([draft.topology for draft in drafts], tokens)
-        return Draft(tokens, topology, self._scores(drafts), depth, drafters=[names] * len(tokens))
+        scores = self._scores(drafts)
+        return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
         """How many nodes of a draft are taken, its root included, if the budget leaves `left`.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -122,10 +121,10 @@ class Suffix(Strategy):
             trees = [
                 ([], []) if ended else self._tree(state, row) for row, ended in zip(state.rows, finished, strict=True)
             ]
-        return _draft(trees, sequences.length.device)
+        return _draft(trees)
 
     def observe(self, state: _State, step: Step) -> None:
-        if any(step.sequences.finished.tolist()):  # the rows that go on are read before the next draft
+        if any(step.sequences.read().finished):  # the rows that go on are read before the next draft
             _read(state, step.sequences)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
@@ -227,11 +226,9 @@ def _read(state: _State, sequences: Sequences) -> list[bool]:
     return follow_rows(state.rows, sequences, state.append_only, another)
 
 
-def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]], device: torch.device) -> Draft:
+def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]]) -> Draft:
     """The rows' trees as one draft; shorter ones are filled up."""
-    rows, width = len(trees), max(len(nodes) for nodes, _ in trees)
-    if not width:
-        return Draft.nothing(rows, device)
+    width = max(len(nodes) for nodes, _ in trees)
     tokens, grades, parents, chains = [], [], [], True
     for nodes, own in trees:
         missing = width - len(nodes)
@@ -239,4 +236,4 @@ def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]], device: torch.d
         grades.append(own + [0] * missing)
         chains = chains and all(node.parent == place for place, node in enumerate(nodes))
         parents.append([NO_PARENT, *(node.parent for node in nodes)] + [NO_PARENT] * missing)
-    return Draft.listed(tokens, device, None if chains else parents, width, grades)
+    return Draft.listed(tokens, None if chains else parents, width, grades)

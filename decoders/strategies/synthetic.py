@@ -111,12 +111,13 @@ class Synthetic(Strategy):
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
         s: SyntheticSettings = self.settings
-        written = (sequences.length - sequences.prompt_length).tolist()
+        known = sequences.read()
         drafts = []
-        for text, begin in zip(state.texts, written, strict=True):
+        for text, length, prompt in zip(state.texts, known.lengths, known.prompt_lengths, strict=True):
+            begin = length - prompt
             draft, chance = text[begin : begin + len(s.acceptance)], state.drawn.random()
             right = sum(chance < share for share in s.acceptance)
             if right < len(draft):
                 draft[right] = (draft[right] + 1) % state.vocabulary
             drafts.append(draft + [-1] * (len(s.acceptance) - len(draft)))
-        return Draft.listed(drafts, sequences.length.device)
+        return Draft.listed(drafts)

@@ -140,17 +140,16 @@ class TextDrafter:
         return self.module.passes
 
     def draft(self, sequences: Sequences, length: int) -> Draft:
-        """A chain for every row, of `length` draft passes. Waits for the device twice."""
-        lengths, finished = sequences.length.tolist(), sequences.finished.tolist()
+        """A chain for every row, of `length` draft passes. Waits for the device once."""
+        known = sequences.read()
         first = min(len(row.tokens) for row in self.rows)
-        tokens = sequences.tokens[:, first : max(lengths)].tolist()
-        for row, written, end in zip(self.rows, tokens, lengths, strict=True):
+        for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):
             if end > len(row.tokens):
-                row.read(written[len(row.tokens) - first : end - first])
+                row.read(written[len(row.tokens) - first :])
         # One target token may be many of the draft's; rows that exceed the cache get no draft.
         open_rows = [
             not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
-            for row, ended in zip(self.rows, finished, strict=True)
+            for row, ended in zip(self.rows, known.finished, strict=True)
         ]
         if not any(open_rows):
             return Draft.chain(torch.full((len(self.rows), 1), -1, device=self.device))
@@ -161,7 +160,7 @@ class TextDrafter:
         ]
         width = max(1, *map(len, proposals))
         padded = [[*ids, *[-1] * (width - len(ids))] for ids in proposals]
-        return Draft.listed(padded, self.device)
+        return Draft.listed(padded)
 
     def _run(self, length: int) -> Tensor:
         """``[B, length]`` int64: the draft model's greedy continuation of the rows."""

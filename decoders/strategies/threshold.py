@@ -238,11 +238,12 @@ class CalibratedThreshold:
             self._first = False
             self._draft.clear()
             return None
-        emitted = int(step.emitted.sum())
+        read = step.read()
+        emitted = sum(map(len, read.tokens))
         self._verify.observe(step.nodes.shape[1], now - self._proposed, False)
         self._steps.append((emitted, now - self._begun))
         if expected is not None:
-            self._hits.append((float(step.accepted.sum()), float(expected)))
+            self._hits.append((float(sum(read.accepted)), float(expected)))
         if len(self._steps) < ENOUGH or not emitted:
             return None
         seconds = sum(seconds for _, seconds in self._steps)

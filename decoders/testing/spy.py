@@ -107,6 +107,8 @@ class Spy(Wrapped):
         self._untouched("finish", lambda: self.inner.finish(state), None)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
+        if self.reads is not None:  # what the loop has read is not known while a step is recorded
+            sequences = replace(sequences, known=None)
         draft = self._untouched("propose", lambda: self.inner.propose(state, sequences), sequences)
         try:
             inspect_draft(draft, sequences, self.vocab)
@@ -124,6 +126,8 @@ class Spy(Wrapped):
         return draft
 
     def observe(self, state: Any, step: Step) -> None:
+        if self.reads is not None:
+            step = replace(step, known=None, sequences=replace(step.sequences, known=None))
         self._untouched("observe", lambda: self.inner.observe(state, step), step.sequences, step)
 
     def _untouched(
@@ -178,7 +182,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
     rows = sequences.length.shape[0]
     assert isinstance(draft, Draft), f"propose must return a Draft, not {type(draft).__name__}"
     draft.check(rows)
-    device = sequences.tokens.device
+    device = torch.device("cpu") if draft.on_host else sequences.tokens.device
     assert draft.tokens.device == device, f"draft tokens are on {draft.tokens.device}, the loop on {device}"
     if draft.tokens.numel():
         low, high = draft.tokens.min().item(), draft.tokens.max().item()

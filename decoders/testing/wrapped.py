@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..engine.decode.rows import tensors_of
 from ..engine.model.recordings import WARM_UP_STEPS
 from ..engine.model.static_inputs import find_tensors
 from ..settings import Configured, Settings
@@ -101,8 +102,7 @@ class Replayed(Wrapped):
     def observe(self, state: Any, step: Step) -> None:
         if not self.inner.observes:
             return
-        given = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sequences", "own_nodes")}
-        tensors = {n: self._copy(f"step.{n}", t) for n, t in given.items() if t is not None}
+        tensors: dict[str, Any] = {n: self._copy(f"step.{n}", t) for n, t in tensors_of(step).items()}
         static = Step(**tensors, sequences=self._sequences(step.sequences), own_nodes=step.own_nodes)
         self._run("observe", lambda: self.inner.observe(state, static))
 
@@ -126,11 +126,12 @@ class Replayed(Wrapped):
 
     def _sequences(self, sequences: Sequences) -> Sequences:
         """The rows in tensors that are never replaced and have room for the whole call, as on CUDA."""
-        parts = {f.name: getattr(sequences, f.name) for f in fields(sequences)}
+        parts = tensors_of(sequences)
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])
         tokens[:, :width].copy_(sequences.tokens[:, :width])
-        return Sequences(**{n: tokens if n == "tokens" else self._copy(n, t) for n, t in parts.items()})
+        own: dict[str, Any] = {n: tokens if n == "tokens" else self._copy(n, t) for n, t in parts.items()}
+        return Sequences(**own)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         own = self._static.get(name)

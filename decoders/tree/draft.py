@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Sequences:
         noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
             (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
             target's own draws; with others they are fresh in every step.
+        known: returns what the loop has read already, for :meth:`read`; None: nothing.
     """
 
     tokens: Tensor
@@ -35,6 +36,7 @@ class Sequences:
     prompt_length: Tensor
     finished: Tensor
     noise_keys: Tensor
+    known: Callable[[], HostRows] | None = None
 
     @property
     def last(self) -> Tensor:
@@ -45,6 +47,41 @@ class Sequences:
     def on_host(self) -> bool:
         """Whether Python may read these values, and the step's, without waiting: on a CPU, unless the hook is being recorded."""
         return host_reads(self.length)
+
+    def read(self) -> HostRows:
+        """The rows as lists, for strategies that work on the host. Waits for the device only where the loop has not read it before:
+        in :meth:`Strategy.start`, and for a strategy that drafts for a draft model.
+        """
+        return HostRows.of(self) if self.known is None else self.known()
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """The rows as lists.
+
+    Attributes:
+        lengths: committed tokens per row.
+        prompt_lengths: how many of them are prompt.
+        finished: per row, whether it has ended.
+        tokens_from: returns every row's committed tokens from a slot on.
+    """
+
+    lengths: list[int]
+    prompt_lengths: list[int]
+    finished: list[bool]
+    tokens_from: Callable[[int], list[list[int]]]
+
+    @staticmethod
+    def of(sequences: Sequences) -> HostRows:
+        """Read from the device: once for the figures, and once for the tokens if they are asked for."""
+        figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
+        lengths, prompts, ended = figures.tolist()
+
+        def tokens_from(first: int) -> list[list[int]]:
+            texts = sequences.tokens[:, first : max(lengths)].tolist()
+            return [text[: max(length - first, 0)] for text, length in zip(texts, lengths, strict=True)]
+
+        return HostRows(lengths, prompts, [bool(end) for end in ended], tokens_from)
 
 
 @dataclass(frozen=True)
@@ -61,6 +98,8 @@ class Draft:
         grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, on a scale of its own with few
             values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
         drafters: for every row the name of the strategy behind each draft token, where several have drafted, for reports.
+        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads such a draft there, and brings it to
+            the device in one copy.
     """
 
     tokens: Tensor
@@ -69,6 +108,7 @@ class Draft:
     depth: int | None = None
     grades: Tensor | None = None
     drafters: Sequence[Sequence[str]] | None = None
+    on_host: bool = False
 
     @property
     def levels(self) -> int:
@@ -92,12 +132,35 @@ class Draft:
         """The first `count` draft tokens of every row, which are trees because parents come before their children."""
         if count >= self.tokens.shape[1]:
             return self
-        return Draft(
-            self.tokens[:, :count], self.topology.head(count + 1),
+        return replace(
+            self, tokens=self.tokens[:, :count], topology=self.topology.head(count + 1),
             scores=self.scores[:, :count] if self.scores is not None else None,
             depth=min(self.levels, count), grades=self.grades[:, :count] if self.grades is not None else None,
-            drafters=self.drafters,
         )  # fmt: skip
+
+    def read(self) -> tuple[list[list[int]], Sequence[Sequence[int]], list[list[int]] | None]:
+        """Tokens, :attr:`parents` and grades as lists. Waits for the device once, for a draft :attr:`on_host` not at all."""
+        tree = self.topology
+        tensors = [self.tokens, *([] if self.grades is None else [self.grades])]
+        if isinstance(tree, TreeTensors):
+            tensors.append(tree.candidate_parents())
+        widths = [tensor.shape[1] for tensor in tensors]
+        rows = torch.cat(tensors, dim=1).tolist()
+        parts = [[row[sum(widths[:n]) : sum(widths[: n + 1])] for row in rows] for n in range(len(widths))]
+        grades = None if self.grades is None else parts[1]
+        return parts[0], parts[-1] if isinstance(tree, TreeTensors) else self.parents, grades
+
+    def moved(self, device: torch.device) -> Draft:
+        """This draft on `device`, by one copy; itself if it is not :attr:`on_host`."""
+        if not self.on_host:
+            return self
+        tree = self.topology
+        parts = [tree.parents, tree.offsets, tree.visible, tree.ancestors] if isinstance(tree, TreeTensors) else []
+        tensors = [self.tokens, *([] if self.grades is None else [self.grades]), *parts]
+        tokens, *others = tensors if device.type == "cpu" else moved_together(tensors, device)
+        grades = None if self.grades is None else others.pop(0)
+        topology = TreeTensors(*others) if isinstance(tree, TreeTensors) else tree
+        return replace(self, tokens=tokens, grades=grades, topology=topology, on_host=False)
 
     @staticmethod
     def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
@@ -123,10 +186,10 @@ class Draft:
 
     @staticmethod
     def listed(
-        tokens: Sequence[Sequence[int]], device: torch.device, parents: Sequence[Sequence[int]] | None = None,
-        depth: int | None = None, grades: Sequence[Sequence[int]] | None = None,
+        tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None, depth: int | None = None,
+        grades: Sequence[Sequence[int]] | None = None,
     ) -> Draft:  # fmt: skip
-        """The draft of a strategy that works on the host, brought to `device` in one copy.
+        """The draft of a strategy that works on the host.
 
         Args:
             tokens: of every row, equally many.
@@ -134,13 +197,14 @@ class Draft:
             depth: as there.
             grades: as of a draft.
         """
-        trees = None if parents is None else TreeTensors.from_parents(torch.tensor(parents), depth)
-        tensors = [torch.tensor(listed, dtype=torch.int64) for listed in (tokens, grades) if listed is not None]
-        tensors += [] if trees is None else [trees.parents, trees.offsets, trees.visible, trees.ancestors]
-        own, *others = tensors if device.type == "cpu" else moved_together(tensors, device)
-        graded = None if grades is None else others.pop(0)
-        topology = Topology.chain(own.shape[1]) if trees is None else TreeTensors(*others)
-        return Draft(own, topology, depth=None if trees is None else depth, grades=graded)
+        own = torch.tensor(tokens, dtype=torch.int64)
+        topology = (
+            Topology.chain(own.shape[1])
+            if parents is None
+            else TreeTensors.from_parents(torch.tensor(parents, dtype=torch.int64), depth)
+        )
+        graded = None if grades is None else torch.tensor(grades, dtype=torch.int64)
+        return Draft(own, topology, depth=None if parents is None else depth, grades=graded, on_host=True)
 
     @staticmethod
     def nothing(rows: int, device: torch.device) -> Draft:
@@ -203,6 +267,7 @@ class Step:
             in its order. 0: your draft's nodes cannot be told from others.
         layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers of :attr:`Strategy.hidden_layers`, in that order; None
             without any.
+        known: what the loop has read of the step, for :meth:`read`; None: nothing.
     """
 
     nodes: Tensor
@@ -215,6 +280,31 @@ class Step:
     sequences: Sequences
     own_nodes: int | None = None
     layers: Tensor | None = None
+    known: HostStep | None = None
+
+    def read(self) -> HostStep:
+        """What the step has written as lists. Waits for the device only in a strategy that drafts for a draft model."""
+        return HostStep.of(self) if self.known is None else self.known
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """What a step has written, as lists by row.
+
+    Attributes:
+        accepted: how many draft tokens were accepted.
+        tokens: those committed.
+    """
+
+    accepted: list[int]
+    tokens: list[list[int]]
+
+    @staticmethod
+    def of(step: Step) -> HostStep:
+        """Read from the device, in one reading."""
+        figures = torch.cat([step.accepted[:, None], step.emitted[:, None], step.chosen.gather(1, step.path)], dim=1)
+        rows = figures.tolist()
+        return HostStep([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows])
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ class TreeTensors:
         """``[B, N]`` bool: nodes that may be accepted, the root among them."""
         return self.ancestors.any(-1)
 
+    def candidate_parents(self) -> Tensor:
+        """``[B, N]`` int64: the parent of each node; -1 for the root and for nodes that are never accepted."""
+        index = torch.arange(len(self), device=self.parents.device)
+        return torch.where(self.candidates & (index > 0), self.parents, NO_PARENT)
+
     def of_rows(self, begin: int, end: int) -> TreeTensors:
         """Views of the trees of some rows."""
         rows = slice(begin, end)

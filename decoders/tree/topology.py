@@ -189,5 +189,4 @@ def parents_by_row(tree: Topology | TreeTensors, rows: int) -> Sequence[Sequence
     """For every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
     if isinstance(tree, Topology):
         return [tree.parents] * rows
-    index = torch.arange(len(tree), device=tree.parents.device)
-    return torch.where(tree.candidates & (index > 0), tree.parents, NO_PARENT).tolist()
+    return tree.candidate_parents().tolist()

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import decoders
 from decoders.common import devices
 from decoders.costs import StepCosts, node_budget
+from decoders.engine.decode.batch import Batch
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
+from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.engine.decode.sessions import KEPT_SESSIONS
+from decoders.engine.model import blocks
 from decoders.engine.model.compiled import background, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
@@ -24,7 +30,7 @@ from decoders.report import Report
 from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
-from decoders.testing.tape import TapeRecorder
+from decoders.testing.tape import TapeRecorder, host_read
 
 
 class OnHost(Strategy):
@@ -94,6 +100,119 @@ def test_what_needs_the_host_is_replayed(target: PreTrainedModel, device: TapeRe
     run(target, strategy, 2, 16, **given)
     report = run(target, strategy, 2, 16, **given)
     assert report.replayed_steps > report.steps // 2
+
+
+class Listing(OnHost):
+    """A third party's, which works with lists."""
+
+    observes = False
+
+    def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+        last = [tokens[-1:] for tokens in sequences.read().tokens_from(0)]
+        return Draft.listed([row * 3 for row in last], [[-1, 0, 1, 0]] * len(last), 2)
+
+
+class Costs(TorchFunctionMode):
+    """What the steps of a call make the host do: reads of tensors in the loop's hooks, and copies by where they go."""
+
+    def __init__(self, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        pinned, copy, here = device.pinned, device.copy, set()
+
+        def noted(like: torch.Tensor) -> torch.Tensor:
+            buffer = pinned(like)
+            here.add(buffer.data_ptr())
+            return buffer
+
+        def copied(target: torch.Tensor, source: torch.Tensor) -> None:
+            self.counts["to the host" if target.data_ptr() in here else "into the recording"] += 1
+            copy(target, source)
+
+        def moved(*given: Any) -> list[torch.Tensor]:
+            self.counts["to the device"] += 1
+            return devices.moved_together(*given)
+
+        def read(draft: Draft) -> Any:
+            assert draft.on_host  # where nothing waits
+            with torch._C.DisableTorchFunction():
+                return plain_read(draft)
+
+        plain_read = Draft.read
+        monkeypatch.setattr(Draft, "read", read)
+        monkeypatch.setattr(device, "pinned", noted)
+        monkeypatch.setattr(device, "copy", copied)
+        monkeypatch.setattr(blocks, "moved_together", moved)
+        for hook in ("propose", "mask", "settle", "observe"):
+            monkeypatch.setattr(Batch, hook, self._watched(getattr(Batch, hook)))
+
+    def _watched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with self:
+                return hook(*args)
+
+        return watched
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.counts["reads in hooks"] += host_read(func, args, kwargs or {}) is not None
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "strategy, copies",
+    # A draft that is merged on the device is not one buffer.
+    [("suffix", 1), ("auto", 1), (Listing(), 1), ("prompt_lookup+suffix", 5)],
+    ids=lambda given: getattr(given, "name", given),
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step_of_a_strategy_on_the_host_is_one_launch_one_copy_each_way_and_one_wait(
+    target: PreTrainedModel,
+    device: TapeRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Any,
+    copies: int,
+    rows: int,
+) -> None:
+    given: dict[str, Any] = dict(decoders_config={"memory": False})
+    if strategy == "auto":
+        given["strategy_config"] = {"candidates": ["suffix"]}
+    costs = Costs(device, monkeypatch)
+    for _ in range(2):
+        run(target, strategy, rows, 24, **given)
+    costs.counts.clear()
+    replayed, waited = device.replayed, device.waited
+    report = run(target, strategy, rows, 24, **given)
+    steps, counts = report.steps, costs.counts
+    assert report.replayed_steps >= steps - 1 > 5 and device.replayed - replayed <= steps + 1  # and the prompt's end
+    assert device.waited - waited == counts["to the host"] == steps
+    assert counts["to the device"] <= steps and counts["into the recording"] <= copies * steps
+    assert counts["reads in hooks"] <= rows  # the prompts, once
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "suffix"])
+def test_a_matcher_on_the_host_is_not_shown_tokens_that_would_have_to_be_read(
+    device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, byte_tokenizer: Callable[..., Any], strategy: str
+) -> None:
+    tokenizer = byte_tokenizer(["<pad>", "<end>"], pad_token="<pad>", eos_token="<end>")
+    target = decoders.enable(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    on_device: set[int] = set()
+    plain, guided = blocks.Blocks.of, HostGuide.block
+
+    def of(self: blocks.Blocks, *given: Any) -> Any:
+        made = plain(self, *given)
+        on_device.add(made[0].data_ptr())
+        return made
+
+    def block(self: HostGuide, tokens: torch.Tensor, *given: Any) -> Any:
+        assert tokens.data_ptr() not in on_device
+        return guided(self, tokens, *given)
+
+    monkeypatch.setattr(blocks.Blocks, "of", of)
+    monkeypatch.setattr(HostGuide, "block", block)
+    grammar = decoders.regex("[a-c]{9}", backend="llguidance")
+    call: dict[str, Any] = dict(max_new_tokens=12, grammar=grammar, eos_token_id=1)
+    out = [decode(target, prompts(2), name, **call).sequences for name in (strategy, "autoregressive")]
+    assert torch.equal(*out) and on_device
 
 
 def test_what_a_strategy_was_shown_is_not_overwritten_by_later_steps(target: PreTrainedModel) -> None:
@@ -167,6 +286,43 @@ def test_nothing_is_compiled_in_the_foreground(target: PreTrainedModel, monkeypa
     assert all(report.timings.compile == 0 for report in reports)
     for job in list(background._running):
         job.wait(60)
+
+
+@pytest.mark.parametrize(
+    "strategy, at",
+    [("autoregressive", 1), ("autoregressive", WARM_UP_STEPS), (Alone(), 1), (Alone(), PLAIN_RUNS)],
+    ids=["in a step", "in a recording", "on the host", "in a part's recording"],
+)
+def test_running_out_of_memory_leaves_the_model_usable(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, strategy: Any, at: int
+) -> None:
+    run(target, "prompt_lookup", 3)
+    sessions = target.generate.engine().sessions
+    assert sessions.nbytes and sessions.recorded_nbytes
+    forward, passes = Target.forward, itertools.count()
+
+    def full(self: Target, *args: Any) -> Any:
+        if next(passes) >= at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *args)
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a recording that failed
+        patched.setattr(Target, "forward", full)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            run(target, strategy, 1)
+    notes = " ".join(caught.value.__notes__)
+    assert (
+        getattr(strategy, "name", strategy) in notes
+        and "MiB of recordings were dropped" in notes
+        and "fewer rows" in notes
+    )
+    written = caught.value.partial.sequences
+    assert torch.equal(written, plain(1, 10)[:, : written.shape[1]])
+    assert sessions.recorded_nbytes == 0 and len(sessions._free) == 1
+    for _ in range(2):
+        report = run(target, strategy, 1)
+    assert report.replayed_steps and report.recorded_memory == sessions.recorded_nbytes > 0
 
 
 def test_what_is_never_to_be_compiled_is_recorded_all_the_same(target: PreTrainedModel) -> None:

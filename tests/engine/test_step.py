@@ -26,7 +26,7 @@ def test_a_step_is_that_of_the_papers() -> None:
     assert step(Noted(notes), Watch()) == "decide"
     assert notes == [
         "propose()", "block_of(propose)", "mask(propose, block_of)", "decide(propose, mask, rows)", "settle(decide, None)",
-        "observe(decide)",
+        "observe(decide, None)",
     ]  # fmt: skip
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...common.devices import moved_together
 from ...costs.worth import DraftWorth
-from ...strategy import Draft, PromptChunk, check_draft, finish_all
+from ...strategy import Draft, HostStep, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
 from ..model.blocks import LeadingText, NodeBlock, PromptPiece, without_empty_end
 from ..model.cache import CacheBuffers
@@ -114,7 +116,7 @@ class Batch(Roster):
         self.report.reused = [0 if row in read else count for row, count in enumerate(reused[: self.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
-        """Whether what is left to read of prompts is nothing but text. lengths, reusable: as of :meth:`read_prompts`."""
+        """Whether the tokens of prompts that are still to be read are all text. lengths, reusable: as of :meth:`read_prompts`."""
         target, starts = self.target, reusable
         if not target.recurrent:  # rows advance together: one may have to read some of its text again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
@@ -200,7 +202,7 @@ class Batch(Roster):
         self.guide = self._guide(sources)
         if not same:
             core = Core(self.forward_pass, request.plan)
-            self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
+            self.decide = decider(core, request, self.verifier, self.members, self.shared, self.session.recordings)
         self.resources.costs = None
         self.fit_blocks()
         if stays:
@@ -264,7 +266,7 @@ class Batch(Roster):
         if self.skipped:
             draft = Draft.nothing(self.width, self.target.device)
         else:
-            sequences = self.session.view(max(self.lengths))[1]
+            sequences = replace(self.session.view(max(self.lengths))[1], known=self.known)
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         self.fit_blocks()
@@ -275,7 +277,8 @@ class Batch(Roster):
 
     def _without_placeholders(self, draft: Draft) -> Draft:
         """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
-        placeholders = self.target.placeholders
+        target = self.target
+        placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
         if placeholders is None or self.verifier is not None:
             return draft
         check_draft(draft, self.request.strategy.name, self.blocks.rows)
@@ -316,8 +319,9 @@ class Batch(Roster):
         draft_tokens, tree = self.blocks.of(draft, self.request.strategy.name)
         self.target.ranks.check_draft(draft, self.lengths)
         if isinstance(draft.topology, TreeTensors):
-            self.may_err = self.target.static or self.may_err
-            check_tree(draft.topology, self.rows, self.culprit, wait=not self.target.static)
+            waits = draft.on_host or not self.target.static
+            self.may_err = self.may_err or not waits
+            check_tree(draft.topology, self.rows, self.culprit, wait=waits)
         for drafter in self.drafters:
             drafter.proposed = len(draft.topology)
         # Recorded steps get all their room at once, because the host does not read lengths between replays.
@@ -334,7 +338,13 @@ class Batch(Roster):
         """`block` with the grammars' masks after each node, and without the draft tokens that they forbid."""
         if self.guide is None:
             return block
-        legal, masks = self.guide.block(block.draft_tokens, draft.topology, draft.levels)
+        tokens = block.draft_tokens
+        if known := (draft.on_host or not draft.tokens.shape[1]) and not self.guide.on_device:
+            drafted = draft.tokens if draft.on_host else draft.tokens.new_empty(self.width, 0, device="cpu")
+            tokens = F.pad(drafted, (0, tokens.shape[1] - drafted.shape[1]), value=-1)
+        legal, masks = self.guide.block(tokens, draft.topology, draft.levels)
+        if known:  # a matcher on the host has been shown what was drafted there, and read nothing from the device
+            legal = block.draft_tokens if legal is tokens else moved_together([legal], self.target.device)[0]
         # A verifier of the draft's distribution must judge every token drawn from it: leaving one out would bias the output.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
 
@@ -345,12 +355,17 @@ class Batch(Roster):
         if self.guide is not None:
             self.guide.commit(out, self.rows.finished, outcome)
 
-    def observe(self, out: StepOutput) -> None:
+    def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
         """Shows the strategy what became of its draft."""
         strategy = self.request.strategy
         if not strategy.observes or (self.skipped and strategy.misses_steps):
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
-        step = out.observed(sequences)
+        read = None
+        if outcome is not None:
+            sequences = replace(sequences, known=partial(self.known, outcome))
+            padding = self.width - self.row_count
+            read = HostStep([*outcome.accepted, *[0] * padding], [*outcome.written, *([] for _ in range(padding))])
+        step = out.observed(sequences, read)
         with untouched("observe", strategy, sequences, step):
             strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))

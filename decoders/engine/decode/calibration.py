@@ -210,7 +210,7 @@ def measure(
             out = core.replayed("step", step, block, session.rows, session.recordings, copy=False)
             if (states := session.rows.buffers.states) is not None:
                 states.commit(out.path, out.summary[0], session.rows.length)
-            session.lists(out.summary, out.new)  # waits for the device, as a call does
+            out.read(session.lists)  # waits for the device, as a call does
             return clock() - begun
 
         times: dict[int, list[float]] = {}

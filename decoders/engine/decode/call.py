@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
+
 from ...errors import UnsupportedError
 from ...report import Stopwatch
 from ..model.ranks import Ranks
@@ -65,6 +67,8 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                     f"decoders: {batch.culprit}, {batch.where}, after {batch.report.steps} steps; error.partial is what was written."
                 )
                 error.partial = output  # type: ignore[attr-defined]
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.add_note(f"decoders: {engine.sessions.make_room()}")
                 close(batch, output, error)
                 raise
             close(batch, output)
@@ -120,6 +124,7 @@ def end(batch: Batch) -> None:
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = batch.resources.peak_memory
+    batch.report.recorded_memory = batch.engine.sessions.recorded_nbytes
     batch.where = "details"
     batch.report.details = dict(batch.request.strategy.details(batch.state))
     batch.where = "finish"
@@ -149,7 +154,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
     ranks.check(
         "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
         request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
-        runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.keep_scores, request.criteria is None,
+        runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.plan.keep_scores, request.criteria is None,
         request.processors is None, [grammar is None for grammar in request.grammars],
         [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
     )  # fmt: skip
@@ -165,7 +170,7 @@ def recordable(batch: Batch) -> bool:
         and all(drafter.on_device for drafter in batch.drafters)
         and all(module.on_device for module in batch.resources.modules)
         and request.processors is None and request.criteria is None and request.top_logprobs is None
-        and not (request.keep_logits or request.keep_scores or request.runtime.trace)
+        and not (request.keep_logits or request.plan.keep_scores or request.runtime.trace)
     )  # fmt: skip
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
-from ...strategy import Draft, Sequences, Step
+from ...strategy import Draft, HostStep, Sequences, Step
 from ...tree import Topology, TreeTensors
 from ..model.blocks import NodeBlock, after_text
 from ..model.cache import move_slots
@@ -37,6 +37,7 @@ class StepOutput:
         scores: the processed ones if the plan keeps them.
         hidden: ``[B, N, H]``.
         layers: ``[B, N, T, H]``, if any were asked for.
+        for_host: of :meth:`packed`.
     """
 
     nodes: Tensor
@@ -48,6 +49,7 @@ class StepOutput:
     scores: Tensor | None
     hidden: Tensor
     layers: Tensor | None = None
+    for_host: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> StepOutput:
         """Views of those of some rows."""
@@ -58,12 +60,34 @@ class StepOutput:
             layers[rows] if layers is not None else None,
         )  # fmt: skip
 
-    def observed(self, sequences: Sequences) -> Step:
-        """This step as its strategy sees it; `sequences` hold what it committed."""
+    def observed(self, sequences: Sequences, known: HostStep | None = None) -> Step:
+        """This step as its strategy sees it; `sequences` hold what it committed. known: what the host has read of it."""
         emitted, accepted, _, _ = self.summary.unbind(0)
         return Step(
-            self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers
+            self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers,
+            known=known,
         )  # fmt: skip
+
+    def packed(self) -> StepOutput:
+        """The same with what the host reads in one tensor, so that one copy brings it."""
+        parts = self.summary, self.new, self.path
+        for_host = torch.cat([part.flatten() for part in parts])
+        split = for_host.split([part.numel() for part in parts])
+        summary, new, path = (own.view(part.shape) for own, part in zip(split, parts, strict=True))
+        return replace(self, summary=summary, new=new, path=path, for_host=for_host)
+
+    def read(self, lists: Callable[..., tuple[list, ...]]) -> tuple[list, list, list]:
+        """:attr:`summary`, :attr:`new` and :attr:`path` as lists. lists: gives the values of tensors."""
+        if self.for_host is None:
+            return lists(self.summary, self.new, self.path)  # type: ignore[return-value]
+        return self.unpacked(lists(self.for_host)[0])
+
+    def unpacked(self, values: list[int]) -> tuple[list, list, list]:
+        """The same from the values of :attr:`for_host`."""
+        rows, width = self.new.shape
+        lines = [values[begin : begin + rows] for begin in range(0, 4 * rows, rows)]
+        rest = [values[begin : begin + width] for begin in range(4 * rows, len(values), width)]
+        return lines, rest[:rows], rest[rows:]
 
 
 class Core:

@@ -198,6 +198,7 @@ class Lane:
             return
         for seat in leaving:
             self.seats.remove(seat)
+            seat.member.report.recorded_memory = self.engine.sessions.recorded_nbytes
             seat.member.close()
             if seat.plan is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,7 +73,7 @@ class Request:
         keep_logits: return them per generated token.
         top_logprobs: keep the log probability of every token and of so many likeliest ones; None: keep none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
-        observers: are told when it starts, of every step, and when it ends.
+        observers: called when it starts, after every step, and when it ends.
         salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
             between rows of equal salts.
         given: the beginnings of the prompts where these are embeddings, or a cache that the caller has computed.
@@ -108,11 +109,6 @@ class Request:
     given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
     begun: float | None = None
-
-    @property
-    def keep_scores(self) -> bool:
-        """Whether the processed logits of every generated token are returned."""
-        return self.plan.keep_scores
 
     @property
     def cost_folder(self) -> Path:
@@ -157,7 +153,7 @@ def empty_report(request: Request, target: Target) -> Report:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was, as the model has it: before temperature, filters, penalties and grammar.
+    """How likely a token was by the model's own logits: before temperature, filters, penalties and grammar.
 
     Attributes:
         token: its id.
@@ -203,7 +199,7 @@ class RequestOutput:
         self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
         self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
-            kept = self.scores if request.keep_scores else None
+            kept = self.scores if request.plan.keep_scores else None
             self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
         self.error: Exception | None = None
         self._closed = False
@@ -219,6 +215,17 @@ class RequestOutput:
     @property
     def ended(self) -> bool:
         return all(self.finished)
+
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        return [prompt.tolist() for prompt in self.request.prompts]
+
+    def tokens_from(self, row: int, first: int) -> list[int]:
+        """Prompt and generated tokens of a row, from one on. The prompt is read from the device once, if at all."""
+        prompt = len(self.request.prompts[row])
+        if first >= prompt:
+            return self.generated[row][first - prompt :]
+        return self._prompts[row][first:] + self.generated[row]
 
     def text(self, row: int) -> Tensor:
         """Prompt and generated tokens of a row, 1-D int64."""
@@ -237,7 +244,7 @@ class RequestOutput:
         report.steps += 1
         report.accepted += sum(map(min, outcome.accepted, outcome.emitted))  # criteria may have cut the row
         report.drafted += sum(outcome.drafted)
-        new = [tokens[:count] for tokens, count in zip(outcome.new, outcome.emitted, strict=True)]
+        new = outcome.written
         for row, tokens in enumerate(new):
             if self.finished[row]:
                 continue

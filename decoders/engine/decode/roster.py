@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...strategy import PromptChunk
+from ...strategy import HostRows, PromptChunk
 from ..model.blocks import Blocks
 from ..model.buckets import round_up, row_bucket
 from ..model.cache import CacheBuffers
 from ..model.target import ForwardResult
+from .criteria import Outcome
 from .engine import Engine
 from .grammar.guide import Guide
 from .request import Request, RequestOutput, empty_report
@@ -84,6 +85,24 @@ class Roster:
     @property
     def finished(self) -> list[bool]:
         return [ended for member, _ in self.members for ended in member.finished]
+
+    def known(self, outcome: Outcome | None = None) -> HostRows:
+        """The rows as lists, without reading the device. outcome: a step that is not in the members' outputs yet."""
+        count = self.row_count
+        padding = self.width - count
+        new = [[] for _ in range(count)] if outcome is None else outcome.written
+        ended = self.finished if outcome is None else [bool(end) for end in outcome.ended]
+        rows = [(member, row) for member, _ in self.members for row in range(member.rows)]
+        lengths = [member.lengths[row] + len(tokens) for (member, row), tokens in zip(rows, new, strict=True)]
+        prompts = [len(member.request.prompts[row]) for member, row in rows]
+
+        def tokens_from(first: int) -> list[list[int]]:
+            texts = [member.tokens_from(row, first) for member, row in rows]
+            behind = [max(first - member.lengths[row], 0) for member, row in rows]
+            own = [text + tokens[skip:] for text, tokens, skip in zip(texts, new, behind, strict=True)]
+            return own + [[0][first:] for _ in range(padding)]
+
+        return HostRows(lengths + [1] * padding, prompts + [1] * padding, ended + [True] * padding, tokens_from)
 
     @property
     def culprit(self) -> str:

@@ -154,10 +154,10 @@ def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None
 
     Without `wait` the fault is noted in `rows` instead, for :func:`raise_faults`.
     """
-    sound = tree.sound(wait) | rows.finished
+    sound = tree.sound(wait)
     if not wait:
-        rows.faults.bitwise_or_(torch.where(sound, 0, int(Fault.TREE)))
-    elif not sound.all():
+        rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.TREE)))
+    elif not sound.all() and not (sound := sound | rows.finished.to(sound.device)).all():
         raise DraftError(f"{strategy} {_TREE} (row {int(sound.long().argmin())})")
 
 

@@ -47,6 +47,11 @@ class Sessions:
         return recordings
 
     @property
+    def recorded_nbytes(self) -> int:
+        """Memory of all recordings, see :attr:`~decoders.engine.model.recordings.Recordings.nbytes`."""
+        return sum(recordings.nbytes for recordings in self._recordings)
+
+    @property
     def nbytes(self) -> int:
         """Memory of the caches that no call uses."""
         return sum(session.rows.buffers.nbytes for session in self._free)
@@ -97,6 +102,16 @@ class Sessions:
         """Drops all recordings: they read weights at addresses that are no longer valid."""
         for recordings in self._recordings:
             recordings.clear()
+
+    def make_room(self) -> str:
+        """Frees what no call uses, because a call has run out of memory, and drops all recordings; says so for its message."""
+        freed, recorded = self.nbytes >> 20, self.recorded_nbytes >> 20
+        self.release()
+        self.forget_recordings()
+        return (
+            f"the model goes on; {freed} MiB of free caches and {recorded} MiB of recordings were dropped. Decode fewer rows or "
+            "shorter texts at a time, or free what decoders.release(model) and torch.cuda.empty_cache() can"
+        )
 
     def release(self) -> None:
         """Frees all buffers that no call uses."""

@@ -1,4 +1,4 @@
-"""One step of decoding, in the order of the papers. Read this file first: the rest of the room is what it calls.
+"""One step of decoding, in the order of the papers. Read this file first: the others in this package are what it calls.
 
 What is timed, counted, stopped and streamed hangs on a step from outside, as its :class:`Watch`. A device that records whole steps
 records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and a strategy that drafts for a draft model has its steps
@@ -41,7 +41,7 @@ def step(batch: Steps, watch: Watch | None = None) -> StepOutput:
     outcome = watch.committed(draft, block, out)
     batch.settle(out, outcome)
     watch.settled()
-    batch.observe(out)
+    batch.observe(out, outcome)
     watch.observed(out, outcome)
     return out
 
@@ -91,7 +91,7 @@ class Steps(Protocol):
         """Moves grammars and recurrent states on to what was committed. outcome: None where the host has not read it."""
         ...
 
-    def observe(self, out: StepOutput) -> None: ...
+    def observe(self, out: StepOutput, outcome: Outcome | None) -> None: ...
 
 
 class Watch:

@@ -50,9 +50,9 @@ class StepWatch(Watch):
         report.compiled_steps += self._compiled
         report.replayed_steps += self._replayed
         # The one place where the host waits for the device.
-        summary, new = batch.session.lists(out.summary, out.new)
+        summary, new, paths = out.read(batch.session.lists)
         outcome = Outcome.of(summary, new, batch.row_count)
-        self._follow_drafters(draft, block, out, outcome)
+        self._follow_drafters(draft, block, paths, outcome)
         core = self._stopwatch.next()
         if self._threads is not None:
             self._threads.end_step()
@@ -104,12 +104,11 @@ class StepWatch(Watch):
             for member, _ in batch.members:
                 member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
 
-    def _follow_drafters(self, draft: Draft, block: NodeBlock, out: StepOutput, outcome: Outcome) -> None:
+    def _follow_drafters(self, draft: Draft, block: NodeBlock, paths: list[list[int]], outcome: Outcome) -> None:
         """Records which strategy drafted each accepted token, where several have, and the whole tree where it is traced."""
         traced = [(member, first) for member, first in self.batch.members if member.request.runtime.trace]
         if draft.drafters is None and not traced:
             return
-        paths = out.path.tolist()
         if draft.drafters is not None:
             outcome.drafters = [
                 [draft.drafters[row][node - 1] for node in paths[row][1 : count + 1]]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.devices import moved_together
 from ...sampling.processors import Masks
 from ...tree import Topology, TreeTensors
 from ...tree.draft import Draft, check_draft
@@ -115,6 +116,8 @@ class Blocks:
         self.exact = self.single = False
         self.no_draft_token = torch.full((rows, self.size(1) - 1), -1, dtype=torch.int64, device=device)
         self._trees: dict[tuple[Topology, int], TreeTensors] = {}
+        self._host_trees: dict[tuple[Topology, int], TreeTensors] = {}
+        self._empty: dict[int, tuple[Tensor, TreeTensors]] = {}
 
     def of(self, draft: Draft, proposer: str) -> tuple[Tensor, TreeTensors]:
         """Draft tokens ``[B, N-1]`` and the tree of ``N`` nodes, a :func:`~decoders.engine.model.buckets.node_bucket`.
@@ -124,6 +127,10 @@ class Blocks:
         """
         check_draft(draft, proposer, self.rows)
         tree, nodes = draft.topology, self.size(len(draft.topology))
+        if self.static and isinstance(tree, Topology) and not draft.tokens.shape[1]:
+            return self._nothing(tree, nodes)
+        if self.static and draft.on_host:
+            return self._brought(draft.tokens, tree, nodes)
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
         elif self.static:  # on a device an index out of bounds would end the process without a message
@@ -132,6 +139,22 @@ class Blocks:
             return self.no_draft_token, tree.padded(nodes)
         draft_tokens, _ = pad_block(draft.tokens, tree, nodes)
         return draft_tokens, tree.padded(nodes)
+
+    def _nothing(self, tree: Topology, nodes: int) -> tuple[Tensor, TreeTensors]:
+        """A block without draft tokens, of which there is one for each size."""
+        if nodes not in self._empty:
+            self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64), tree, nodes)
+        return self._empty[nodes]
+
+    def _brought(self, tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, TreeTensors]:
+        """A draft on the host as :meth:`of` returns it, padded there and brought to the device in one copy."""
+        padded, tree = pad_block(tokens, tree, nodes)
+        if isinstance(tree, Topology):
+            if (tree, nodes) not in self._host_trees:
+                self._host_trees[tree, nodes] = tree.padded(nodes).tensors(self.rows, tokens.device)
+            tree = self._host_trees[tree, nodes]
+        own, *parts = moved_together([padded, *vars(tree).values()], self.device)
+        return own, TreeTensors(*parts)
 
     def size(self, nodes: int) -> int:
         """Nodes of the padded block for a draft of so many nodes, the root included."""

@@ -164,6 +164,7 @@ class Recording:
         inputs: the tensors it reads and writes besides the session's.
         output: the result of `body`; every replay writes to its tensors.
         replays: launches so far.
+        nbytes: memory of its inputs and output.
     """
 
     def __init__(
@@ -172,12 +173,9 @@ class Recording:
         self.recorder, self.body, self.capacity, self.inputs, self.replays = recorder, body, capacity, inputs, 0
         with as_parts(), devices.as_recorded():
             self._graph, self.output = recorder.record(body)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its inputs and outputs."""
-        tensors, _ = find_tensors((self.inputs.tensors, self.output))
-        return sum(tensor.nbytes for tensor in tensors.values())
+        tensors, _ = find_tensors((inputs.tensors, self.output))
+        buffers = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
+        self.nbytes = sum(buffer.nbytes() for buffer in buffers.values())
 
     def replay(self) -> None:
         with self.recorder.active():
@@ -193,7 +191,8 @@ class Recording:
         Args:
             more: called before every launch; once it returns False, the result of the running step is the last one.
         """
-        tensors = self.output.summary, self.output.new
+        output = self.output
+        tensors = (output.summary, output.new) if output.for_host is None else (output.for_host,)
         with self.recorder.active():
             copies = [HostCopies(self.recorder, tensors) for _ in range(2)]
         launched = delivered = 0
@@ -209,7 +208,8 @@ class Recording:
             if launched == delivered:
                 return
             with self.recorder.active():
-                summary, new = copies[delivered % 2].lists()
+                lists = copies[delivered % 2].lists()
+            summary, new = lists if output.for_host is None else output.unpacked(lists[0])[:2]
             delivered += 1
             yield summary, new
 

@@ -113,24 +113,74 @@ class StaticInputs:
 
 
 def copied(value: Any) -> Any:
-    """`value` with a copy of every tensor in it."""
+    """`value` with a copy of every tensor in it. Tensors that are the parts of one buffer are parts of one copy again."""
+    tensors, _ = find_tensors(value)
+    buffers = {
+        part.data_ptr(): part.clone().untyped_storage()
+        for parts, part in _units(tensors).items() if len(parts) > 1
+    }  # fmt: skip
+    return _copied(value, buffers)
+
+
+def _copied(value: Any, buffers: Mapping[int, torch.UntypedStorage]) -> Any:
+    """buffers: copies of the buffers that tensors share, by address."""
     if isinstance(value, Tensor):
-        return value.clone()
+        buffer = buffers.get(value.untyped_storage().data_ptr()) if buffers else None
+        if buffer is None:
+            return value.clone()
+        return value.new_empty(0).set_(buffer, value.storage_offset(), value.shape, value.stride())
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(copied(item) for item in value)
+        return type(value)(_copied(item, buffers) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value) if f.init})
+        return replace(value, **{f.name: _copied(getattr(value, f.name), buffers) for f in fields(value) if f.init})
     return value
+
+
+def _units(tensors: Mapping[str, Tensor]) -> dict[tuple, Tensor]:
+    """What to copy so that all `tensors` are copied: the buffers that some of them make up, and the others by themselves.
+
+    By the tensors' paths; for a buffer also by their places in it, so that two with one key are laid out alike.
+    """
+    sharing: dict[int, list[str]] = {}
+    for path, tensor in tensors.items():
+        sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(path)
+    units: dict[tuple, Tensor] = {}
+    for paths in sharing.values():
+        own = [tensors[path] for path in paths]
+        if len(own) == 1 or not _fill(own):
+            for path in paths:
+                units[((path,),)] = tensors[path]
+            continue
+        layout = tuple([(path, t.storage_offset(), t.dtype, t.shape) for path, t in zip(paths, own, strict=True)])
+        whole = torch.empty(0, dtype=torch.uint8, device=own[0].device)
+        units[layout] = whole.set_(own[0].untyped_storage())
+    return units
+
+
+def _fill(tensors: list[Tensor]) -> bool:
+    """Whether `tensors`, which share a buffer, are contiguous and leave none of it out."""
+    end = 0
+    for begin, size in sorted((int(t.storage_offset()) * t.itemsize, t.nbytes) for t in tensors if t.is_contiguous()):
+        if begin > end:
+            return False
+        end = max(end, begin + size)
+    return end == tensors[0].untyped_storage().nbytes() and all(t.is_contiguous() for t in tensors)
 
 
 def _copy_all(
     places: Mapping[str, Tensor], values: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]
 ) -> None:
-    for path, value in values.items():
-        own = _without_repeats(places[path])
-        given = _without_repeats(value, like=places[path])
-        if own.data_ptr() != given.data_ptr():
-            copy(own, given)
+    own_units = _units({path: places[path] for path in values})
+    for key, given in _units(values).items():
+        if len(key) > 1 and key in own_units:
+            if own_units[key].data_ptr() != given.data_ptr():
+                copy(own_units[key], given)
+            continue
+        for path, *_ in key:
+            own = _without_repeats(places[path])
+            part = _without_repeats(values[path], like=places[path])
+            if own.data_ptr() != part.data_ptr():
+                copy(own, part)
 
 
 def _alike(own: Tensor, other: Tensor) -> bool:

@@ -122,7 +122,8 @@ class Target:
         recurrent: the layers that keep a state per row (:mod:`.recurrent`); such a model runs uncompiled.
         continues: whether these can read a text in several passes.
         counted: how its layers use the number of tokens in its cache, None if they do not.
-        placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text.
+        placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text. Once more as
+            `placeholders_on_host`.
         multiple: blocks and chunks of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
         checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
@@ -177,6 +178,7 @@ class Target:
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         ids = placeholder_ids(model)
+        self.placeholders_on_host = torch.tensor(ids) if ids is not None else None
         self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
         # To fill a multiple, committed tokens are run again, which recurrent states do not allow.

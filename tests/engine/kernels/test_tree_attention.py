@@ -82,6 +82,7 @@ CASES = {
     "one node": dict(tree=branching(1, 1), base=[150], view=256, group=4),
     "a tree and ragged rows": dict(tree=branching(16, 2), base=[0, 239], view=256, group=3),
     "more nodes than a word has bits": dict(tree=branching(80, 1), base=[130], view=256),
+    "the last nodes of the largest block": dict(tree=branching(1024, 1), base=[130], view=1280, queries=40),
     "a level of a tree, whose others are in the cache": dict(tree=branching(16, 2), base=[7, 100], view=128, queries=5),
     "a window shorter than the text": dict(tree=branching(16, 2), base=[20, 200], view=256, heads=2, kind=LayerKind(window=37)),
     "a window shorter than the block": dict(tree=branching(16, 2), base=[20, 200], view=256, kind=LayerKind(window=2)),

@@ -152,7 +152,7 @@ class DraftStage:
         if self.drafter.guide is not None:
             self.drafter.guide.accept(out)
 
-    def observe(self, out: StepOutput) -> None:
+    def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
         """Shows the strategy what became of its draft."""
         self.drafter.counts.accepted(out.summary)
         if not self.strategy.observes:
