@@ -154,7 +154,6 @@ def test_tree_that_skips_a_rank_takes_the_first_draws_under_a_rejection_rule():
         decode(model, prompts(2), medusa(tree=((0,), (2,))), max_new_tokens=8, verifier=verifier, **SAMPLED, **EAGER)
 
 
-@pytest.mark.slow
 def test_typical_acceptance_is_marked_lossy_and_accepts_more():
     model, inputs = decoders.enable(tiny_model("llama")), prompts(4)
     lossy = decode(model, inputs, medusa(), max_new_tokens=30, verifier="typical", **SAMPLED, **EAGER).report
