@@ -189,6 +189,10 @@ def dflash(
     rank: Annotated[
         int, typer.Option(min=0, help="Rank of the head that fits each token to the one before it. 0: no head.")
     ] = DFLASH.rank,
+    head: Annotated[
+        str,
+        typer.Option(help="vanilla: it looks at the token before. rnn: at all before, and at the place."),
+    ] = DFLASH.head,
     draft_vocab: DraftVocab = None,
     tokens: Tokens = DFLASH.tokens,
     length: Length = DFLASH.length,
@@ -214,8 +218,9 @@ def dflash(
 ) -> None:
     """Train a block draft model of the DFlash family for a target, which stays frozen: all tokens of a draft in one pass."""
     training = BlockTraining(
-        block=block, depth=depth, layers=indices(layers), intermediate=intermediate, rank=rank, draft_vocab=draft_vocab,
-        tokens=tokens, length=length, own_share=own_share, epochs=epochs, rows=rows, rate=rate, blocks=blocks, decay=decay,
+        block=block, depth=depth, layers=indices(layers), intermediate=intermediate, rank=rank,
+        head=cast(Any, head), draft_vocab=draft_vocab, tokens=tokens, length=length, own_share=own_share, epochs=epochs,
+        rows=rows, rate=rate, blocks=blocks, decay=decay,
         bf16=bf16, checks=checks, patience=patience, seed=seed,
     )  # fmt: skip
 

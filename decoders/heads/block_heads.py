@@ -233,26 +233,45 @@ class MarkovHead(BlockHead):
             )
         return cls(fields.vocab_size, fields.draft_vocab_size, fields.layer.hidden_size, own)
 
+    def begin(self, block: DraftedBlock) -> Tensor | None:
+        """The share of every place's state in what gate or unit compute, ``[B, T, …]``."""
+        proj = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
+        if proj is None:
+            return None
+        proj = getattr(self.markov_head, proj)
+        width = block.states.shape[-1]
+        weight = proj.weight[:, :width] if self.kind == "gated" else proj.weight[:, -width:]
+        return F.linear(block.states, weight, proj.bias)
+
     def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
-        states = block.states[:, place, None].expand(-1, tokens.shape[1], -1)
-        logits, read, state = block.logits[:, place, None].expand(-1, tokens.shape[1], -1), states, None
+        logits, read, state = block.logits[:, place, None].expand(-1, tokens.shape[1], -1), None, None
         if self.kind != "none":
             before = self.markov_head.markov_w1(tokens)
-            bias, state = self._bias(before, states, above)
+            bias, state = self._bias(before, begun if begun is None else begun[:, place, None], above)
             logits = logits + bias
-            read = torch.cat([states, before], dim=-1) if self.reads_token else states
+            read = before if self.reads_token else None
         if self.confidence_head is None:
             return HeadScores(logits, state)
+        states = block.states[:, place, None].expand(-1, tokens.shape[1], -1)
+        read = states if read is None else torch.cat([states, read], dim=-1)
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
-    def _bias(self, before: Tensor, states: Tensor, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        head = self.markov_head
-        if self.kind == "gated":
-            before = head.gate_proj(torch.cat([states, before], dim=-1)).sigmoid() * before
-        if self.kind != "rnn":
+    def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The bias that tokens with the vectors `before` give, and the state of their paths. of_place: by :meth:`begin`."""
+        head, rank = self.markov_head, before.shape[-1]
+        if of_place is None:
             return head.markov_w2(before), None
-        above = torch.zeros_like(before) if above is None else above
-        gate, candidate, output = head.joint_proj(torch.cat([above, before, states], dim=-1)).chunk(3, dim=-1)
+        if self.kind == "gated":
+            gate = of_place + F.linear(before, head.gate_proj.weight[:, -rank:])
+            return head.markov_w2(gate.sigmoid() * before), None
+        if above is None:  # of the last token: nothing
+            above, joint = (
+                torch.zeros_like(before),
+                of_place + F.linear(before, head.joint_proj.weight[:, rank : 2 * rank]),
+            )
+        else:
+            joint = of_place + F.linear(torch.cat([above, before], dim=-1), head.joint_proj.weight[:, : 2 * rank])
+        gate, candidate, output = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
         return head.markov_w2(output.tanh()), gate * above + (1 - gate) * candidate.tanh()
 

@@ -117,7 +117,7 @@ def dflash_card(
     """The card of a block draft model for `model`. command: that trained it."""
     layer = config.layer
     layers = ", ".join(map(str, config.layers))
-    bias = f"and a head adds a bias of rank {run.rank} by the token before (DSpark, arXiv 2607.05147)"
+    bias = f"and a head ({run.head}) adds a bias of rank {run.rank} by the tokens before (DSpark, arXiv 2607.05147)"
     head = bias if run.rank else "without a head"
     return f"""---
 library_name: hf-decoders

@@ -10,10 +10,10 @@ Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` token
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ def train_dflash(
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
     """The shape of a draft model whose layers have a `shape`. mask: token that stands for one to be drafted."""
-    markov = {"markov_rank": run.rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    markov = {"markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False}
     # With a head the first token is drafted at the place of the last one, as DSpark does; without, at the first mask, as DFlash does.
     from_last = run.rank > 0
     nodes = run.block + (not from_last)
@@ -143,17 +143,17 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
     with torch.no_grad():
         network.fc.weight[:, -hidden:] += torch.eye(hidden)
         for layer, origin in zip(network.layers, _origins(network, model), strict=True):
-            own, given = layer.state_dict(), _weights(origin)
-            _copy(given, own)
-            for part in "qk":  # a norm keeps the mean size that queries and keys of a normed state had
-                if (name := f"self_attn.{part}_norm.weight") not in given:
-                    read = own[f"self_attn.{part}_proj.weight"] * own["input_layernorm.weight"]
-                    own[name].fill_(read.square().sum(1).mean().sqrt())
+            given = _weights(origin)
+            _copy(given, layer.state_dict())
         first, final = given.get("input_layernorm.weight"), _scale(getattr(model.base_model, "norm", None))
         norms = {"hidden_norm.weight": first, "norm.weight": final}
         _copy({name: norm for name, norm in norms.items() if norm is not None}, network.state_dict())
         if isinstance(draft.head, MarkovHead):
             draft.head.markov_head.markov_w2.weight.zero_()
+            if draft.head.kind == "rnn":  # its unit reads numbers of the states' size
+                joint = draft.head.markov_head.joint_proj.weight
+                nn.init.normal_(draft.head.markov_head.markov_w1.weight)
+                nn.init.normal_(joint, std=joint.shape[1] ** -0.5)
     return draft.to(model.device)
 
 
@@ -166,35 +166,62 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Lets keys and values of the context begin as those of the target's layers that the network's began as: what least squares over
-    `texts` can make of the features that the network reads. Layers with other keys or values stay as they are.
+    """Lets the context begin as keys and values of the target's layers that the network's began as. `fc` keeps the directions of the
+    features that say most of all of these together (reduced-rank regression), and each matrix is what least squares over `texts` can
+    make of that. Layers with other keys or values stay as they are. Norms of queries and keys that the target does not have begin
+    with the size that these have in it.
 
     Args:
         rows: of `texts`, that are read at once.
     """
-    pairs, outputs = list[tuple[nn.Linear, nn.Linear]](), dict[nn.Module, Tensor]()
+    pairs, norms = list[tuple[nn.Linear, nn.Linear]](), list[tuple[Tensor, nn.Linear]]()
     for layer, origin in zip(network.layers, _origins(network, teacher.model), strict=True):
         parts, theirs = dict(layer.named_modules()), dict(origin.named_modules())
-        for name in ("self_attn.k_proj", "self_attn.v_proj"):
-            own, given = parts[name], theirs.get(name)
+        for part in "qkv":
+            own, given = parts[f"self_attn.{part}_proj"], theirs.get(f"self_attn.{part}_proj")
             if isinstance(own, nn.Linear) and isinstance(given, nn.Linear) and own.weight.shape == given.weight.shape:
-                pairs.append((own, given))
-    hooks = [given.register_forward_hook(lambda of, _, output: outputs.update({of: output})) for _, given in pairs]
-    products: list[Tensor] = []  # of what is read with itself, and with the output of each pair
-    try:
-        for first in range(0, len(texts.ids), rows):
-            features = teacher.features(texts.part(first, first + rows))
-            states = [network.fused(features), *(outputs[given] for _, given in pairs)]
-            read, *wanted = (part.flatten(0, 1).cpu().double() for part in states)
-            sums = [read.T @ part for part in (read, *wanted)]
-            products = [a + b for a, b in zip(products, sums, strict=True)] if products else sums
-    finally:
-        for hook in hooks:
-            hook.remove()
-    gram, *products = products
-    gram += 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)  # few texts, or features alike
+                if part != "q":
+                    pairs.append((own, given))
+                if part != "v" and f"self_attn.{part}_norm" not in theirs:
+                    norms.append((cast(Tensor, parts[f"self_attn.{part}_norm"].weight), given))
+
+    def sums(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor], dict[nn.Module, Tensor]]:
+        """Over all texts: what is `read` of features times itself, times what each pair gives, and each matrix's mean square."""
+        outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
+        gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
+        hooked = {given for _, given in (*pairs, *norms)}
+        hooks = [given.register_forward_hook(lambda of, _, out: outputs.update({of: out})) for given in hooked]
+        try:
+            for first in range(0, len(texts.ids), rows):
+                states = read(teacher.features(texts.part(first, first + rows))).flatten(0, 1).cpu().double()
+                given = {of: out.flatten(0, 1).cpu().double() for of, out in outputs.items()}
+                gram = gram + states.T @ states
+                products = [sum_ + states.T @ given[of] for sum_, (_, of) in zip(products, pairs, strict=True)]
+                share = len(states) / texts.ids.numel()
+                squares = {
+                    of: squares.get(of, gram.new_zeros(())) + share * out.square().mean() for of, out in given.items()
+                }
+        finally:
+            for hook in hooks:
+                hook.remove()
+        # Few texts, or features that are alike.
+        return gram + 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype), products, squares
+
+    if not pairs:
+        return
+    gram, products, squares = sums(lambda features: features)
+    best = [torch.linalg.solve(gram, one / squares[of].sqrt()) for one, (_, of) in zip(products, pairs, strict=True)]
+    every, hidden = torch.cat(best, dim=1), len(network.fc.weight)
+    said = torch.linalg.eigh(every.T @ gram @ every)
+    if len(said.eigenvalues) >= hidden:
+        size = said.eigenvalues[-hidden:].sum() / hidden / texts.ids.numel()
+        network.fc.weight.copy_((every @ said.eigenvectors[:, -hidden:] / size.sqrt()).T)
+        network.hidden_norm.weight.fill_(1)
+    gram, products, _ = sums(network.fused)
     for (own, _), product in zip(pairs, products, strict=True):
         own.weight.copy_(torch.linalg.solve(gram, product).T)
+    for norm, of in norms:
+        norm.fill_(squares[of].sqrt())
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:

@@ -111,6 +111,7 @@ class BlockTraining(Recipe):
         layers: decoder layers of the target whose outputs are read; None: three, spread over all but the last.
         intermediate: width of its layers' MLPs; None: the target's.
         rank: of the head's bias by the token before (DSpark); 0: it has no head.
+        head: what the bias is made of: vanilla, the token before; rnn, all tokens before and what the network says of the place.
         draft_vocab: tokens that it can propose, the most frequent ones of the data; None: all.
         rows: per step.
         blocks: share of a row's positions at which a block begins, drawn anew in every step.
@@ -122,6 +123,7 @@ class BlockTraining(Recipe):
     layers: tuple[int, ...] | None = None
     intermediate: int | None = None
     rank: int = 64
+    head: Literal["vanilla", "rnn"] = "vanilla"
     draft_vocab: int | None = None
     rows: int = 8
     rate: float = 6e-3
@@ -129,6 +131,8 @@ class BlockTraining(Recipe):
     decay: float = 0.8
 
     def __post_init__(self) -> None:
+        if self.head not in ("vanilla", "rnn"):
+            raise SettingsError(f"dflash: a head is vanilla or rnn, not {self.head!r}")
         if not 2 <= self.block <= self.length // 2:
             raise SettingsError(f"dflash: a block has 2 … {self.length // 2} tokens, half a row, not {self.block}")
 

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import DynamicCache, LlamaConfig
 
+from decoders.common.transformers_compat import set_attention
+from decoders.engine.decode.drafts.modules import ModuleTwin
 from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.self_check import target_of
@@ -19,6 +22,7 @@ from decoders.engine.model.weights.freed import free_originals, restore_original
 from decoders.engine.model.weights.packing import pack
 from decoders.engine.model.weights.quantization import Scheme, quantize
 from decoders.engine.model.weights.twin import share_weights
+from decoders.heads.dflash import DFlashConfig, DFlashNetwork
 from decoders.testing import tiny_model
 from decoders.tree import Topology
 
@@ -250,3 +254,26 @@ def test_a_model_that_cannot_run_on_zeros_is_left_as_it_is() -> None:
     target = target_of(model)
     assert target.groups == []
     assert len(target.packing.weights) == len(target.packing.layers)
+
+
+def test_a_drafting_network_multiplies_them_as_one() -> None:
+    """Its context asks for two of the three that are multiplied as one."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    set_attention(config, "sdpa")
+    plain = DFlashNetwork(DFlashConfig(config, 5, 0, (0, 1))).eval()
+    twin = ModuleTwin(plain, (torch.zeros(1, 1, 128),), torch.device("cpu"))
+    groups = [set(map(Tensor.data_ptr, weight.sources)) for weight in twin.packing.weights]
+    for layer in plain.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for alike in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            assert {part.weight.data_ptr() for part in alike} in groups
+    states, features = torch.randn(1, 3, 128), torch.randn(1, 6, 256)
+    results = []
+    for network in (plain, twin.module):
+        cache, mask = DynamicCache(), torch.zeros(1, 1, 3, 9)
+        network(features, attention_mask=mask, position_ids=torch.arange(6)[None], cache=cache, context=True)
+        results.append(network(states, attention_mask=mask, position_ids=torch.arange(6, 9)[None], cache=cache))
+    torch.testing.assert_close(*results)

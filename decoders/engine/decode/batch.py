@@ -116,7 +116,7 @@ class Batch(Roster):
         self.report.reused = [0 if row in read else count for row, count in enumerate(reused[: self.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
-        """Whether what is left to read of prompts is nothing but text. lengths, reusable: as of :meth:`read_prompts`."""
+        """Whether the tokens of prompts that are still to be read are all text. lengths, reusable: as of :meth:`read_prompts`."""
         target, starts = self.target, reusable
         if not target.recurrent:  # rows advance together: one may have to read some of its text again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
@@ -202,7 +202,7 @@ class Batch(Roster):
         self.guide = self._guide(sources)
         if not same:
             core = Core(self.forward_pass, request.plan)
-            self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
+            self.decide = decider(core, request, self.verifier, self.members, self.shared, self.session.recordings)
         self.resources.costs = None
         self.fit_blocks()
         if stays:

@@ -149,13 +149,18 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
     """Groups of plain linear layers that read the same input, found by running one token without multiplying."""
-    layers = {path: module for path, module in model.named_modules() if may_be_fused(module)}
-    if not layers or may_keep_states(model):  # recurrent layers may depend on values
+    if may_keep_states(model):  # recurrent layers may depend on values
         return []
+    return reading_alike(model, lambda: _run_one_token(model, kinds, LayoutProbe()))
+
+
+def reading_alike(module: nn.Module, run: Callable[[], object]) -> list[Group]:
+    """Groups of plain linear layers of `module` that read the same input in a `run` of it, in which they give zeros."""
+    layers = {path: layer for path, layer in module.named_modules() if may_be_fused(layer)}
     with SharedInputs(layers) as shared:
         try:
-            _run_one_token(model, kinds, LayoutProbe())
-        except Exception:  # it cannot run on zeros; `probe_layout` checks whether it runs at all
+            run()
+        except Exception:  # it cannot run on zeros; whether it runs at all is checked elsewhere
             return []
     return shared.groups()
 

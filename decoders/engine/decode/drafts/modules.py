@@ -19,6 +19,7 @@ from ...model.blocks import causal_block
 from ...model.buckets import slots_for, view_bucket
 from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from ...model.compiled.regions import copied_whole, fixed, use_packed_kernels
+from ...model.layout import reading_alike
 from ...model.static_inputs import SameObject
 from ...model.weights.packing import pack
 from ...model.weights.twin import share_weights
@@ -54,11 +55,12 @@ class ModuleTwin:
             layer = getattr(part, "layer_idx", None)
             if isinstance(layer, int) and layer < len(kind_of_layer):
                 setattr(part, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
-        self.packing = pack(self.module)
+        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        groups = reading_alike(self.module, lambda: self._run(example, LayoutProbe()))
+        self.packing = pack(self.module, groups=groups)
         if device.type == "cpu":
             use_packed_kernels()
             fixed(*((t, tuple(range(t.dim()))) for weight in self.packing.weights for t in weight.tensors))
-        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         self.layout = self._probe(example)
         self._functions: dict[tuple, Callable] = {}
 
@@ -82,17 +84,22 @@ class ModuleTwin:
             self._functions[options] = module_pass
         return self._functions[options]
 
-    @torch.no_grad()
     def _probe(self, example: tuple[Tensor, ...]) -> list[LayerSpec]:
-        probe, place = LayoutProbe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        mask = torch.zeros(1, len(self.kinds), 1, 1, dtype=self.dtype, device=self.device)
-        self.module(*example, attention_mask=mask, position_ids=place, **{self.cache_keyword: probe})
+        probe = LayoutProbe()
+        self._run(example, probe)
         if sorted(probe.layouts) != list(range(len(probe.layouts))) or not probe.layouts:
             raise UnsupportedError(
                 f"{self.name} stored keys and values for layers {sorted(probe.layouts)}: they are numbered from 0 on, and each calls "
                 f"{self.cache_keyword}.update"
             )
         return [probe.layouts[layer] for layer in range(len(probe.layouts))]
+
+    @torch.no_grad()
+    def _run(self, example: tuple[Tensor, ...], probe: LayoutProbe) -> None:
+        """Runs one node with `probe` as the cache."""
+        place = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        mask = torch.zeros(1, len(self.kinds), 1, 1, dtype=self.dtype, device=self.device)
+        self.module(*example, attention_mask=mask, position_ids=place, **{self.cache_keyword: probe})
 
 
 class SlotPasses(ModulePasses):
