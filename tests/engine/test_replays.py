@@ -96,7 +96,7 @@ def test_the_steps_of_a_strategy_on_the_host_are_replays(target: PreTrainedModel
     assert device.recorded == recorded  # by any strategy whose blocks are of that size
 
 
-@pytest.mark.parametrize("strategy", ["suffix", "prompt_lookup+suffix", "auto", Threshold()], ids=str)
+@pytest.mark.parametrize("strategy", ["prompt_lookup+suffix", "auto", Threshold()], ids=str)
 def test_what_needs_the_host_is_replayed(target: PreTrainedModel, device: TapeRecorder, strategy: Any) -> None:
     given: dict[str, Any] = dict(decoders_config={"memory": False})
     if not isinstance(strategy, str):
