@@ -169,9 +169,7 @@ class StepCosts:
             known = self._of_size if compiled == self.compiled else {}
             self.compiled, self.context = compiled, context
             self._expected.clear()
-            if (
-                not self._of_size
-            ):  # no step was seen at such contexts: ratios of others are a start, and count as no steps
+            if not self._of_size:  # no step was seen at such contexts: ratios of others are a start
                 self._of_size.update({size: (ratio, 0) for size, (ratio, _) in known.items()})
         own, steps = self._of_size.get(nodes, KNOWN)
         expected = self._of_curve(self.curve, nodes) * own

@@ -94,6 +94,7 @@ def test_a_draft_model_of_its_own_takes_no_other(model: Any, draft: Any, tokeniz
     assert (record.status, record.draft_passes) == ("ok", 2.0), record.reason
 
 
+@pytest.mark.slow
 def test_a_staged_strategy_tells_its_stages(model: Any, draft: Any, tokenizer: Any, tmp_path: Any) -> None:
     draft.save_pretrained(tmp_path / "small")
     staged = f"staged[passes=2,stage=speculative,stage_config.draft_model={tmp_path}/small,stage_config.length=3]"

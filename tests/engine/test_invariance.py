@@ -142,7 +142,7 @@ def write(model: PreTrainedModel, inputs: dict[str, Any], strategy: str, **optio
     ("design", "rows"),
     [
         *(pytest.param(design, 1, marks=pytest.mark.slow) for design in DESIGNS if design not in ("gemma3", "gpt2")),
-        ("gpt2", 1),
+        pytest.param("gpt2", 1, marks=pytest.mark.slow),
         ("gemma3", 3),
     ],
 )

@@ -236,7 +236,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(5)
 @pytest.mark.parametrize("write_to", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("settings", [{"weights": "int8"}, {"weights": "int4"}, {"draft_weights": "int8"}], ids=str)
 def test_changed_weights_are_quantized_again(settings: dict[str, str], write_to: Callable) -> None:

@@ -105,7 +105,7 @@ def random_calls(count: int) -> Iterator[tuple[Any, dict[str, Any]]]:
         yield choice.choice(strategies), dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | given
 
 
-@pytest.mark.parametrize(("number", "least"), [(25, 0), pytest.param(120, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "least"), [(40, 0), pytest.param(120, 5, marks=pytest.mark.slow)])
 def test_a_day_of_random_calls(device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, number: int, least: int) -> None:
     options = MappingProxyType(dict(ARCHITECTURES["llama"].options) | {"vocab_size": SIZE, "num_hidden_layers": 1})
     target, draft = Architecture("llama", options)(0), Architecture("llama", options)(1)

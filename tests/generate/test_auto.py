@@ -54,7 +54,7 @@ def auto_call(rows: int, name: str = "llama", **options: Any) -> Any:
     return decode(enabled(name), prompts(rows), "auto", max_new_tokens=40, decoders_config=EAGER, **options)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("assistant", [False, True], ids=["alone", "with a draft model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from decoders.engine.decode.batch import Batch
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import prompts
 
@@ -110,6 +112,21 @@ def test_an_error_says_where_and_keeps_what_was_written(
     assert torch.equal(llama.generate(**prompts(), strategy="autoregressive", **CALL), expected), (
         "nothing is left behind"
     )
+
+
+def test_an_error_of_a_processor_ends_a_call_whose_request_was_changed_meanwhile(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is where images were divided wrongly."""
+    read = Batch.read_prompts
+
+    def changing(batch: Batch, *given: Any, **options: Any) -> None:
+        read(batch, *given, **options)
+        batch.request = replace(batch.request)
+
+    monkeypatch.setattr(Batch, "read_prompts", changing)
+    with pytest.raises(Oops):
+        llama.generate(**prompts(), strategy="autoregressive", logits_processor=[Processor()], **CALL)
 
 
 def test_what_was_written_comes_in_the_form_that_was_asked_for(llama: PreTrainedModel) -> None:

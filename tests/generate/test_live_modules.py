@@ -214,7 +214,7 @@ def plain_tokens(model: PreTrainedModel, **options: Any) -> Any:
     [
         ("llama", "num_hidden_layers", 1),
         ("mistral", "sliding_window", 3),
-        ("mistral", "sliding_window", None),
+        pytest.param("mistral", "sliding_window", None, marks=pytest.mark.slow),
         ("qwen2", "layer_types", ["full_attention"] * 2),
         ("llama4", "attention_chunk_size", 4),
     ],

@@ -209,7 +209,7 @@ def test_a_model_with_freed_weights_can_be_looked_at(freed: PreTrainedModel) -> 
     repr(freed)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("back", [decoders.release, decoders.disable, lambda model: ours(model, "keep")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_parameters_come_back_bit_for_bit(back: Callable, dtype: torch.dtype) -> None:

@@ -307,7 +307,7 @@ CALL = st.tuples(
 )
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_any_calls_write_the_tokens_of_calls_without_reuse(model: PreTrainedModel, examples: int) -> None:
     quick = settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     calls = st.lists(CALL, min_size=2, max_size=5)

@@ -85,7 +85,7 @@ def test_limit_is_named_in_time(name: str) -> None:
         {"type": "array", "maxItems": 2**40, "contains": {"const": 1}, "maxContains": 1e300},
         many_properties(1_000),
         many_properties(2_000) | {"minProperties": 2},
-        many_properties(2_000) | {"additionalProperties": False, "maxProperties": 2_000},
+        pytest.param(many_properties(2_000) | {"additionalProperties": False, "maxProperties": 2_000}, marks=pytest.mark.slow),
         pytest.param({"type": "string", "pattern": "^a*$", "maxLength": 2_900}, marks=pytest.mark.slow),
         {"pattern": "^(a+)+$", "enum": ["a" * 5000 + "b", "aa"]},
         {"anyOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(150)]},
@@ -179,6 +179,7 @@ def test_work_is_in_proportion_to_the_properties() -> None:
     assert calls(800) < 6 * calls(200)  # 16 times if it were quadratic
 
 
+@pytest.mark.slow
 def test_a_format_may_be_longer_than_their_automaton_could_be(accepts: Callable[..., bool]) -> None:
     """Pydantic's HttpUrl has 1 to 2083 characters: the grammar has both conditions side by side."""
     language = JsonSchema({"type": "string", "format": "uri", "minLength": 12, "maxLength": 2083}).language()

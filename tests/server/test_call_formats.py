@@ -256,7 +256,7 @@ def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
     for required in (True, False):
         calling = Calling(tuple(TOOLS), CallStyle(format), required, several)
         grammar, vocabulary = grammar_of(calling.spec, tokenizer)
-        for seed in range(2):
+        for seed in range(4):
             matcher, before = grammar.start(), list[int]()
             if not required and format.trigger:
                 text = f"Well. {format.trigger}"

@@ -91,7 +91,7 @@ def test_arguments_are_objects_of_the_functions_own_document(name: str, beside: 
     others = [{"name": f"other{i}", "parameters": DOCUMENTS[other]} for i, other in enumerate(("$id", "$recursiveRef"))]
     functions = [*(others if beside else ()), {"name": "f", "parameters": DOCUMENTS[name], "strict": True}]
     both, ended = language(*functions), 0
-    for seed in range(12):
+    for seed in range(6):
         if (text := drawn(both, seed)) is None:
             continue
         ended += 1

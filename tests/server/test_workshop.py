@@ -117,6 +117,7 @@ def test_another_process_is_begun_where_one_was_killed(workshop: Workshop, caplo
     assert "has ended with -9" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_bounded_in_bytes(workshop: Workshop, monkeypatch: Any) -> None:
     monkeypatch.setattr("decoders.server.workshop.KEPT_BYTES", 1)
     every = [wanted({"type": "regex", "regex": f"[ab]{{{number}}}"}) for number in (21, 22)]

@@ -60,7 +60,7 @@ def counting(strategy: Strategy, starts: list[int]) -> Strategy:
         lambda heads: Staged(passes=2, length=6, stage="lookahead", stage_config={"window": 2, "ngram": 3}),
         pytest.param(lambda heads: Staged(passes=2, length=6, stage="prompt_lookup+suffix"), marks=pytest.mark.slow),
         lambda heads: Merged([PromptLookup(length=3), Medusa(heads=heads)]),
-        lambda heads: Merged([Suffix(remember=0), Speculative(length=3)]),
+        pytest.param(lambda heads: Merged([Suffix(remember=0), Speculative(length=3)]), marks=pytest.mark.slow),
     ],
     ids=["lookahead", "medusa", "threshold", "tree", "staged", "staged-lookahead", "staged-merged", "with-medusa", "with-model"],
 )  # fmt: skip

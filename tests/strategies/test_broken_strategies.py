@@ -564,6 +564,7 @@ class MixesThemUp(KnowsItsRows):
         return super().rebatch(state, rows.flip(0), context)
 
 
+@pytest.mark.slow
 def test_rows_that_take_the_state_of_another_are_found():
     check = BY_NAME["check_rows_draft_apart"]
     check(KnowsItsRows())

@@ -200,7 +200,7 @@ TREE = DFlash(draft_model=written("authors"), tree="dynamic", length=3, nodes=40
 SHAPES: dict[Strategy, tuple[str, ...]] = {
     TREE: ("check_drafts", "check_draft_tokens_are_accepted"),
     DFlash(draft_model=written("transformers"), tree="static", length=3, nodes=24, children=8): ("check_draft_scores",),
-    DFlash(draft_model=written("sliding")): ("check_on_device",),
+    DFlash(draft_model=written("sliding")): (),
 }
 
 

@@ -117,6 +117,7 @@ def test_a_draft_with_learnt_positions_and_a_short_context(target):
         assert_exact(target, draft, KINDS[kind], prompts(2), new=12, draws=[SAMPLING])
 
 
+@pytest.mark.slow
 @every_kind("static tree")
 def test_a_draft_with_a_sliding_window_changes_no_token(target, strategy):
     draft = tiny_model("mistral")
@@ -139,7 +140,7 @@ def test_heads_padded_to_another_size(target, strategy, vocab):
 
 
 @pytest.mark.in_turns(5)
-@pytest.mark.parametrize("vocab", [112, 160])
+@pytest.mark.parametrize("vocab", [pytest.param(112, marks=pytest.mark.slow), 160])
 @pytest.mark.parametrize(
     "verifier, strategy",
     [

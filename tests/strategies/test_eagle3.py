@@ -294,9 +294,9 @@ def test_a_tree_holds_the_chain(tree: str) -> None:
 TREE = Eagle3(head=written("authors"), length=3, nodes=40, children=32, beam=4)
 #: Each check of what depends on the shape of a draft is made of one shape, and of the first what all that read states share.
 SHAPES: dict[Strategy, tuple[str, ...]] = {
-    TREE: ("check_drafts", "check_prompt_chunks", "check_draft_tokens_are_accepted"),
+    TREE: ("check_drafts", "check_draft_tokens_are_accepted"),
     Eagle3(head=written("speculators"), tree="static", length=2, nodes=24, children=24): ("check_draft_scores",),
-    Eagle3(head=newer("parallel"), length=4, nodes=16): ("check_rows_draft_apart",),
+    Eagle3(head=newer("parallel"), length=4, nodes=16): (),
     Eagle3(head=written("speculators"), tree="none", length=3): ("check_on_device",),
 }
 

@@ -67,7 +67,7 @@ def booked(model: PreTrainedModel, strategy: Strategy, rows: int, **options: Any
             lambda: an_eagle(tree="dynamic", length=3, nodes=40, children=32, beam=4), True, marks=pytest.mark.slow
         ),
         pytest.param(lambda: an_eagle(tree="none", length=3), False, marks=pytest.mark.slow),
-        (a_merged, False),
+        pytest.param(a_merged, False, marks=pytest.mark.slow),
         pytest.param(an_mtp, False, marks=[needs_mtp, pytest.mark.slow]),
         pytest.param(lambda: an_mtp(tree="dynamic"), True, marks=needs_mtp),
         pytest.param(a_dflash, False, marks=pytest.mark.slow),
@@ -153,7 +153,9 @@ class ShownLogits(Shown):
         )
 
 
-@pytest.mark.parametrize("strategy", [ShownAnew(), ShownLogits()], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(ShownAnew(), marks=pytest.mark.slow), ShownLogits()], ids=lambda strategy: strategy.name
+)
 def test_what_is_shown_is_what_the_target_computes(strategy: Strategy) -> None:
     plain = [each[3] for each in booked(test_eagle3.target(), "autoregressive", 1, do_sample=False)]
     assert [each[3] for each in booked(test_eagle3.target(), strategy, 3, do_sample=False)] == plain

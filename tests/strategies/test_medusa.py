@@ -52,7 +52,7 @@ def test_medusa_conforms_beside_another_drafter(strategy, check):
     check(strategy)
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns(8)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_tokens_are_those_of_plain_decoding(design, rows):
@@ -226,6 +226,7 @@ def target():
     return decoders.enable(model, tokenizer), tokenizer
 
 
+@pytest.mark.slow
 def test_demo_heads_are_found_beside_the_model_and_pay(target):
     model, tokenizer = target
     lengths = []

@@ -144,7 +144,7 @@ def test_tokens_that_others_have_drafted_leave_no_hole() -> None:
 SHAPES: dict[Strategy, tuple[str, ...]] = {
     Mtp(): ("check_drafts",),
     Mtp(tree="static", nodes=12): ("check_draft_scores",),
-    Mtp(tree="dynamic", nodes=8, length=2): ("check_on_device",),
+    Mtp(tree="dynamic", nodes=8, length=2): (),
 }
 
 

@@ -44,7 +44,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(Speculative(tree="static"), marks=pytest.mark.slow),
         Speculative(tree="dynamic"),
         Suffix(),
-        TokenRecycling(),
+        pytest.param(TokenRecycling(), marks=pytest.mark.slow),
         PromptLookup(branches=2),
         Ngram(),
     ],

@@ -116,7 +116,7 @@ class Batch(Roster):
         self.report.reused = [0 if row in read else count for row, count in enumerate(reused[: self.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
-        """Whether what is left to read of prompts is nothing but text. lengths, reusable: as of :meth:`read_prompts`."""
+        """Whether the tokens of prompts that are still to be read are all text. lengths, reusable: as of :meth:`read_prompts`."""
         target, starts = self.target, reusable
         if not target.recurrent:  # rows advance together: one may have to read some of its text again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
@@ -202,7 +202,7 @@ class Batch(Roster):
         self.guide = self._guide(sources)
         if not same:
             core = Core(self.forward_pass, request.plan)
-            self.decide = decider(core, request, self.verifier, self.members, self.session.recordings)
+            self.decide = decider(core, request, self.verifier, self.members, self.shared, self.session.recordings)
         self.resources.costs = None
         self.fit_blocks()
         if stays:
@@ -342,7 +342,7 @@ class Batch(Roster):
         if known := (draft.on_host or not draft.tokens.shape[1]) and not self.guide.on_device:
             drafted = draft.tokens if draft.on_host else draft.tokens.new_empty(self.width, 0, device="cpu")
             tokens = F.pad(drafted, (0, tokens.shape[1] - drafted.shape[1]), value=-1)
-        legal, masks = self.guide.block(tokens, draft.topology, draft.levels)
+        legal, masks = self.guide.block(tokens, block.shape_of(draft, self.guide.on_device), draft.levels)
         if known:  # a matcher on the host has been shown what was drafted there, and read nothing from the device
             legal = block.draft_tokens if legal is tokens else moved_together([legal], self.target.device)[0]
         # A verifier of the draft's distribution must judge every token drawn from it: leaving one out would bias the output.

@@ -154,7 +154,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
     ranks.check(
         "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
         request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
-        runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.keep_scores, request.criteria is None,
+        runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.plan.keep_scores, request.criteria is None,
         request.processors is None, [grammar is None for grammar in request.grammars],
         [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
     )  # fmt: skip
@@ -170,7 +170,7 @@ def recordable(batch: Batch) -> bool:
         and all(drafter.on_device for drafter in batch.drafters)
         and all(module.on_device for module in batch.resources.modules)
         and request.processors is None and request.criteria is None and request.top_logprobs is None
-        and not (request.keep_logits or request.keep_scores or request.runtime.trace)
+        and not (request.keep_logits or request.plan.keep_scores or request.runtime.trace)
     )  # fmt: skip
 
 

@@ -237,7 +237,7 @@ def choose_along_path(
     """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
 
     Processors see whole batches at one length, as in plain decoding. So the walk ends for all rows where it ends for the first, at
-    the price of some accepted draft tokens. `logits` are already masked by grammars. Rows behind those of `padded_rows` are padding.
+    the price of some accepted draft tokens. `logits` are already masked by grammars.
 
     Args:
         masks: their replacements are applied to the chosen tokens.
@@ -246,11 +246,10 @@ def choose_along_path(
         chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
         tokens each row may commit, ``[B]`` int64.
     """
-    batch = len(padded_rows.generated)
-    sampling = rows.sampling.of_rows(0, batch)
+    batch = len(nodes)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
     scores = torch.zeros_like(logits)
-    tokens, parents = nodes.tolist(), parents_by_row(tree, len(nodes))
+    tokens, parents = nodes.tolist(), parents_by_row(tree, batch)
     stops = set(rows.sampling.stop_tokens.flatten().tolist())  # rows that are asked together share them
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
     active = [row for row in range(batch) if not finished[row]]
@@ -265,10 +264,10 @@ def choose_along_path(
         level = torch.stack([logits[row, reached[row][0]] if row in reached else nothing for row in range(batch)])
         processed = _scores_behind(ids, level, active, processors, plan)
         positions = torch.full((batch, 1), generated + depth, device=nodes.device)
-        drawn = Candidates.whole(processed[:, None]).choose(plan, sampling, positions)[:, 0].tolist()
+        drawn = Candidates.whole(processed[:, None]).choose(plan, rows.sampling, positions)[:, 0].tolist()
         if masks is not None and masks.replacements is not None:
             here = torch.tensor([reached[row][0] if row in reached else 0 for row in range(batch)], device=nodes.device)
-            kinds = masks.replacements.kinds[:batch].gather(1, here[:, None])
+            kinds = masks.replacements.kinds.gather(1, here[:, None])
             written = replace(masks.replacements, kinds=kinds).of(torch.tensor(drawn, device=nodes.device)[:, None])
             drawn = written[:, 0].tolist()
         for row in active:
@@ -282,7 +281,7 @@ def choose_along_path(
             reached[row] = following or reached[row]
             going = going and bool(following) and token not in stops and depth + 1 < room[row]
         depth += 1
-    return chosen, scores, torch.full((len(nodes),), depth, dtype=torch.int64, device=nodes.device)
+    return chosen, scores, torch.full((batch,), depth, dtype=torch.int64, device=nodes.device)
 
 
 def _scores_behind(

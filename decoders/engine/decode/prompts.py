@@ -1,4 +1,4 @@
-"""How a prompt is read: what kept texts have of it already, and in which passes the rest is prefilled."""
+"""How a prompt is prefilled: which of its tokens a kept text has already, and in which passes the others are read."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class PrefillPlan:
         lengths: list[int], reused: list[int], chunk: int | None, target: Target, *, leave_last_chunk: bool = False,
         given: bool = False,
     ) -> PrefillPlan:  # fmt: skip
-        """As :meth:`~decoders.engine.decode.session.Session.prefill` has it.
+        """The plan for arguments of :meth:`~decoders.engine.decode.session.Session.prefill`.
 
         Args:
             given: whether what is reused cannot be computed from tokens (images, a cache of the caller's), and so is never read again.

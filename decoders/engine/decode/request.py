@@ -73,7 +73,7 @@ class Request:
         keep_logits: return them per generated token.
         top_logprobs: keep the log probability of every token and of so many likeliest ones; None: keep none.
         on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
-        observers: are told when it starts, of every step, and when it ends.
+        observers: called when it starts, after every step, and when it ends.
         salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
             between rows of equal salts.
         given: the beginnings of the prompts where these are embeddings, or a cache that the caller has computed.
@@ -109,11 +109,6 @@ class Request:
     given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
     begun: float | None = None
-
-    @property
-    def keep_scores(self) -> bool:
-        """Whether the processed logits of every generated token are returned."""
-        return self.plan.keep_scores
 
     @property
     def cost_folder(self) -> Path:
@@ -158,7 +153,7 @@ def empty_report(request: Request, target: Target) -> Report:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was, as the model has it: before temperature, filters, penalties and grammar.
+    """How likely a token was by the model's own logits: before temperature, filters, penalties and grammar.
 
     Attributes:
         token: its id.
@@ -204,7 +199,7 @@ class RequestOutput:
         self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
         self.criteria: CriteriaRun | None = None
         if request.criteria is not None:
-            kept = self.scores if request.keep_scores else None
+            kept = self.scores if request.plan.keep_scores else None
             self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
         self.error: Exception | None = None
         self._closed = False

@@ -99,25 +99,18 @@ class Processing:
     """Walks down the target's choices with logits processors that need the host, each request by itself.
 
     Attributes:
-        request: what all members have in common.
+        plan: what all members have in common.
         members: the requests whose rows are decoded, and the first row of each; read in every step.
+        shared: whether what a request's processors raise ends that request alone.
     """
 
-    request: Request
+    plan: SamplingPlan
     members: Sequence[tuple[RequestOutput, int]]
+    shared: bool
 
     def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verdict:
-        """A request whose processors raise writes nothing; where several share the step the error is that request's alone."""
-        tree = block.tree
+        tree, plan = block.tree, self.plan
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
-        plan, keeps = self.request.plan, self.request.keep_scores
-        if len(self.members) == 1 and self.members[0][0].request is self.request:
-            member, processors = self.members[0][0], self.request.processors
-            assert processors is not None
-            chosen, scores, most = choose_along_path(
-                nodes, tree, logits, rows, member.padded_rows, processors, plan, block.masks
-            )
-            return Verdict(chosen, scores if keeps else None, most=most)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
         scores, most = torch.zeros_like(logits), torch.zeros_like(rows.length)
         for member, first in self.members:
@@ -131,26 +124,28 @@ class Processing:
                     block.masks and block.masks.of_rows(first, end),
                 )  # fmt: skip
             except Exception as error:
+                if not self.shared:
+                    raise
                 member.error = error
-        return Verdict(chosen, scores if keeps else None, most=most)
+        return Verdict(chosen, scores if plan.keep_scores else None, most=most)
 
 
 def decider(
     core: Core, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]],
-    recordings: Recordings | None,
+    shared: bool, recordings: Recordings | None,
 ) -> Callable[[Draft, NodeBlock, Rows], StepOutput]:  # fmt: skip
     """:func:`forward_verify_commit` for a batch. Where a device records, the whole function or its forward pass is replayed.
 
     Args:
         verifier: None where the built-in rule decides.
-        members: the requests whose rows are decoded, and the first row of each; read in every step.
+        members, shared: as of :class:`Processing`.
         recordings: of the session of the rows; None where nothing can be recorded.
     """
     built_in = verifier is None and request.processors is None
     if verifier is not None:
         parts = Parts(core.forward, Judging(verifier, request.plan, request.strategy.name), core.commit)
     else:
-        parts = Parts(core.forward, core.choose if built_in else Processing(request, members), core.commit)
+        parts = Parts(core.forward, core.choose if built_in else Processing(request.plan, members, shared), core.commit)
     if recordings is None:
         return partial(forward_verify_commit, parts)
     copy = request.strategy.observes  # a strategy may keep what it is shown, and the next replay would overwrite that

@@ -1,4 +1,4 @@
-"""One step of decoding, in the order of the papers. Read this file first: the rest of the room is what it calls.
+"""One step of decoding, in the order of the papers. Read this file first: the others in this package are what it calls.
 
 What is timed, counted, stopped and streamed hangs on a step from outside, as its :class:`Watch`. A device that records whole steps
 records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and a strategy that drafts for a draft model has its steps

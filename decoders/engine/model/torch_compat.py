@@ -1,7 +1,7 @@
 """Private parts of torch that we use: each with why, and what would replace it. Nothing else reads them.
 
-The engine uses nearly all of them, and what is above it the rest; nothing below it needs one. tests/engine/test_compat.py tries every
-one, so that a version of torch that moves one says which.
+The engine uses nearly all of them, and the layers above it a few. tests/engine/test_compat.py tries every one, so that a version of
+torch that moves one says which.
 """
 
 from __future__ import annotations

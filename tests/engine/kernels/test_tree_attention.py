@@ -133,7 +133,7 @@ def test_text_as_a_block_of_nodes_gives_the_same() -> None:
     check(causal_block(2, 40, CPU), [0, 100], 192)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_any_tree_over_any_rows_attends_as_plain_attention_does(data: st.DataObject) -> None:
     nodes = data.draw(st.integers(1, 12))
