@@ -235,11 +235,10 @@ class MarkovHead(BlockHead):
 
     def begin(self, block: DraftedBlock) -> Tensor | None:
         """The share of every place's state in what gate or unit compute, ``[B, T, …]``."""
-        proj = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
-        if proj is None:
+        name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
+        if name is None:
             return None
-        proj = getattr(self.markov_head, proj)
-        width = block.states.shape[-1]
+        proj, width = getattr(self.markov_head, name), block.states.shape[-1]
         weight = proj.weight[:, :width] if self.kind == "gated" else proj.weight[:, -width:]
         return F.linear(block.states, weight, proj.bias)
 
@@ -264,13 +263,8 @@ class MarkovHead(BlockHead):
         if self.kind == "gated":
             gate = of_place + F.linear(before, head.gate_proj.weight[:, -rank:])
             return head.markov_w2(gate.sigmoid() * before), None
-        if above is None:  # of the last token: nothing
-            above, joint = (
-                torch.zeros_like(before),
-                of_place + F.linear(before, head.joint_proj.weight[:, rank : 2 * rank]),
-            )
-        else:
-            joint = of_place + F.linear(torch.cat([above, before], dim=-1), head.joint_proj.weight[:, : 2 * rank])
+        above = torch.zeros_like(before) if above is None else above
+        joint = of_place + F.linear(torch.cat([above, before], dim=-1), head.joint_proj.weight[:, : 2 * rank])
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
         return head.markov_w2(output.tanh()), gate * above + (1 - gate) * candidate.tanh()

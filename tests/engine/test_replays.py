@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from decoders.common import devices
 from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode.batch import Batch
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
+from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.engine.decode.sessions import KEPT_SESSIONS
 from decoders.engine.model import blocks
@@ -31,6 +34,7 @@ from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.tape import TapeRecorder, host_read
+from decoders.tree import Topology
 
 
 class OnHost(Strategy):
@@ -189,30 +193,52 @@ def test_a_step_of_a_strategy_on_the_host_is_one_launch_one_copy_each_way_and_on
     assert counts["reads in hooks"] <= rows  # the prompts, once
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "suffix"])
-def test_a_matcher_on_the_host_is_not_shown_tokens_that_would_have_to_be_read(
-    device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, byte_tokenizer: Callable[..., Any], strategy: str
+@pytest.mark.parametrize("strategy", ["autoregressive", Listing()], ids=["plain", "trees"])
+@pytest.mark.parametrize("backend", ["llguidance", "table"])
+def test_guides_are_shown_drafts_where_they_walk_them(
+    device: TapeRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    byte_tokenizer: Callable[..., Any],
+    strategy: Any,
+    backend: str,
 ) -> None:
+    """A matcher on the host reads nothing from the device, and what is walked on the device is there."""
     tokenizer = byte_tokenizer(["<pad>", "<end>"], pad_token="<pad>", eos_token="<end>")
     target = decoders.enable(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
     on_device: set[int] = set()
-    plain, guided = blocks.Blocks.of, HostGuide.block
+    shown: Counter[bool] = Counter()
+    of = blocks.Blocks.of
 
-    def of(self: blocks.Blocks, *given: Any) -> Any:
-        made = plain(self, *given)
-        on_device.add(made[0].data_ptr())
-        return made
+    def made(self: blocks.Blocks, *given: Any) -> Any:
+        tokens, tree = of(self, *given)
+        on_device.update((tokens.data_ptr(), tree.parents.data_ptr()))
+        return tokens, tree
 
-    def block(self: HostGuide, tokens: torch.Tensor, *given: Any) -> Any:
-        assert tokens.data_ptr() not in on_device
-        return guided(self, tokens, *given)
+    def block(guided: Callable[..., Any], self: Any, tokens: torch.Tensor, shape: Any, *given: Any) -> Any:
+        tensors = [tokens] if isinstance(shape, Topology) else [tokens, shape.parents]
+        shown.update(tensor.data_ptr() in on_device for tensor in tensors)
+        return guided(self, tokens, shape, *given)
 
-    monkeypatch.setattr(blocks.Blocks, "of", of)
-    monkeypatch.setattr(HostGuide, "block", block)
-    grammar = decoders.regex("[a-c]{9}", backend="llguidance")
+    monkeypatch.setattr(blocks.Blocks, "of", made)
+    for guide in (HostGuide, DeviceGuide):
+        monkeypatch.setattr(guide, "block", functools.partialmethod(functools.partial(block, guide.block)))
+    grammar = decoders.regex("[a-c]{9}", backend=backend)
     call: dict[str, Any] = dict(max_new_tokens=12, grammar=grammar, eos_token_id=1)
     out = [decode(target, prompts(2), name, **call).sequences for name in (strategy, "autoregressive")]
-    assert torch.equal(*out) and on_device
+    assert torch.equal(*out) and set(shown) == {backend == "table"}
+
+
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])
+@pytest.mark.parametrize("tokens", [[[7, 8, 9], [5, 6, -1]], [[], []]], ids=["drafted", "nothing"])
+def test_a_block_is_one_buffer_on_the_device(tokens: list[list[int]], parents: Any) -> None:
+    draft = Draft.listed(tokens, parents if tokens[0] else None, 2)
+    here, there = (blocks.Blocks(2, torch.device(name), static=True).of(draft, "x") for name in ("cpu", "meta"))
+    tensors = [there[0], *vars(there[1]).values()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"} and len(here[1]) == len(there[1]) == 4
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1
+    plain = blocks.Blocks(2, torch.device("cpu"), static=True).of(replace(draft, on_host=False), "x")
+    assert torch.equal(here[0], plain[0])
+    assert all(map(torch.equal, vars(here[1]).values(), vars(plain[1]).values()))
 
 
 def test_what_a_strategy_was_shown_is_not_overwritten_by_later_steps(target: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from decoders.strategies import Threshold
 from decoders.strategies.threshold import ENOUGH, CalibratedThreshold
+from decoders.strategy import HostStep
 from decoders.testing import assert_same_tokens, decode, prompts
 
 
@@ -39,10 +40,8 @@ def step(
     clock.now += verify
     accepted = known.get("accepted", emitted - rows)
     expected = torch.tensor(float(known.get("expected", accepted)))
-    seen: Any = SimpleNamespace(
-        emitted=torch.tensor([emitted / rows] * rows), accepted=torch.tensor([accepted / rows] * rows),
-        nodes=torch.zeros(rows, nodes),
-    )  # fmt: skip
+    read = HostStep([accepted, *[0] * (rows - 1)], [[7] * emitted, *([] for _ in range(rows - 1))])
+    seen: Any = SimpleNamespace(read=lambda: read, nodes=torch.zeros(rows, nodes))
     return c.threshold(seen, expected)
 
 

@@ -342,7 +342,7 @@ class Batch(Roster):
         if known := (draft.on_host or not draft.tokens.shape[1]) and not self.guide.on_device:
             drafted = draft.tokens if draft.on_host else draft.tokens.new_empty(self.width, 0, device="cpu")
             tokens = F.pad(drafted, (0, tokens.shape[1] - drafted.shape[1]), value=-1)
-        legal, masks = self.guide.block(tokens, draft.topology, draft.levels)
+        legal, masks = self.guide.block(tokens, block.shape_of(draft, self.guide.on_device), draft.levels)
         if known:  # a matcher on the host has been shown what was drafted there, and read nothing from the device
             legal = block.draft_tokens if legal is tokens else moved_together([legal], self.target.device)[0]
         # A verifier of the draft's distribution must judge every token drawn from it: leaving one out would bias the output.

@@ -97,6 +97,10 @@ class NodeBlock:
     piece: PromptPiece | None = None
     root: Tensor | None = None
 
+    def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
+        """The tree of the `draft` that this block was made of, for who walks it on the device, or else where the draft is."""
+        return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
+
 
 class Blocks:
     """Turns drafts into blocks: checked, padded to sizes for compiled or recorded code, with a topology per row.

@@ -136,7 +136,8 @@ class DraftStage:
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
         if self.drafter.guide is None:
             return block
-        draft_tokens, masks = self.drafter.guide.block(block.draft_tokens, draft.topology, draft.levels)
+        guide = self.drafter.guide
+        draft_tokens, masks = guide.block(block.draft_tokens, block.shape_of(draft, guide.on_device), draft.levels)
         # Replacements apply to the target's tokens: the draft model's vocabulary may lack them.
         return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
 
