@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -118,6 +121,24 @@ def counted(marked: Tensor) -> Tensor:
 _PASSES = (11, 11, 10)
 #: Copies of a pass's sums: additions to one place wait for each other, and most scores share their upper bits.
 _COPIES = 16
+#: Scores that are looked through at a time: passes need nine times their memory.
+MOST_AT_ONCE = 2**23
+
+
+def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`function` of ``[B, N, V]`` scores and a value, ``[]`` or ``[B, 1, 1]``, a few nodes at a time if there are many."""
+
+    @wraps(function)
+    def sliced(scores: Tensor, value: Tensor) -> Tensor:
+        # Slices would fix the sizes of compiled code, which fuses most of these operations.
+        if torch.compiler.is_compiling() or scores.numel() <= MOST_AT_ONCE:
+            return function(scores, value)
+        size = max(MOST_AT_ONCE // scores.shape[-1], 1)
+        nodes = scores.flatten(0, 1)[:, None].split(size)
+        values = value.expand(*scores.shape[:2], 1).reshape(-1, 1, 1).split(size)
+        return torch.cat([function(*part) for part in zip(nodes, values, strict=True)]).view(scores.shape)
+
+    return sliced
 
 
 def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +146,8 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
     Args:
         ranks: ``[B, N, V]`` int32, of :func:`rank_of`.
-        weights: ``[B, N, V]`` int64, not negative. Integers, because CUDA adds in an order that changes from run to run.
+        weights: ``[B, N, V]`` int64, not negative, or int32 if their sum fits. Integers, because CUDA adds in an order that changes
+            from run to run.
         wanted: ``[B, N, 1]`` int64, at most the sum of all weights, or the lowest rank is found.
 
     Returns:
@@ -162,14 +184,16 @@ def shares_of(scores: Tensor) -> Tensor:
     return torch.where(scores > float("-inf"), (scores - greatest).double().exp() * scale, 0.0).long()
 
 
+@in_slices
 def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
     """What ``top_k`` leaves of ``[B, N, V]`` float32 scores, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
     ranks = rank_of(scores)
     k = value.clamp(1, scores.shape[-1]).long().expand(*scores.shape[:-1], 1)
-    kth, _ = border(ranks, torch.ones_like(ranks, dtype=torch.int64), k)
+    kth, _ = border(ranks, torch.ones_like(ranks), k)
     return scores.masked_fill(ranks < kth, float("-inf"))
 
 
+@in_slices
 def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
     """What ``top_p`` leaves of ``[B, N, V]`` float32 scores; borders are where :func:`top_k_top_p` has them. value: ``1 - top_p``."""
     ranks, shares = rank_of(scores), shares_of(scores)
@@ -182,6 +206,7 @@ def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
     return scores.masked_fill((ranks < lowest) | (at_border & (counted(at_border) <= gone)), float("-inf"))
 
 
+@in_slices
 def typical_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
     """What ``typical_p`` leaves of ``[B, N, V]`` float32 scores."""
     logp = scores.log_softmax(-1)

@@ -14,6 +14,7 @@ from transformers.generation import logits_process as hf
 
 from decoders.common.devices import as_recorded
 from decoders.hf.preparation import plan_sampling
+from decoders.sampling import top
 from decoders.sampling.choice import candidates
 from decoders.sampling.processors import OPERATIONS, WITHOUT_SORT, SamplingInputs, SamplingPlan, process, row_keys
 from decoders.sampling.top import MOST_OF_TOP_K, counted, rank_of, top_k_top_p, top_p_without_sort
@@ -124,6 +125,29 @@ def test_a_row_without_a_token_is_left_as_it_is():
     scores[0, 0, 5] = 1.0
     for name, function in WITHOUT_SORT.items():
         assert torch.equal(function(scores, torch.tensor(0.5)), scores), name
+
+
+@pytest.mark.parametrize(
+    "name, values", [("large_top_k", [5.0, 700.0]), ("top_p", [0.5, 0.1]), ("typical_p", [0.3, 0.9])]
+)
+@pytest.mark.parametrize("by_row", [True, False])
+def test_large_batches_are_looked_through_a_few_nodes_at_a_time(monkeypatch, name, values, by_row):
+    scores = torch.cat([logits_of("smooth", 4), logits_of("ties", 5)[:, :1]], 1)
+    value = torch.tensor(values)[:, None, None] if by_row else torch.tensor(values[0])
+    whole, sizes = WITHOUT_SORT[name](scores, value), []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "scatter_add" in str(function):
+                sizes.append(args[2].numel() // VOCAB)
+            return function(*args, **(kwargs or {}))
+
+    for most, passes in ((4 * VOCAB + 1, 6), (1, 18)):
+        monkeypatch.setattr(top, "MOST_AT_ONCE", most)
+        sizes.clear()
+        with Sums():
+            assert torch.equal(WITHOUT_SORT[name](scores, value), whole)
+        assert len(sizes) == passes and max(sizes) == max(most // VOCAB, 1)
 
 
 #: Operations with their values and transformers' own.
