@@ -6,6 +6,8 @@ import copy
 import time
 from contextlib import ExitStack
 
+import torch
+
 from ..engine.decode.lane import Lane
 from ..errors import CancelledError, DeadlineError, DecodersError
 from .generation import Generation
@@ -105,15 +107,18 @@ class Lanes:
         """Gives a lane up, and the requests in it, even if it cannot be closed."""
         del self._active[lane]
         try:
-            lane.close(error)
+            with ExitStack() as stack:
+                stack.callback(lane.close, error)
+                if isinstance(error, torch.OutOfMemoryError):
+                    self.close_idle(kept=0)
         finally:
             for generation in generations:
                 generation._end(copied(error))
 
-    def close_idle(self) -> None:
+    def close_idle(self, kept: int = IDLE_LANES) -> None:
         """Closes lanes without requests, all but the few that were used last."""
         idle = [lane for lane, generations in self._active.items() if not generations]
-        for lane in idle[: max(len(idle) - IDLE_LANES, 0)]:
+        for lane in idle[: max(len(idle) - kept, 0)]:
             del self._active[lane]
             lane.close()
 

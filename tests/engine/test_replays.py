@@ -506,3 +506,31 @@ def test_a_scheduler_replays_steps_and_prompts(target: PreTrainedModel, device: 
                 assert torch.equal(generation.result(60), expected)
                 steps += generation.report.replayed_steps  # type: ignore[union-attr]
     assert steps > 15 and device.replayed > 3 * device.recorded
+
+
+def test_a_scheduler_that_runs_out_of_memory_frees_what_no_request_uses(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(target, "prompt_lookup", 3)
+    sessions, forward, full = target.generate.engine().sessions, Target.forward, threading.Event()
+
+    def limited(self: Target, *args: Any) -> Any:
+        if full.is_set():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *args)
+
+    monkeypatch.setattr(Target, "forward", limited)
+    given: dict[str, Any] = dict(max_new_tokens=9, do_sample=False)
+    with decoders.Scheduler(target, rows=2, slots=64) as scheduler:
+        expected = scheduler.submit([5, 6, 7], **given).result(60)
+        scheduler.submit([5, 6, 7], strategy="prompt_lookup", **given).result(60)
+        assert sessions.nbytes and sessions.recorded_nbytes
+        full.set()
+        generations = [scheduler.submit([5, 6, 7], **given) for _ in range(2)]
+        for generation in generations:
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                generation.result(60)
+            assert any("MiB of recordings were dropped" in note for note in caught.value.__notes__)
+        assert sessions.recorded_nbytes == 0 and not scheduler._lanes.used
+        full.clear()
+        assert torch.equal(scheduler.submit([5, 6, 7], **given).result(60), expected)

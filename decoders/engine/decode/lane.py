@@ -133,7 +133,9 @@ class Lane:
             self._take_out([seat for seat in self.seats if seat.member is member])
 
     def close(self, cause: Exception | None = None) -> None:
-        """Frees everything. What the strategy's `finish` raises becomes a note on `cause`, the lane's error, or else a warning."""
+        """Frees everything, after running out of memory also what no call uses. What the strategy's `finish` raises becomes a note on
+        `cause`, the lane's error, or else a warning.
+        """
         with self._running(), self.stack:
             for seat in self.seats:
                 seat.member.close(cause)
@@ -142,6 +144,8 @@ class Lane:
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
                 warnings.warn(f"decoders: {message}", stacklevel=2)
+            if isinstance(cause, torch.OutOfMemoryError):
+                cause.add_note(f"decoders: {self.engine.sessions.make_room()}")
         # The batch is part of a reference cycle: its buffers would wait for the garbage collector.
         del self.batch.session
 

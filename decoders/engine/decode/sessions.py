@@ -109,8 +109,8 @@ class Sessions:
         self.release()
         self.forget_recordings()
         return (
-            f"the model goes on; {freed} MiB of free caches and {recorded} MiB of recordings were dropped. Decode fewer rows or "
-            "shorter texts at a time, or free what decoders.release(model) and torch.cuda.empty_cache() can"
+            f"the model can still be used; {freed} MiB of free caches and {recorded} MiB of recordings were dropped. Decode fewer rows "
+            "or shorter texts at a time, or free what decoders.release(model) and torch.cuda.empty_cache() can"
         )
 
     def release(self) -> None:
