@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     EosTokenCriteria,
     LogitsProcessor,
@@ -146,6 +147,30 @@ def test_a_processor_that_writes_in_place_leaves_the_raw_logits_alone(llama: Pre
         raw = llama(ours.sequences).logits[0, 23:-1]  # transformers' own `logits` show what the processor wrote
     torch.testing.assert_close(torch.cat(ours.logits), raw, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(torch.cat(ours.scores), torch.cat(plain.scores), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_scores_of_all_nodes_take_memory_only_where_they_are_kept(llama: PreTrainedModel, kept: bool) -> None:
+    shapes: list[torch.Size] = []
+
+    class Zeros(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if function is torch.zeros_like:
+                shapes.append(result.shape)
+            return result
+
+    with Zeros():
+        decode(
+            llama,
+            prompts(),
+            "prompt_lookup",
+            logits_processor=[InPlace()],
+            max_new_tokens=4,
+            output_scores=kept,
+            **EAGER,
+        )
+    assert any(len(shape) == 3 and shape[-1] == VOCAB for shape in shapes) == kept
 
 
 class Counting(LogitsProcessor):

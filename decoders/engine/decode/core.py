@@ -76,10 +76,16 @@ class StepOutput:
         summary, new, path = (own.view(part.shape) for own, part in zip(split, parts, strict=True))
         return replace(self, summary=summary, new=new, path=path, for_host=for_host)
 
-    def read(self, lists: Callable[..., tuple[list, ...]]) -> tuple[list, list, list]:
-        """:attr:`summary`, :attr:`new` and :attr:`path` as lists. lists: gives the values of tensors."""
+    def read(self, lists: Callable[..., tuple[list, ...]], paths: bool = False) -> tuple[list, list, list]:
+        """:attr:`summary`, :attr:`new` and :attr:`path` as lists.
+
+        Args:
+            lists: gives the values of tensors.
+            paths: whether the paths are needed; else they may be left out.
+        """
         if self.for_host is None:
-            return lists(self.summary, self.new, self.path)  # type: ignore[return-value]
+            summary, new, *path = lists(self.summary, self.new, *([self.path] if paths else []))
+            return summary, new, path[0] if path else []
         return self.unpacked(lists(self.for_host)[0])
 
     def unpacked(self, values: list[int]) -> tuple[list, list, list]:

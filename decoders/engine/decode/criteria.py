@@ -233,7 +233,8 @@ def choose_along_path(
     processors: Processors,
     plan: SamplingPlan,
     masks: Masks | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Walks all rows' trees down the target's own choices, one depth of all rows at a time.
 
     Processors see whole batches at one length, as in plain decoding. So the walk ends for all rows where it ends for the first, at
@@ -241,14 +242,13 @@ def choose_along_path(
 
     Args:
         masks: their replacements are applied to the chosen tokens.
+        scores: ``[B, N, V]`` where processed scores are kept: those of nodes on the path are written to it.
 
     Returns:
-        chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; scores ``[B, N, V]``, zero off the path; and how many
-        tokens each row may commit, ``[B]`` int64.
+        chosen ``[B, N]`` int64, :data:`NOT_REACHED` off the path; and how many tokens each row may commit, ``[B]`` int64.
     """
     batch = len(nodes)
     chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
-    scores = torch.zeros_like(logits)
     tokens, parents = nodes.tolist(), parents_by_row(tree, batch)
     stops = set(rows.sampling.stop_tokens.flatten().tolist())  # rows that are asked together share them
     room, finished = (rows.limit - rows.length).tolist(), rows.finished.tolist()
@@ -272,7 +272,9 @@ def choose_along_path(
             drawn = written[:, 0].tolist()
         for row in active:
             token = drawn[row]
-            scores[row, reached[row]], chosen[row, reached[row]] = processed[row], token
+            chosen[row, reached[row]] = token
+            if scores is not None:
+                scores[row, reached[row]] = processed[row]
             paths[row] += (token,)
             following = [
                 child for child, parent in enumerate(parents[row])
@@ -281,7 +283,7 @@ def choose_along_path(
             reached[row] = following or reached[row]
             going = going and bool(following) and token not in stops and depth + 1 < room[row]
         depth += 1
-    return chosen, scores, torch.full((batch,), depth, dtype=torch.int64, device=nodes.device)
+    return chosen, torch.full((batch,), depth, dtype=torch.int64, device=nodes.device)
 
 
 def _scores_behind(

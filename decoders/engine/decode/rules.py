@@ -112,22 +112,23 @@ class Processing:
         tree, plan = block.tree, self.plan
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
-        scores, most = torch.zeros_like(logits), torch.zeros_like(rows.length)
+        scores = torch.zeros_like(logits) if plan.keep_scores else None
+        most = torch.zeros_like(rows.length)
         for member, first in self.members:
             end, processors = first + member.rows, member.request.processors
             own = slice(first, end)
             if all(member.finished) or processors is None:
                 continue
             try:
-                chosen[own], scores[own], most[own] = choose_along_path(
+                chosen[own], most[own] = choose_along_path(
                     nodes[own], tree.of_rows(first, end), logits[own], rows.of_rows(first, end), member.padded_rows, processors, plan,
-                    block.masks and block.masks.of_rows(first, end),
+                    block.masks and block.masks.of_rows(first, end), scores[own] if scores is not None else None,
                 )  # fmt: skip
             except Exception as error:
                 if not self.shared:
                     raise
                 member.error = error
-        return Verdict(chosen, scores if plan.keep_scores else None, most=most)
+        return Verdict(chosen, scores, most=most)
 
 
 def decider(

@@ -50,9 +50,10 @@ class StepWatch(Watch):
         report.compiled_steps += self._compiled
         report.replayed_steps += self._replayed
         # The one place where the host waits for the device.
-        summary, new, paths = out.read(batch.session.lists)
+        traced = [(member, first) for member, first in batch.members if member.request.runtime.trace]
+        summary, new, paths = out.read(batch.session.lists, paths=draft.drafters is not None or bool(traced))
         outcome = Outcome.of(summary, new, batch.row_count)
-        self._follow_drafters(draft, block, paths, outcome)
+        self._follow_drafters(draft, block, paths, outcome, traced)
         core = self._stopwatch.next()
         if self._threads is not None:
             self._threads.end_step()
@@ -104,11 +105,10 @@ class StepWatch(Watch):
             for member, _ in batch.members:
                 member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
 
-    def _follow_drafters(self, draft: Draft, block: NodeBlock, paths: list[list[int]], outcome: Outcome) -> None:
-        """Records which strategy drafted each accepted token, where several have, and the whole tree where it is traced."""
-        traced = [(member, first) for member, first in self.batch.members if member.request.runtime.trace]
-        if draft.drafters is None and not traced:
-            return
+    def _follow_drafters(
+        self, draft: Draft, block: NodeBlock, paths: list[list[int]], outcome: Outcome, traced: list[tuple[RequestOutput, int]]
+    ) -> None:  # fmt: skip
+        """Records which strategy drafted each accepted token, where several have, and the whole tree for the `traced` requests."""
         if draft.drafters is not None:
             outcome.drafters = [
                 [draft.drafters[row][node - 1] for node in paths[row][1 : count + 1]]
