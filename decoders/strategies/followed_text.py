@@ -69,9 +69,16 @@ def follow_rows(
     """
     known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]
-    first = min(begins)
+    # Rows that were read to their end, such as padding, are left out: for them all rows would be read from near the begin on.
+    ended = [
+        append_only and over and length == len(row.index.tokens)
+        for row, over, length in zip(rows, known.finished, known.lengths, strict=True)
+    ]
+    first = min((begin for begin, done in zip(begins, ended, strict=True) if not done), default=0)
     texts = known.tokens_from(first)
     for number, row in enumerate(rows):
+        if ended[number]:
+            continue
         begin = begins[number]
         tokens = texts[number][begin - first :]
         if append_only and not row.goes_on(tokens, begin):

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoders.strategies import Ngram
-from decoders.strategies.followed_text import FollowedText
+from decoders.strategies.followed_text import OVERLAP, FollowedText, follow_rows
 from decoders.strategies.ngram import NgramState, mini_tree
 from decoders.strategies.ngram_counts import NgramCounts
-from decoders.strategy import Sequences
+from decoders.strategy import HostRows, Sequences
 
 WIDTHS = (3, 2, 1, 1)
 
@@ -63,6 +63,39 @@ def test_a_row_that_has_ended_is_not_drafted_for():
     tokens, length = torch.tensor([[1, 2, 1, 2, 1]] * 2), torch.tensor([5, 5])
     draft = strategy.propose(state, Sequences(tokens, length, length, torch.tensor([True, False]), length))
     assert draft.tokens.tolist() == [[-1, -1, -1], [2, 1, 1]]
+
+
+def test_a_row_that_has_ended_is_read_to_its_end_once_and_no_long_text_for_it():
+    """Such as padding: its end stays near the begin, and others' texts would be read from there on in every step."""
+    rows, firsts = [FollowedText(NgramCounts(2)) for _ in range(2)], []
+    long = [number % 7 for number in range(100)]
+
+    class Read:
+        def __init__(self, texts: list[list[int]]) -> None:
+            self.texts = texts
+
+        def read(self) -> HostRows:
+            return HostRows(
+                [len(text) for text in self.texts], [1, 50], [len(self.texts[0]) == 3, False], self.tokens_from
+            )
+
+        def tokens_from(self, first: int) -> list[list[int]]:
+            firsts.append(first)
+            return [text[first:] for text in self.texts]
+
+    versions = [
+        [[5], long],
+        [[5, 6, 7], long + [1]],
+        [[5, 6, 7], long + [1, 2]],
+        [[5, 6, 7], [*long, 1, 2, 3]],
+        [[8], long],
+    ]
+    for texts in versions:
+        follow_rows(rows, Read(texts), True, lambda _: FollowedText(NgramCounts(2)))  # type: ignore[arg-type]
+        if texts[0] != [8]:
+            assert [row.index.tokens.tolist() for row in rows] == texts
+    assert rows[0].index.tokens.tolist() == [8]  # another text has taken the row
+    assert firsts[:4] == [0, 0, 102 - 1 - OVERLAP, 102 - OVERLAP]
 
 
 def test_rows_that_stay_keep_their_counts_and_new_ones_begin_with_none():

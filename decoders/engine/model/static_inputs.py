@@ -115,10 +115,7 @@ class StaticInputs:
 def copied(value: Any) -> Any:
     """`value` with a copy of every tensor in it. Tensors that are the parts of one buffer are parts of one copy again."""
     tensors, _ = find_tensors(value)
-    buffers = {
-        part.data_ptr(): part.clone().untyped_storage()
-        for parts, part in _units(tensors).items() if len(parts) > 1
-    }  # fmt: skip
+    buffers = {buffer.data_ptr(): buffer.clone().untyped_storage() for buffer in _whole_buffers(tensors)[0].values()}
     return _copied(value, buffers)
 
 
@@ -136,25 +133,27 @@ def _copied(value: Any, buffers: Mapping[int, torch.UntypedStorage]) -> Any:
     return value
 
 
-def _units(tensors: Mapping[str, Tensor]) -> dict[tuple, Tensor]:
-    """What to copy so that all `tensors` are copied: the buffers that some of them make up, and the others by themselves.
+def _whole_buffers(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple, Tensor], list[str]]:
+    """Groups tensors that together fill one buffer, so that one copy moves it.
 
-    By the tensors' paths; for a buffer also by their places in it, so that two with one key are laid out alike.
+    Returns:
+        Those buffers, as bytes, by their parts' paths and places, so that two with one key are laid out alike; and the paths of the
+        tensors that are in none of them.
     """
     sharing: dict[int, list[str]] = {}
     for path, tensor in tensors.items():
         sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(path)
-    units: dict[tuple, Tensor] = {}
+    buffers: dict[tuple, Tensor] = {}
+    others: list[str] = []
     for paths in sharing.values():
         own = [tensors[path] for path in paths]
         if len(own) == 1 or not _fill(own):
-            for path in paths:
-                units[((path,),)] = tensors[path]
+            others += paths
             continue
         layout = tuple([(path, t.storage_offset(), t.dtype, t.shape) for path, t in zip(paths, own, strict=True)])
         whole = torch.empty(0, dtype=torch.uint8, device=own[0].device)
-        units[layout] = whole.set_(own[0].untyped_storage())
-    return units
+        buffers[layout] = whole.set_(own[0].untyped_storage())
+    return buffers, others
 
 
 def _fill(tensors: list[Tensor]) -> bool:
@@ -170,17 +169,18 @@ def _fill(tensors: list[Tensor]) -> bool:
 def _copy_all(
     places: Mapping[str, Tensor], values: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]
 ) -> None:
-    own_units = _units({path: places[path] for path in values})
-    for key, given in _units(values).items():
-        if len(key) > 1 and key in own_units:
-            if own_units[key].data_ptr() != given.data_ptr():
-                copy(own_units[key], given)
-            continue
-        for path, *_ in key:
-            own = _without_repeats(places[path])
-            part = _without_repeats(values[path], like=places[path])
-            if own.data_ptr() != part.data_ptr():
-                copy(own, part)
+    own_buffers, _ = _whole_buffers({path: places[path] for path in values})
+    buffers, others = _whole_buffers(values)
+    for layout, given in buffers.items():
+        if layout not in own_buffers:
+            others += [path for path, *_ in layout]
+        elif own_buffers[layout].data_ptr() != given.data_ptr():
+            copy(own_buffers[layout], given)
+    for path in others:
+        own = _without_repeats(places[path])
+        part = _without_repeats(values[path], like=places[path])
+        if own.data_ptr() != part.data_ptr():
+            copy(own, part)
 
 
 def _alike(own: Tensor, other: Tensor) -> bool:

@@ -240,7 +240,7 @@ def pack(
 
     Args:
         smallest: matrices with fewer elements are left alone; None: :data:`SMALLEST`.
-        groups: layers that read the same input. They are multiplied as one if all are packed alike.
+        groups: layers that read the same input. Those of a group that are packed alike are multiplied as one.
         exact_products: whether layers on CUDA give a row the same bits for any number of rows, as long as these are few.
     """
     smallest = SMALLEST if smallest is None else smallest
