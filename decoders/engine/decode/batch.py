@@ -278,10 +278,11 @@ class Batch(Roster):
     def _without_placeholders(self, draft: Draft) -> Draft:
         """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
         target = self.target
-        placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
-        if placeholders is None or self.verifier is not None:
+        if target.placeholders is None or self.verifier is not None:
             return draft
         check_draft(draft, self.request.strategy.name, self.blocks.rows)
+        placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
+        assert placeholders is not None  # both are there, or none
         # Not isin, which sorts where there are many placeholders or few tokens, and waits for the device.
         stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)
         return replace(draft, tokens=draft.tokens.masked_fill(stands_for_images, -1))
