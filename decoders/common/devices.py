@@ -57,7 +57,7 @@ def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     # The widest first, so that each begins where its type may.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
     flat = [tensors[place].reshape(-1).view(torch.uint8) for place in ordered]
-    host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.cat(flat, out=host).to(device, non_blocking=True)
     parts = dict(zip(ordered, there.split([len(part) for part in flat]), strict=True))
     return [parts[place].view(tensor.dtype).view(tensor.shape) for place, tensor in enumerate(tensors)]

@@ -197,13 +197,13 @@ class Draft:
             depth: as there.
             grades: as of a draft.
         """
-        own = torch.tensor(tokens, dtype=torch.int64)
+        own = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         topology = (
             Topology.chain(own.shape[1])
             if parents is None
-            else TreeTensors.from_parents(torch.tensor(parents, dtype=torch.int64), depth)
+            else TreeTensors.from_parents(torch.tensor(parents, dtype=torch.int64, device="cpu"), depth)
         )
-        graded = None if grades is None else torch.tensor(grades, dtype=torch.int64)
+        graded = None if grades is None else torch.tensor(grades, dtype=torch.int64, device="cpu")
         return Draft(own, topology, depth=None if parents is None else depth, grades=graded, on_host=True)
 
     @staticmethod

@@ -29,6 +29,7 @@ from decoders.engine.model.compiled import background, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
+from decoders.hf import wrapper
 from decoders.report import Report
 from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategy import Draft, Sequences, Step, Strategy
@@ -226,6 +227,34 @@ def test_guides_are_shown_drafts_where_they_walk_them(
     call: dict[str, Any] = dict(max_new_tokens=12, grammar=grammar, eos_token_id=1)
     out = [decode(target, prompts(2), name, **call).sequences for name in (strategy, "autoregressive")]
     assert torch.equal(*out) and set(shown) == {backend == "table"}
+
+
+@pytest.mark.parametrize(
+    "strategy, backend",
+    [("suffix", None), ("auto", None), ("autoregressive", "llguidance"), ("prompt_lookup+suffix", "table")],
+)
+def test_what_is_on_the_host_is_there_whatever_the_default_device_is(
+    device: TapeRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    byte_tokenizer: Callable[..., Any],
+    strategy: str,
+    backend: Any,
+) -> None:
+    """As after ``torch.set_default_device("cuda")`` with a model on CUDA; what no device is named for has no data here."""
+    tokenizer = byte_tokenizer(["<pad>", "<end>"], pad_token="<pad>", eos_token="<end>")
+    target = decoders.enable(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    call: dict[str, Any] = dict(max_new_tokens=12, eos_token_id=1, decoders_config={"memory": False})
+    if backend is not None:
+        call["grammar"] = decoders.regex("[a-c]{9}", backend=backend)
+    expected = decode(target, prompts(2), "autoregressive", **call).sequences
+    loop = wrapper.decode
+
+    def elsewhere(*given: Any) -> Any:
+        with torch.device("meta"):
+            return loop(*given)
+
+    monkeypatch.setattr(wrapper, "decode", elsewhere)
+    assert all(torch.equal(decode(target, prompts(2), strategy, **call).sequences, expected) for _ in range(2))
 
 
 @pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])

@@ -147,7 +147,7 @@ class Blocks:
     def _nothing(self, tree: Topology, nodes: int) -> tuple[Tensor, TreeTensors]:
         """A block without draft tokens, of which there is one for each size."""
         if nodes not in self._empty:
-            self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64), tree, nodes)
+            self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64, device="cpu"), tree, nodes)
         return self._empty[nodes]
 
     def _brought(self, tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, TreeTensors]:
