@@ -28,7 +28,7 @@ class Sequences:
         noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
             (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
             target's own draws; with others they are fresh in every step.
-        known: returns what the loop has read already, for :meth:`read`; None: nothing.
+        known: what the loop has read already, for :meth:`read`; None: nothing.
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class Sequences:
     prompt_length: Tensor
     finished: Tensor
     noise_keys: Tensor
-    known: Callable[[], HostRows] | None = None
+    known: HostRows | None = None
 
     @property
     def last(self) -> Tensor:
@@ -52,7 +52,7 @@ class Sequences:
         """The rows as lists, for strategies that work on the host. Waits for the device only where the loop has not read it before:
         in :meth:`Strategy.start`, and for a strategy that drafts for a draft model.
         """
-        return HostRows.of(self) if self.known is None else self.known()
+        return HostRows.of(self) if self.known is None else self.known
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class HostRows:
         lengths: committed tokens per row.
         prompt_lengths: how many of them are prompt.
         finished: per row, whether it has ended.
-        tokens_from: returns every row's committed tokens from a slot on.
+        tokens_from: returns every row's tokens from a slot on, up to `lengths`, however many are committed later.
     """
 
     lengths: list[int]

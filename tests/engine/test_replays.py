@@ -257,6 +257,52 @@ def test_what_is_on_the_host_is_there_whatever_the_default_device_is(
     assert all(torch.equal(decode(target, prompts(2), strategy, **call).sequences, expected) for _ in range(2))
 
 
+@pytest.mark.parametrize("hook", ["propose", "observe"])
+def test_steps_that_read_lists_are_not_recorded(target: PreTrainedModel, hook: str) -> None:
+    """They would be the lists of the one step that is recorded."""
+    read: list[Any] = []
+
+    class Reads(OnHost):
+        on_device = True
+
+        def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+            if hook == "propose":
+                read.append(sequences.read())
+            return Draft.chain(sequences.last.expand(-1, 2))
+
+        def observe(self, state: list[Step], step: Step) -> None:
+            if hook == "observe":
+                read.append(step.read())
+
+    with pytest.warns(UserWarning, match="could not be recorded"):
+        report = run(target, Reads(), 2, 16)
+    assert len(read) == report.steps  # in each of them
+
+
+def test_lists_stay_those_of_their_step(target: PreTrainedModel) -> None:
+    shown: list[tuple[Sequences, list[int], list[list[int]]]] = []
+
+    class Later(OnHost):
+        def note(self, sequences: Sequences) -> None:
+            lengths, tokens = sequences.length.tolist(), sequences.tokens.tolist()
+            shown.append((sequences, lengths, [text[:length] for text, length in zip(tokens, lengths, strict=True)]))
+
+        def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+            self.note(sequences)
+            return Draft.chain(sequences.last.expand(-1, 2))
+
+        def observe(self, state: list[Step], step: Step) -> None:
+            self.note(step.sequences)
+
+    report = run(target, Later(), 2, 12)
+    assert len(shown) == 2 * report.steps > 8
+    for sequences, lengths, texts in shown:
+        read = sequences.read()
+        assert read.lengths == lengths
+        for first in (0, min(lengths) - 1, max(lengths) + 1):
+            assert read.tokens_from(first) == [text[first:] for text in texts]
+
+
 @pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])
 @pytest.mark.parametrize("tokens", [[[7, 8, 9], [5, 6, -1]], [[], []]], ids=["drafted", "nothing"])
 def test_a_block_is_one_buffer_on_the_device(tokens: list[list[int]], parents: Any) -> None:
