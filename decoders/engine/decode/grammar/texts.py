@@ -101,7 +101,8 @@ class MaskTable:
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
         if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
-            words = self.words[rows].pin_memory() if self.device.type == "cuda" else self.words[rows]
+            words = self.words[torch.tensor(rows)]  # lists in a list would be an index per dimension
+            words = words.pin_memory() if self.device.type == "cuda" else words
             return unpack(words.to(self.device, non_blocking=True), self.vocabulary)
         flat = [row for some in rows for row in some]
         open_rows = self._open.places(flat) if self.used == self.fixed else None

@@ -1,0 +1,165 @@
+"""Tensors that say they are on a CUDA device and compute on the CPU: what mixes them with the host's is found without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CUDA = torch.device("cuda:0")
+#: Functions that take tensors of both devices.
+MOVES = frozenset({"to", "copy_", "__setitem__"})
+#: Attributes that a tensor's device decides.
+ATTRIBUTES = {"device": CUDA, "is_cuda": True, "is_cpu": False, "grad": None, "grad_fn": None}
+
+
+class MixedDevicesError(AssertionError):
+    """A function was given tensors of the device and of the host, which CUDA refuses."""
+
+
+class OnDevice(Tensor):
+    """A tensor of the device. Its values are in `values`, on the CPU."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> OnDevice:
+        own = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, values.shape, values.stride(), values.storage_offset(), dtype=values.dtype, device=CUDA
+        )
+        own.values = values
+        return own
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise AssertionError(f"{func} was called outside of pretended_cuda()")
+
+
+class _Functions(TorchFunctionMode):
+    """Runs functions on the values, and says whether their results are the device's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name == "_has_compatible_shallow_copy_type":  # modules that are moved get other parameters
+            return False
+        leaves = tree_leaves((args, kwargs))
+        own = [each for each in leaves if isinstance(each, OnDevice)]
+        devices = [torch.device(each) for each in leaves if _is_device(each)]
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if name == "pin_memory":
+            return args[0]
+        if name in ("_parse_to", "__set__") or (not own and CUDA.type not in [device.type for device in devices]):
+            return func(*args, **kwargs)
+        if name == "__get__" and (attribute := getattr(func.__self__, "__name__", "")) in ATTRIBUTES:
+            return ATTRIBUTES[attribute]
+        if name == "numpy":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if name == "requires_grad_":
+            return args[0]
+        host = [each for each in leaves if isinstance(each, Tensor) and not isinstance(each, OnDevice) and each.dim()]
+        if host and own and name not in MOVES:
+            sizes = [(*each.shape, each.device.type) for each in leaves if isinstance(each, Tensor)]
+            raise MixedDevicesError(f"{name} of {sizes}")
+        with torch._C.DisableTorchFunction():
+            result = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+        if name in ("copy_", "__setitem__"):
+            return args[0]
+        if name == "cpu" or ((name == "to" or kwargs.get("device") is not None) and self._to_host(name, args, devices)):
+            # What is moved is a copy, as it would be on two devices.
+            return result.clone() if any(result is each.values for each in own) else result
+        known = {id(each.values): each for each in own}
+        return tree_map(lambda each: known[id(each)] if id(each) in known else _wrapped(each), result)
+
+    @staticmethod
+    def _to_host(name: str, args: tuple, devices: list[torch.device]) -> bool:
+        if devices:
+            return devices[0].type == "cpu"
+        others = [each for each in args[1:] if isinstance(each, Tensor)]  # as another tensor, or only to another dtype
+        return name == "to" and not isinstance((others or args)[0], OnDevice)
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) or (isinstance(value, str) and value in ("cpu", "cuda"))
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, OnDevice):
+        return value.values
+    return torch.device("cpu") if _is_device(value) else value
+
+
+def _wrapped(value: Any) -> Any:
+    return OnDevice(value) if isinstance(value, Tensor) and not isinstance(value, OnDevice) else value
+
+
+class _Anything:
+    """A stream or an event of a device that is never behind."""
+
+    cuda_stream = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **options: self
+
+    def __enter__(self) -> _Anything:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def _no_context(*given: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def pretended_cuda() -> Iterator[None]:
+    """Inside, in every thread, tensors can be moved to a CUDA device."""
+    anything, nothing = (lambda *given, **options: _Anything()), (lambda *given, **options: 0)
+    memory = {"memory_allocated": nothing, "max_memory_allocated": nothing, "reset_peak_memory_stats": nothing}
+    streams = {"current_stream": anything, "Stream": anything, "Event": anything, "stream": _no_context}
+    device = {
+        "device": _no_context,
+        "current_device": nothing,
+        "synchronize": nothing,
+        "get_device_name": lambda *given: "a GPU",
+    }
+    more = {"get_device_capability": lambda *given: (9, 0), "mem_get_info": lambda *given: (1 << 34, 1 << 34)}
+    more["is_current_stream_capturing"] = lambda: False
+    run, place = threading.Thread.run, Tensor.set_
+
+    def placed(tensor: Tensor, *given: Any) -> Tensor:  # of a storage, which no function mode sees
+        return OnDevice(place(tensor.values, *given)) if isinstance(tensor, OnDevice) else place(tensor, *given)
+
+    def inside(thread: threading.Thread) -> None:
+        with _Functions():
+            run(thread)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(torch.cuda, **memory, **streams, **device, **more))
+        stack.enter_context(mock.patch.object(threading.Thread, "run", inside))
+        stack.enter_context(mock.patch.object(Tensor, "set_", placed))
+        overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
+        stack.enter_context(_Functions())
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def moved(model: Any) -> Any:
+    """`model` on the device."""
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None:
+                module._parameters[name] = nn.Parameter(OnDevice(own.data), requires_grad=False)
+        for name, own in module._buffers.items():
+            if own is not None:
+                module._buffers[name] = OnDevice(own)
+    return model
