@@ -99,7 +99,7 @@ class Draft:
             values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
         drafters: for every row the name of the strategy behind each draft token, where several have drafted, for reports.
         on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads such a draft there, and brings it to
-            the device in one copy.
+            the device in one copy, `scores` included where a verifier judges by them.
     """
 
     tokens: Tensor
@@ -156,11 +156,12 @@ class Draft:
             return self
         tree = self.topology
         parts = [tree.parents, tree.offsets, tree.visible, tree.ancestors] if isinstance(tree, TreeTensors) else []
-        tensors = [self.tokens, *([] if self.grades is None else [self.grades]), *parts]
+        optional = {name: held for name in ("grades", "scores") if (held := getattr(self, name)) is not None}
+        tensors = [self.tokens, *optional.values(), *parts]
         tokens, *others = tensors if device.type == "cpu" else moved_together(tensors, device)
-        grades = None if self.grades is None else others.pop(0)
-        topology = TreeTensors(*others) if isinstance(tree, TreeTensors) else tree
-        return replace(self, tokens=tokens, grades=grades, topology=topology, on_host=False)
+        topology = TreeTensors(*others[len(optional) :]) if isinstance(tree, TreeTensors) else tree
+        there = dict(zip(optional, others, strict=False))
+        return replace(self, tokens=tokens, topology=topology, on_host=False, **there)
 
     @staticmethod
     def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:

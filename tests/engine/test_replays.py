@@ -37,6 +37,8 @@ from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.tape import TapeRecorder, host_read
 from decoders.tree import Topology
 
+from .pretended_cuda import OnDevice, moved, pretended_cuda
+
 
 class OnHost(Strategy):
     """A third party's that does not promise ``on_device``; keeps every step that it is shown."""
@@ -301,6 +303,31 @@ def test_lists_stay_those_of_their_step(target: PreTrainedModel) -> None:
         assert read.lengths == lengths
         for first in (0, min(lengths) - 1, max(lengths) + 1):
             assert read.tokens_from(first) == [text[first:] for text in texts]
+
+
+def test_scores_of_a_draft_on_the_host_are_brought_to_the_device(
+    device: TapeRecorder,
+) -> None:
+    class Scored(OnHost):
+        observes = False
+
+        def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+            draft = Draft.listed([[5, 6]] * len(sequences.length))
+            return replace(draft, scores=torch.zeros(*draft.tokens.shape, model.config.vocab_size))
+
+    def call() -> list[list[int]]:
+        out = decode(
+            model, inputs, Scored(), max_new_tokens=6, do_sample=True, top_k=0, seed=1, verifier="rejection", **own
+        )
+        return out.sequences.tolist()
+
+    own: dict[str, Any] = dict(decoders_config={"compile": False, "attention": "sdpa"})
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+    expected = call()
+    with pretended_cuda():
+        model = decoders.enable(moved(tiny_model("llama")))
+        inputs = {name: OnDevice(value) for name, value in inputs.items()}
+        assert call() == expected
 
 
 @pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])

@@ -269,6 +269,9 @@ class Batch(Roster):
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         self.fit_blocks()
+        if self.verifier is not None:  # judges by the scores, on the device
+            check_draft(draft, strategy.name, self.blocks.rows)
+            draft = draft if draft.scores is None else draft.moved(self.target.device)
         draft = self._pruned(self._without_placeholders(draft))
         if self.skipped:
             self._verified = 0
