@@ -133,7 +133,7 @@ class Blocks:
         tree, nodes = draft.topology, self.size(len(draft.topology))
         if self.static and isinstance(tree, Topology) and not draft.tokens.shape[1]:
             return self._nothing(tree, nodes)
-        if self.static and draft.on_host:
+        if draft.on_host and (self.static or draft.tokens.device != self.device):
             return self._brought(draft.tokens, tree, nodes)
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
@@ -177,5 +177,5 @@ def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
     width = draft.tokens.shape[1]
     if not width or not isinstance(draft.topology, Topology):
         return draft
-    drafted = (draft.tokens >= 0) & ~finished[:, None]
-    return draft.head(int((drafted.any(0) * torch.arange(1, width + 1)).amax()))
+    drafted = (draft.tokens >= 0).cpu() & ~finished.cpu()[:, None]
+    return draft.head(int((drafted.any(0) * torch.arange(1, width + 1, device="cpu")).amax()))
