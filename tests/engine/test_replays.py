@@ -208,13 +208,13 @@ def test_guides_are_shown_drafts_where_they_walk_them(
     """A matcher on the host reads nothing from the device, and what is walked on the device is there."""
     tokenizer = byte_tokenizer(["<pad>", "<end>"], pad_token="<pad>", eos_token="<end>")
     target = decoders.enable(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
-    on_device: set[int] = set()
+    on_device: dict[int, torch.Tensor] = {}  # kept, so that no other tensor gets their addresses
     shown: Counter[bool] = Counter()
     of = blocks.Blocks.of
 
     def made(self: blocks.Blocks, *given: Any) -> Any:
         tokens, tree = of(self, *given)
-        on_device.update((tokens.data_ptr(), tree.parents.data_ptr()))
+        on_device.update({tensor.data_ptr(): tensor for tensor in (tokens, tree.parents)})
         return tokens, tree
 
     def block(guided: Callable[..., Any], self: Any, tokens: torch.Tensor, shape: Any, *given: Any) -> Any:
