@@ -229,9 +229,12 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(raw):
 
 @pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])
 @pytest.mark.parametrize("grades", [None, [[1, 2, 3], [4, 5, 0]]], ids=["", "grades"])
-def test_a_draft_of_lists_is_on_the_host_and_moves_in_one_copy(parents: Any, grades: Any) -> None:
+@pytest.mark.parametrize("scored", [False, True], ids=["", "scores"])
+def test_a_draft_of_lists_is_on_the_host_and_moves_in_one_copy(parents: Any, grades: Any, scored: bool) -> None:
     tokens = [[7, 8, 9], [5, 6, -1]]
-    here = Draft.listed(tokens, parents, 2, grades)
+    here = dataclasses.replace(
+        Draft.listed(tokens, parents, 2, grades), scores=torch.zeros(2, 3, 5) if scored else None
+    )
     here.check(2)
     assert here.read() == (tokens, here.parents, grades) and here.on_host and here.head(2).on_host
     assert here.tokens.tolist() == tokens and [list(row) for row in here.parents] == (parents or [[-1, 0, 1, 2]] * 2)
@@ -240,7 +243,7 @@ def test_a_draft_of_lists_is_on_the_host_and_moves_in_one_copy(parents: Any, gra
     there.check(2)
     assert there.moved(torch.device("cpu")) is there
     tensors = [t for part in (there, there.topology) for t in vars(part).values() if isinstance(t, torch.Tensor)]
-    assert len(tensors) == 1 + (grades is not None) + 4 * (parents is not None)
+    assert len(tensors) == 1 + (grades is not None) + scored + 4 * (parents is not None)
     assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1 and there.levels == here.levels
 
 

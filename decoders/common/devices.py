@@ -56,8 +56,9 @@ def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     """Copies of small `tensors` of the host on `device`, made by one copy: views of one buffer. The host does not wait for a GPU."""
     # The widest first, so that each begins where its type may.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
-    flat = [tensors[place].reshape(-1).view(torch.uint8) for place in ordered]
-    host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    # Copied, because a view of one element may have any stride, which reshape and contiguous leave as it is.
+    flat = [tensors[place].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for place in ordered]
+    host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.cat(flat, out=host).to(device, non_blocking=True)
     parts = dict(zip(ordered, there.split([len(part) for part in flat]), strict=True))
     return [parts[place].view(tensor.dtype).view(tensor.shape) for place, tensor in enumerate(tensors)]

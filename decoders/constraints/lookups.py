@@ -48,11 +48,11 @@ class TokenTable:
         token that the tokenizer writes there; -1 for no byte and no token.
         """
         if not self._forced:
-            rows = torch.tensor([[0, -1, -1]]).repeat(len(self.next), 1)
+            rows = torch.tensor([[0, -1, -1]], device="cpu").repeat(len(self.next), 1)
             for state in {grammar.first, *self.next.unique().tolist()} - {0}:
                 if text := grammar.forced_bytes(state):
                     token = (*grammar.forced_tokens(state, 1), -1)[0]
-                    rows[state] = torch.tensor([len(text), text[0], token])
+                    rows[state] = torch.tensor([len(text), text[0], token], device="cpu")
             self._forced.append(rows)
         return self._forced[0]
 
@@ -64,10 +64,12 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
     states = len(tables.next)
     # Columns are compared by two random sums of their states, which collide with a probability of 2^-100.
     chance = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance).mul(2).add(1).to(device)
+    weights = (
+        torch.randint(-(1 << 62), 1 << 62, (2, states, 1), generator=chance, device="cpu").mul(2).add(1).to(device)
+    )
     numbers = {(0, 0): 0}
     distinct = [torch.zeros(states, 1, dtype=torch.int64, device=device)]
-    columns = torch.zeros(len(vocabulary), dtype=torch.int64)
+    columns = torch.zeros(len(vocabulary), dtype=torch.int64, device="cpu")
     for tokens, reached in _walked(tables, vocabulary, device):
         new, mine = [], []
         for place, key in enumerate(map(tuple, (weights * reached).sum(1).T.tolist())):
@@ -75,7 +77,7 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
                 numbers[key] = len(numbers)
                 new.append(place)
             mine.append(numbers[key])
-        columns[tokens] = torch.tensor(mine)
+        columns[tokens] = torch.tensor(mine, device="cpu")
         if len(numbers) * states > ENTRIES:
             return None
         distinct.append(reached[:, new])
@@ -85,7 +87,7 @@ def _made(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Token
 def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
     """Yields tokens in batches, with the states ``[S, tokens]`` that they lead to where they are legal, 0 elsewhere."""
     states = len(tables.next)
-    every = torch.arange(states)
+    every = torch.arange(states, device="cpu")
     # States with the dead state's mask are unreachable, and after a stop token nothing is legal.
     living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
     some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)

@@ -107,8 +107,6 @@ class Spy(Wrapped):
         self._untouched("finish", lambda: self.inner.finish(state), None)
 
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        if self.reads is not None:  # what the loop has read is not known while a step is recorded
-            sequences = replace(sequences, known=None)
         draft = self._untouched("propose", lambda: self.inner.propose(state, sequences), sequences)
         try:
             inspect_draft(draft, sequences, self.vocab)
@@ -126,8 +124,6 @@ class Spy(Wrapped):
         return draft
 
     def observe(self, state: Any, step: Step) -> None:
-        if self.reads is not None:
-            step = replace(step, known=None, sequences=replace(step.sequences, known=None))
         self._untouched("observe", lambda: self.inner.observe(state, step), step.sequences, step)
 
     def _untouched(

@@ -28,7 +28,7 @@ class Sequences:
         noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
             (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
             target's own draws; with others they are fresh in every step.
-        known: returns what the loop has read already, for :meth:`read`; None: nothing.
+        known: what the loop has read already, for :meth:`read`; None: nothing.
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class Sequences:
     prompt_length: Tensor
     finished: Tensor
     noise_keys: Tensor
-    known: Callable[[], HostRows] | None = None
+    known: HostRows | None = None
 
     @property
     def last(self) -> Tensor:
@@ -52,7 +52,7 @@ class Sequences:
         """The rows as lists, for strategies that work on the host. Waits for the device only where the loop has not read it before:
         in :meth:`Strategy.start`, and for a strategy that drafts for a draft model.
         """
-        return HostRows.of(self) if self.known is None else self.known()
+        return HostRows.of(self) if self.known is None else self.known
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class HostRows:
         lengths: committed tokens per row.
         prompt_lengths: how many of them are prompt.
         finished: per row, whether it has ended.
-        tokens_from: returns every row's committed tokens from a slot on.
+        tokens_from: returns every row's tokens from a slot on, up to `lengths`, however many are committed later.
     """
 
     lengths: list[int]
@@ -99,7 +99,7 @@ class Draft:
             values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
         drafters: for every row the name of the strategy behind each draft token, where several have drafted, for reports.
         on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads such a draft there, and brings it to
-            the device in one copy.
+            the device in one copy, `scores` included where a verifier judges by them.
     """
 
     tokens: Tensor
@@ -156,11 +156,12 @@ class Draft:
             return self
         tree = self.topology
         parts = [tree.parents, tree.offsets, tree.visible, tree.ancestors] if isinstance(tree, TreeTensors) else []
-        tensors = [self.tokens, *([] if self.grades is None else [self.grades]), *parts]
+        optional = {name: held for name in ("grades", "scores") if (held := getattr(self, name)) is not None}
+        tensors = [self.tokens, *optional.values(), *parts]
         tokens, *others = tensors if device.type == "cpu" else moved_together(tensors, device)
-        grades = None if self.grades is None else others.pop(0)
-        topology = TreeTensors(*others) if isinstance(tree, TreeTensors) else tree
-        return replace(self, tokens=tokens, grades=grades, topology=topology, on_host=False)
+        topology = TreeTensors(*others[len(optional) :]) if isinstance(tree, TreeTensors) else tree
+        there = dict(zip(optional, others, strict=False))
+        return replace(self, tokens=tokens, topology=topology, on_host=False, **there)
 
     @staticmethod
     def chain(tokens: Tensor, scores: Tensor | None = None) -> Draft:
@@ -197,13 +198,13 @@ class Draft:
             depth: as there.
             grades: as of a draft.
         """
-        own = torch.tensor(tokens, dtype=torch.int64)
+        own = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         topology = (
             Topology.chain(own.shape[1])
             if parents is None
-            else TreeTensors.from_parents(torch.tensor(parents, dtype=torch.int64), depth)
+            else TreeTensors.from_parents(torch.tensor(parents, dtype=torch.int64, device="cpu"), depth)
         )
-        graded = None if grades is None else torch.tensor(grades, dtype=torch.int64)
+        graded = None if grades is None else torch.tensor(grades, dtype=torch.int64, device="cpu")
         return Draft(own, topology, depth=None if parents is None else depth, grades=graded, on_host=True)
 
     @staticmethod

@@ -168,15 +168,18 @@ class Topology:
     def tensors(self, rows: int, device: torch.device) -> TreeTensors:
         """This topology as tensors for `rows` rows on `device`, cached."""
         n = len(self)
-        ancestors = torch.zeros(n, n, dtype=torch.bool)
-        visible = torch.zeros(n, n, dtype=torch.bool)
+        ancestors = torch.zeros(n, n, dtype=torch.bool, device="cpu")
+        visible = torch.zeros(n, n, dtype=torch.bool, device="cpu")
         for node in range(n):
             visible[node, list(self.path_to(node))] = True
             if node == 0 or self.parents[node] >= 0:
                 ancestors[node, list(self.path_to(node))] = True
             if self.extra_visible:
                 visible[node, list(self.extra_visible[node])] = True
-        offsets, parents = torch.tensor(self.offsets), torch.tensor(self.parents).clamp(min=0)
+        offsets, parents = (
+            torch.tensor(self.offsets, device="cpu"),
+            torch.tensor(self.parents, device="cpu").clamp(min=0),
+        )
         return TreeTensors(
             parents.expand(rows, n).contiguous().to(device),
             offsets.expand(rows, n).contiguous().to(device),

@@ -68,6 +68,8 @@ class _Functions(TorchFunctionMode):
         if host and own and name not in MOVES:
             sizes = [(*each.shape, each.device.type) for each in leaves if isinstance(each, Tensor)]
             raise MixedDevicesError(f"{name} of {sizes}")
+        if name == "histc":  # of integers on CUDA only
+            return OnDevice(torch.histc(args[0].values.float(), **kwargs).to(args[0].values.dtype))
         with torch._C.DisableTorchFunction():
             result = func(*tree_map(_values, args), **tree_map(_values, kwargs))
         if name in ("copy_", "__setitem__"):

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import decoders
 from decoders.demo import load
 from decoders.engine.decode import engine
-from decoders.testing import tiny_draft, tiny_model
+from decoders.testing import ARCHITECTURES, RECURRENT, tiny_draft, tiny_model
 from decoders.testing.tape import TapeRecorder
 
 from .pretended_cuda import MixedDevicesError, OnDevice, moved, pretended_cuda
@@ -84,6 +84,24 @@ def test_strategies_write_the_tokens_of_the_cpu(
         )  # fmt: skip
         assert out.tolist() == tokens
     assert cuda.replayed
+
+
+QUICK = ("lfm2", "gemma3", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*ARCHITECTURES, *RECURRENT)],
+)
+@pytest.mark.filterwarnings("ignore:a step could not be recorded")  # of models that make tensors of the host's data
+def test_architectures_write_the_tokens_of_the_cpu(cuda: TapeRecorder, name: str) -> None:
+    options = dict(max_new_tokens=10, pad_token_id=0, do_sample=False)
+    expected = tiny_model(name).generate(input_ids=IDS, attention_mask=MASK, **options).tolist()
+    model = decoders.enable(moved(tiny_model(name)))
+    for strategy in ("suffix", "prompt_lookup"):
+        inputs = {"input_ids": OnDevice(IDS), "attention_mask": OnDevice(MASK)}
+        out = model.generate(**inputs, strategy=strategy, decoders_config=CONFIG, **options)
+        assert out.tolist() == expected, strategy
 
 
 def test_heads_grammars_and_calls_of_many_kinds_write_the_tokens_of_the_cpu(cuda: TapeRecorder) -> None:

@@ -29,12 +29,15 @@ from decoders.engine.model.compiled import background, tiers
 from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
+from decoders.hf import wrapper
 from decoders.report import Report
 from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.tape import TapeRecorder, host_read
 from decoders.tree import Topology
+
+from .pretended_cuda import OnDevice, moved, pretended_cuda
 
 
 class OnHost(Strategy):
@@ -205,13 +208,13 @@ def test_guides_are_shown_drafts_where_they_walk_them(
     """A matcher on the host reads nothing from the device, and what is walked on the device is there."""
     tokenizer = byte_tokenizer(["<pad>", "<end>"], pad_token="<pad>", eos_token="<end>")
     target = decoders.enable(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
-    on_device: set[int] = set()
+    on_device: dict[int, torch.Tensor] = {}  # kept, so that no other tensor gets their addresses
     shown: Counter[bool] = Counter()
     of = blocks.Blocks.of
 
     def made(self: blocks.Blocks, *given: Any) -> Any:
         tokens, tree = of(self, *given)
-        on_device.update((tokens.data_ptr(), tree.parents.data_ptr()))
+        on_device.update({tensor.data_ptr(): tensor for tensor in (tokens, tree.parents)})
         return tokens, tree
 
     def block(guided: Callable[..., Any], self: Any, tokens: torch.Tensor, shape: Any, *given: Any) -> Any:
@@ -226,6 +229,105 @@ def test_guides_are_shown_drafts_where_they_walk_them(
     call: dict[str, Any] = dict(max_new_tokens=12, grammar=grammar, eos_token_id=1)
     out = [decode(target, prompts(2), name, **call).sequences for name in (strategy, "autoregressive")]
     assert torch.equal(*out) and set(shown) == {backend == "table"}
+
+
+@pytest.mark.parametrize(
+    "strategy, backend",
+    [("suffix", None), ("auto", None), ("autoregressive", "llguidance"), ("prompt_lookup+suffix", "table")],
+)
+def test_what_is_on_the_host_is_there_whatever_the_default_device_is(
+    device: TapeRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    byte_tokenizer: Callable[..., Any],
+    strategy: str,
+    backend: Any,
+) -> None:
+    """As after ``torch.set_default_device("cuda")`` with a model on CUDA; what no device is named for has no data here."""
+    tokenizer = byte_tokenizer(["<pad>", "<end>"], pad_token="<pad>", eos_token="<end>")
+    target = decoders.enable(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    call: dict[str, Any] = dict(max_new_tokens=12, eos_token_id=1, decoders_config={"memory": False})
+    if backend is not None:
+        call["grammar"] = decoders.regex("[a-c]{9}", backend=backend)
+    expected = decode(target, prompts(2), "autoregressive", **call).sequences
+    loop = wrapper.decode
+
+    def elsewhere(*given: Any) -> Any:
+        with torch.device("meta"):
+            return loop(*given)
+
+    monkeypatch.setattr(wrapper, "decode", elsewhere)
+    assert all(torch.equal(decode(target, prompts(2), strategy, **call).sequences, expected) for _ in range(2))
+
+
+@pytest.mark.parametrize("hook", ["propose", "observe"])
+def test_steps_that_read_lists_are_not_recorded(target: PreTrainedModel, hook: str) -> None:
+    """They would be the lists of the one step that is recorded."""
+    read: list[Any] = []
+
+    class Reads(OnHost):
+        on_device = True
+
+        def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+            if hook == "propose":
+                read.append(sequences.read())
+            return Draft.chain(sequences.last.expand(-1, 2))
+
+        def observe(self, state: list[Step], step: Step) -> None:
+            if hook == "observe":
+                read.append(step.read())
+
+    with pytest.warns(UserWarning, match="could not be recorded"):
+        report = run(target, Reads(), 2, 16)
+    assert len(read) == report.steps  # in each of them
+
+
+def test_lists_stay_those_of_their_step(target: PreTrainedModel) -> None:
+    shown: list[tuple[Sequences, list[int], list[list[int]]]] = []
+
+    class Later(OnHost):
+        def note(self, sequences: Sequences) -> None:
+            lengths, tokens = sequences.length.tolist(), sequences.tokens.tolist()
+            shown.append((sequences, lengths, [text[:length] for text, length in zip(tokens, lengths, strict=True)]))
+
+        def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+            self.note(sequences)
+            return Draft.chain(sequences.last.expand(-1, 2))
+
+        def observe(self, state: list[Step], step: Step) -> None:
+            self.note(step.sequences)
+
+    report = run(target, Later(), 2, 12)
+    assert len(shown) == 2 * report.steps > 8
+    for sequences, lengths, texts in shown:
+        read = sequences.read()
+        assert read.lengths == lengths
+        for first in (0, min(lengths) - 1, max(lengths) + 1):
+            assert read.tokens_from(first) == [text[first:] for text in texts]
+
+
+def test_scores_of_a_draft_on_the_host_are_brought_to_the_device(
+    device: TapeRecorder,
+) -> None:
+    class Scored(OnHost):
+        observes = False
+
+        def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+            draft = Draft.listed([[5, 6]] * len(sequences.length))
+            return replace(draft, scores=torch.zeros(*draft.tokens.shape, model.config.vocab_size))
+
+    def call() -> list[list[int]]:
+        out = decode(
+            model, inputs, Scored(), max_new_tokens=6, do_sample=True, top_k=0, seed=1, verifier="rejection", **own
+        )
+        return out.sequences.tolist()
+
+    own: dict[str, Any] = dict(decoders_config={"compile": False, "attention": "sdpa"})
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+    expected = call()
+    with pretended_cuda():
+        model = decoders.enable(moved(tiny_model("llama")))
+        inputs = {name: OnDevice(value) for name, value in inputs.items()}
+        assert call() == expected
 
 
 @pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 0], [-1, 0, 0, -1]]], ids=["chains", "trees"])

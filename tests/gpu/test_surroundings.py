@@ -28,6 +28,14 @@ def test_first_calls_in_inference_mode_leave_a_model_that_works_outside(device: 
     assert_usable(subject)
 
 
+@pytest.mark.parametrize("strategy", ["prompt_lookup", "suffix", "auto"])
+def test_the_callers_default_device_may_be_the_models(device: torch.device, strategy: str) -> None:
+    subject = fresh_target(FLOAT32, device)
+    expected = subject.decode(3).sequences
+    with torch.device(device):
+        assert all(torch.equal(subject.decode(3, strategy).sequences, expected) for _ in range(2))
+
+
 def test_no_memory_for_a_cache_is_said_and_the_model_goes_on(device: torch.device) -> None:
     subject = fresh_target(FLOAT32, device)
     expected = subject.decode(1, "prompt_lookup").sequences

@@ -53,7 +53,7 @@ class LLGuidanceGrammar(CompiledGrammar):
 
     def __init__(self, language: Language, vocabulary: Vocabulary, policy: Policy, text: str) -> None:
         self.language, self.vocabulary, self.policy = language, vocabulary, policy
-        self.ends = torch.zeros(mask_words(len(vocabulary)), dtype=torch.int32)
+        self.ends = torch.zeros(mask_words(len(vocabulary)), dtype=torch.int32, device="cpu")
         words, _ = writable(self.ends)
         for stop in vocabulary.stops:
             words[stop >> 5] |= 1 << (stop & 31)

@@ -82,7 +82,7 @@ def dumped(automaton: MaskedAutomaton) -> bytes:
     return tensors.save(
         {
             "next": tables.next, "classes": tables.classes, "mask_of": tables.mask_of, "masks": tables.masks,
-            "accepting": torch.from_numpy(automaton.accepting), "ends": torch.tensor([tables.start, tables.stopped]),
+            "accepting": torch.from_numpy(automaton.accepting), "ends": torch.tensor([tables.start, tables.stopped], device="cpu"),
         }
     )  # fmt: skip
 

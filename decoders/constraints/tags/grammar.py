@@ -33,7 +33,7 @@ class TaggedGrammar(CompiledGrammar):
         self.grammars = [phase.grammar for phase in phases if isinstance(phase, Inside)]
         warnings = dict.fromkeys(warning for grammar in self.grammars for warning in grammar.language.warnings)
         self.language = Language(name, warnings=tuple(warnings))
-        self._everything = torch.full((mask_words(len(vocabulary)),), -1, dtype=torch.int32)
+        self._everything = torch.full((mask_words(len(vocabulary)),), -1, dtype=torch.int32, device="cpu")
         if over := len(vocabulary) % 32:
             self._everything[-1] = (1 << over) - 1
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...common.devices import moved_together
+from ...common.devices import moved_together, recorded
 from ...costs.worth import DraftWorth
 from ...strategy import Draft, HostStep, PromptChunk, check_draft, finish_all
 from ...tree import TreeTensors
@@ -266,10 +265,13 @@ class Batch(Roster):
         if self.skipped:
             draft = Draft.nothing(self.width, self.target.device)
         else:
-            sequences = replace(self.session.view(max(self.lengths))[1], known=self.known)
+            sequences = replace(self.session.view(max(self.lengths))[1], known=None if recorded() else self.known())
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         self.fit_blocks()
+        if self.verifier is not None:  # judges by the scores, on the device
+            check_draft(draft, strategy.name, self.blocks.rows)
+            draft = draft if draft.scores is None else draft.moved(self.target.device)
         draft = self._pruned(self._without_placeholders(draft))
         if self.skipped:
             self._verified = 0
@@ -363,8 +365,8 @@ class Batch(Roster):
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         read = None
-        if outcome is not None:
-            sequences = replace(sequences, known=partial(self.known, outcome))
+        if outcome is not None and not recorded():
+            sequences = replace(sequences, known=self.known(outcome))
             padding = self.width - self.row_count
             read = HostStep([*outcome.accepted, *[0] * padding], [*outcome.written, *([] for _ in range(padding))])
         step = out.observed(sequences, read)

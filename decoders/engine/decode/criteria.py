@@ -109,7 +109,7 @@ class CriteriaRun:
             rows.finished[row] = ended
             outcome.emitted[row], outcome.ended[row] = count, int(ended)
             outcome.accepted[row] = min(outcome.accepted[row], count)
-        figures = torch.tensor([outcome.emitted, outcome.accepted, outcome.drafted, outcome.ended])
+        figures = torch.tensor([outcome.emitted, outcome.accepted, outcome.drafted, outcome.ended], device="cpu")
         out.summary[:, : self.batch] = figures.to(out.summary.device)
 
     def _ask_each_row(self, outcome: Outcome, active: list[int]) -> dict[int, tuple[int, bool]]:

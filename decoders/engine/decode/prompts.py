@@ -51,7 +51,7 @@ class KeptText:
         return NOTHING if self.whole or count < self.least else replace(self, tokens=self.tokens[:count])
 
 
-NOTHING = KeptText(torch.empty(0, dtype=torch.int64))
+NOTHING = KeptText(torch.empty(0, dtype=torch.int64, device="cpu"))
 
 
 class PrefixIndex:

@@ -93,13 +93,17 @@ class Roster:
         new = [[] for _ in range(count)] if outcome is None else outcome.written
         ended = self.finished if outcome is None else [bool(end) for end in outcome.ended]
         rows = [(member, row) for member, _ in self.members for row in range(member.rows)]
-        lengths = [member.lengths[row] + len(tokens) for (member, row), tokens in zip(rows, new, strict=True)]
+        begins = [member.lengths[row] for member, row in rows]
+        lengths = [begin + len(tokens) for begin, tokens in zip(begins, new, strict=True)]
         prompts = [len(member.request.prompts[row]) for member, row in rows]
 
         def tokens_from(first: int) -> list[list[int]]:
+            # The members' outputs may have grown since, by `new` and by later steps.
             texts = [member.tokens_from(row, first) for member, row in rows]
-            behind = [max(first - member.lengths[row], 0) for member, row in rows]
-            own = [text + tokens[skip:] for text, tokens, skip in zip(texts, new, behind, strict=True)]
+            own = [
+                (text + tokens[max(first - begin, 0) :])[: max(begin + len(tokens) - first, 0)]
+                for text, tokens, begin in zip(texts, new, begins, strict=True)
+            ]
             return own + [[0][first:] for _ in range(padding)]
 
         return HostRows(lengths + [1] * padding, prompts + [1] * padding, ended + [True] * padding, tokens_from)

@@ -73,7 +73,7 @@ class Session:
         for tensor, values in (
             (rows.length, lengths), (rows.prompt_length, prompt_lengths), (rows.finished, finished), (rows.limit, limits),
         ):  # fmt: skip
-            tensor.copy_(torch.tensor(values))
+            tensor.copy_(torch.tensor(values, device="cpu"))
         rows.faults.zero_()
         self.blocks = self._blocks_for(count)
         self.blocks.exact = self.blocks.single = False  # how an earlier call padded them

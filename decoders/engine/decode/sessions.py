@@ -22,7 +22,7 @@ KEPT_SESSIONS = 2
 #: The same where steps are recorded: recordings are dropped with their session.
 KEPT_RECORDING_SESSIONS = 4
 #: The text of padding rows.
-PADDING = KeptText(torch.zeros(1, dtype=torch.int64))
+PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 class Sessions:

@@ -133,7 +133,7 @@ class Blocks:
         tree, nodes = draft.topology, self.size(len(draft.topology))
         if self.static and isinstance(tree, Topology) and not draft.tokens.shape[1]:
             return self._nothing(tree, nodes)
-        if self.static and draft.on_host:
+        if draft.on_host and (self.static or draft.tokens.device != self.device):
             return self._brought(draft.tokens, tree, nodes)
         if isinstance(tree, Topology):
             tree = self.tensors(tree)
@@ -147,7 +147,7 @@ class Blocks:
     def _nothing(self, tree: Topology, nodes: int) -> tuple[Tensor, TreeTensors]:
         """A block without draft tokens, of which there is one for each size."""
         if nodes not in self._empty:
-            self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64), tree, nodes)
+            self._empty[nodes] = self._brought(torch.empty(self.rows, 0, dtype=torch.int64, device="cpu"), tree, nodes)
         return self._empty[nodes]
 
     def _brought(self, tokens: Tensor, tree: Topology | TreeTensors, nodes: int) -> tuple[Tensor, TreeTensors]:
@@ -177,5 +177,5 @@ def without_empty_end(draft: Draft, finished: Tensor) -> Draft:
     width = draft.tokens.shape[1]
     if not width or not isinstance(draft.topology, Topology):
         return draft
-    drafted = (draft.tokens >= 0) & ~finished[:, None]
-    return draft.head(int((drafted.any(0) * torch.arange(1, width + 1)).amax()))
+    drafted = (draft.tokens >= 0).cpu() & ~finished.cpu()[:, None]
+    return draft.head(int((drafted.any(0) * torch.arange(1, width + 1, device="cpu")).amax()))

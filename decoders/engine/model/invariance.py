@@ -86,7 +86,9 @@ class _Text:
         self._view_of = slot_bucket if target.static else view_bucket
         slots = self._view_of(length + 64) + 512
         generator = torch.Generator().manual_seed(0)
-        self._tokens = torch.randint(0, target.embeddings, (1, length + 8), generator=generator).to(target.device)
+        self._tokens = torch.randint(0, target.embeddings, (1, length + 8), generator=generator, device="cpu").to(
+            target.device
+        )
         self._slots = torch.arange(slots, device=target.device)
 
     def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:

@@ -77,7 +77,7 @@ class Recorder:
 
     def pinned(self, like: Tensor) -> Tensor:
         """A pinned buffer on the host for copies of `like`."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queues a copy on the device; the host does not wait."""

@@ -82,7 +82,7 @@ class Recurrent:
             UnsupportedError: its results differ if it reads a text token by token.
         """
         like, generator = self.tokens, torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, TRIED, like.shape[2], generator=generator).to(like)
+        hidden = torch.randn(1, TRIED, like.shape[2], generator=generator, device="cpu").to(like)
         zero = [torch.zeros(1, *spec.shape, dtype=spec.dtype, device=spec.device) for spec in self.states]
 
         def read(counts: list[int], states: list[Tensor] | None = None) -> list[Tensor]:

@@ -178,7 +178,7 @@ class Target:
         self.dtype = self.layout[0].dtype
         self.device = self.layout[0].device
         ids = placeholder_ids(model)
-        self.placeholders_on_host = torch.tensor(ids) if ids is not None else None
+        self.placeholders_on_host = torch.tensor(ids, device="cpu") if ids is not None else None
         self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
         # To fill a multiple, committed tokens are run again, which recurrent states do not allow.

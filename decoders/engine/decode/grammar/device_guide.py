@@ -60,10 +60,13 @@ class DeviceAutomaton:
             return None
         wide = 1 + max((table.next.shape[1] for _, table in tabulated), default=1)
         free = wide  # behind the entries of the dead state, which has as many columns as the widest grammar
-        entries = [torch.zeros(wide, dtype=torch.int64), torch.full((wide,), free)]
+        entries = [torch.zeros(wide, dtype=torch.int64, device="cpu"), torch.full((wide,), free, device="cpu")]
         entries[1][0] = 1
-        columns = [torch.ones(vocabulary, dtype=torch.int64)]
-        mask_of, masks = [torch.zeros(2, dtype=torch.int64)], [torch.full((1, mask_words(vocabulary)), -1).int()]
+        columns = [torch.ones(vocabulary, dtype=torch.int64, device="cpu")]
+        mask_of, masks = (
+            [torch.zeros(2, dtype=torch.int64, device="cpu")],
+            [torch.full((1, mask_words(vocabulary)), -1, device="cpu").int()],
+        )
         position, states, rows, begins = 2 * wide, 2, 1, {}
         for place, (grammar, table) in enumerate(tabulated, start=1):
             own, width = grammar.tables(), table.next.shape[1] + 1
@@ -89,7 +92,7 @@ class DeviceAutomaton:
     @cached_property
     def forced(self) -> tuple[Tensor, Tensor, Tensor]:
         """``room``, ``byte`` and ``canonical`` of every state, for :func:`~decoders.engine.decode.grammar.history.spell`."""
-        nothing = torch.tensor([[0, -1, -1]] * 2)
+        nothing = torch.tensor([[0, -1, -1]] * 2, device="cpu")
         parts = [table.forced(grammar) for grammar, table in self.tables]
         room, byte, canonical = torch.cat([nothing, *parts]).to(self.entries.device).unbind(1)
         return room, byte, canonical

@@ -203,7 +203,7 @@ class HostGuide(Guide):
     def _ending(self, text: Text) -> int:
         """A mask of the stop tokens alone, for a row whose grammar has failed."""
         row = self.table.new()
-        allowed = torch.zeros(self.table.vocabulary, dtype=torch.bool)
+        allowed = torch.zeros(self.table.vocabulary, dtype=torch.bool, device="cpu")
         allowed[list(text.grammar.vocabulary.stops) if text.grammar is not None else []] = True
         self.table.words[row] = pack(allowed)
         return row

@@ -30,11 +30,11 @@ class MaskTable:
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self.vocabulary, self.device = vocabulary, device
-        self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32)
+        self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32, device="cpu")
         self.fixed = self.used = 1
         self._open_rows: set[int] = {FREE}  # fixed rows that are known to allow something
         self._kinds: dict[int, tuple[int, Mapping[int, int]]] = {}
-        self._replaced = torch.empty(2, 0, dtype=torch.int64)
+        self._replaced = torch.empty(2, 0, dtype=torch.int64, device="cpu")
         self._last: tuple[list[list[int]], Replacements | None] = [], None
         self._open = LazyMasks(vocabulary, np.bool_, max(OPEN // vocabulary, 1), self._unpack)
 

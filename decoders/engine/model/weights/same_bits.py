@@ -155,7 +155,7 @@ def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
     weight = torch_compat.own_parameters(module)["weight"]
     assert weight is not None
     generator = torch.Generator().manual_seed(0)
-    x, scale = (torch.randn(rows, len(weight), generator=generator).to(weight) for rows in (8, 1))
+    x, scale = (torch.randn(rows, len(weight), generator=generator, device="cpu").to(weight) for rows in (8, 1))
     tried = share_weights(module)
     torch_compat.own_parameters(tried)["weight"] = nn.Parameter(scale[0])
     try:
