@@ -221,12 +221,11 @@ class DraftWorth:
 
     def _gains(self, draft: Draft, active: Sequence[int], weights: Sequence[float]) -> list[float]:
         """For every draft token, how many tokens it is expected to bring in all rows together."""
-        tokens, parents = draft.tokens.tolist(), draft.parents
-        grades = [None] * len(tokens) if draft.grades is None else draft.grades.tolist()
+        tokens, parents, grades = draft.read()
         gains = [0.0] * draft.tokens.shape[1]
         for row, weight in zip(active, weights, strict=True):
             follower, proposals = self._rows[row], Proposals()
-            places = proposals.add(SOURCE, tokens[row], parents[row], grades[row])
+            places = proposals.add(SOURCE, tokens[row], parents[row], None if grades is None else grades[row])
             outlook = 0.0
             for likely, node in proposals.ranked(follower.rates):
                 gains[places[node]] += weight * likely

@@ -268,9 +268,9 @@ class Batch(Roster):
             sequences = replace(self.session.view(max(self.lengths))[1], known=None if recorded() else self.known())
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
+        check_draft(draft, strategy.name, self.blocks.rows)
         self.fit_blocks()
         if self.verifier is not None:  # judges by the scores, on the device
-            check_draft(draft, strategy.name, self.blocks.rows)
             draft = draft if draft.scores is None else draft.moved(self.target.device)
         draft = self._pruned(self._without_placeholders(draft))
         if self.skipped:
@@ -282,7 +282,6 @@ class Batch(Roster):
         target = self.target
         if target.placeholders is None or self.verifier is not None:
             return draft
-        check_draft(draft, self.request.strategy.name, self.blocks.rows)
         placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
         assert placeholders is not None  # both are there, or none
         # Not isin, which sorts where there are many placeholders or few tokens, and waits for the device.
@@ -297,10 +296,9 @@ class Batch(Roster):
 
     def _pruned(self, draft: Draft) -> Draft:
         """`draft` without the nodes at its end that have no draft token in any row, or that are not worth verifying."""
-        strategy, self._verified = self.request.strategy, None
+        self._verified = None
         if not self._prunes:
             return draft
-        check_draft(draft, strategy.name, self.blocks.rows)
         proposed, tree = draft.tokens.shape[1], draft.topology
         draft = without_empty_end(draft, self.rows.finished)
         if self.worth is not None and draft.tokens.shape[1] and draft.has_draft_tokens_only:
