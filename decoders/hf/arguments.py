@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..engine.model.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
+from ..settings import RuntimeSettings
 
 #: Keywords of ``generate`` that are ours.
 OWN = (
@@ -108,6 +109,16 @@ _WHOLE_NUMBERS = (
 )  # fmt: skip
 
 
+def _meant(name: str, value: Any, known: frozenset[str]) -> str:
+    """What to write in the place of an unknown argument."""
+    if name in RuntimeSettings.model_fields:
+        said = shown(value)
+        return f'it is a setting: decoders_config={{"{name}": {said}}} for this call, decoders.enable(model, {name}={said}) for all'
+    near = difflib.get_close_matches(name, [*known, *OWN], n=1, cutoff=0.8)
+    meant = f"Did you mean {near[0]}=?" if near else "If it is an argument of generate, look for a misspelling."
+    return f"the loop gives the model tokens, positions and a mask, and nothing else. {meant}"
+
+
 def refuse_arguments(
     configs: list[GenerationConfig], kwargs: Mapping[str, Any], takes: frozenset[str] = frozenset()
 ) -> None:
@@ -132,12 +143,7 @@ def refuse_arguments(
     known = PLAIN | takes
     for name, value in kwargs.items():
         if name not in known and value is not None:
-            near = difflib.get_close_matches(name, [*known, *OWN], n=1, cutoff=0.8)
-            meant = f"Did you mean {near[0]}=?" if near else "If it is an argument of generate, look for a misspelling."
-            raise UnsupportedError(
-                f"{name}={shown(value)} does not go with strategy=: the loop gives the model tokens, positions and a mask, and "
-                f"nothing else. {meant}"
-            )
+            raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {_meant(name, value, known)}")
     for name in _WHOLE_NUMBERS:
         value = given(name)
         if value is not None and not _is_whole(value):

@@ -183,6 +183,11 @@ IDS = torch.arange(3, 11)[None]
         (dict(eos_token_id="</s>"), SettingsError, "eos_token_id must be a token id"),
         (dict(pad_token_id=[1]), SettingsError, "pad_token_id must be a token id"),
         (dict(wombat=3), UnsupportedError, "wombat=3 does not go with strategy="),
+        (
+            dict(compile=False),
+            UnsupportedError,
+            r'decoders_config={"compile": False} .*enable\(model, compile=False\)',
+        ),
         (dict(cache_config={"a": 1}), UnsupportedError, "static cache"),
         (dict(max_cache_len=50), UnsupportedError, "slots"),
         (dict(use_mtp=True), UnsupportedError, "use_mtp"),

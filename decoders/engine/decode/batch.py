@@ -265,7 +265,9 @@ class Batch(Roster):
         if self.skipped:
             draft = Draft.nothing(self.width, self.target.device)
         else:
-            sequences = replace(self.session.view(max(self.lengths))[1], known=None if recorded() else self.known())
+            sequences = self.session.view(max(self.lengths))[1]
+            if self._shows_lists:
+                sequences = replace(sequences, known=self.known())
             with untouched("propose", strategy, sequences):
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, self.blocks.rows)
@@ -276,6 +278,11 @@ class Batch(Roster):
         if self.skipped:
             self._verified = 0
         return draft
+
+    @property
+    def _shows_lists(self) -> bool:
+        """Whether the strategy is shown what the host knows of the rows: one that promises to stay on the device asks for none."""
+        return not self.request.strategy.on_device and not recorded()
 
     def _without_placeholders(self, draft: Draft) -> Draft:
         """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
@@ -340,11 +347,11 @@ class Batch(Roster):
         if self.guide is None:
             return block
         tokens = block.draft_tokens
-        if known := (draft.on_host or not draft.tokens.shape[1]) and not self.guide.on_device:
+        if on_host := (draft.on_host or not draft.tokens.shape[1]) and not self.guide.on_device:
             drafted = draft.tokens if draft.on_host else draft.tokens.new_empty(self.width, 0, device="cpu")
             tokens = F.pad(drafted, (0, tokens.shape[1] - drafted.shape[1]), value=-1)
         legal, masks = self.guide.block(tokens, block.shape_of(draft, self.guide.on_device), draft.levels)
-        if known:  # a matcher on the host has been shown what was drafted there, and read nothing from the device
+        if on_host:  # a matcher on the host has been shown what was drafted there, and read nothing from the device
             legal = block.draft_tokens if legal is tokens else moved_together([legal], self.target.device)[0]
         # A verifier of the draft's distribution must judge every token drawn from it: leaving one out would bias the output.
         return replace(block, draft_tokens=legal if self.verifier is None else block.draft_tokens, masks=masks)
@@ -363,7 +370,7 @@ class Batch(Roster):
             return
         sequences = self.session.view(max(self.lengths) + out.nodes.shape[1])[1]
         read = None
-        if outcome is not None and not recorded():
+        if outcome is not None and self._shows_lists:
             sequences = replace(sequences, known=self.known(outcome))
             padding = self.width - self.row_count
             read = HostStep([*outcome.accepted, *[0] * padding], [*outcome.written, *([] for _ in range(padding))])
