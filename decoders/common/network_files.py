@@ -139,6 +139,38 @@ class LlamaLayerConfig(FileConfig):
         return config
 
 
+class WindowedLayerConfig(LlamaLayerConfig):
+    """The config of decoder layers some of which see the last tokens only."""
+
+    num_hidden_layers: Whole = 1
+    layer_types: list[str] | None = None
+    sliding_window: Annotated[Whole, Field(ge=0)] | None = None
+    use_sliding_window: bool = True
+
+    def windows(self, place: str, everywhere: bool) -> tuple[int | None, ...]:
+        """Of each layer its ``sliding_window``, None for those without; empty: none has one.
+
+        Args:
+            everywhere: whether a window without ``layer_types`` is one of all layers.
+
+        Raises:
+            UnsupportedError, SettingsError: the fields do not fit each other; `place` as in :meth:`of`.
+        """
+        count, window = self.num_hidden_layers, self.sliding_window
+        windowed = everywhere and self.use_sliding_window and bool(window)
+        types = self.layer_types or ["sliding_attention" if windowed else "full_attention"] * count
+        if set(types) - {"full_attention", "sliding_attention"} or len(types) != count or not count:
+            raise UnsupportedError(
+                f"{place}: num_hidden_layers is {count}, and layer_types are {', '.join(types) or 'none'}: there is one layer or more, "
+                "and each is full_attention or sliding_attention"
+            )
+        if "sliding_attention" not in types:
+            return ()
+        if not window:
+            raise SettingsError(f"{place} has layers with a sliding window, and no sliding_window")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
 Network = TypeVar("Network", bound=nn.Module)
 #: Name, time and size of files; a changed file is read again.
 Stamp = tuple[tuple[str, int, int], ...]

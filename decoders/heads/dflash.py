@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ..common.transformers_compat import attention_of
 from .block_heads import HeadFields
+from .eagle3 import hide_before
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class DFlashConfig:
         block_size: tokens of a block in training: the last committed one, and masks.
         mask_token_id: what is embedded where a token is to be drafted.
         layers: decoder layers of the target whose outputs it reads.
+        windows: of each of its layers the number of context tokens that every node of a block sees, None: all, as in `speculators`;
+            empty: `layer` says it.
         causal: which of its layers let a node of a block see those before it only (JetSpec: all).
         from_last: whether the last token's own place drafts the first token, the first mask the second (DSpark).
         taps: of the convolutions around attention and feed-forward networks (DFlash2); 0: there are none.
@@ -47,6 +50,7 @@ class DFlashConfig:
     group: int = 0
     head: HeadFields | None = None
     draft_vocab_size: int | None = None
+    windows: tuple[int | None, ...] = ()
 
     @property
     def places(self) -> int:
@@ -64,7 +68,8 @@ class DFlashNetwork(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        c, self.causal = config.layer, config.causal or (False,) * config.layer.num_hidden_layers
+        c, count = config.layer, config.layer.num_hidden_layers
+        self.causal, self.windows = config.causal or (False,) * count, config.windows or (None,) * count
         self.fc = nn.Linear(len(config.layers) * c.hidden_size, c.hidden_size, bias=False)
         self.hidden_norm = LlamaRMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.layers = nn.ModuleList([_Layer(config, index) for index in range(c.num_hidden_layers)])
@@ -81,15 +86,18 @@ class DFlashNetwork(nn.Module):
         """
         if context:
             states = self.fused(states)
-        rotary, before = self.rotary_emb(states, position_ids), attention_mask
-        if any(self.causal) and not context:  # node i sits in slot and at position base + i
-            later = torch.arange(attention_mask.shape[-1], device=states.device) > position_ids[:, None, :, None]
-            before = attention_mask.masked_fill(later, torch.finfo(attention_mask.dtype).min)
-        for layer, causal in zip(cast(list[_Layer], self.layers), self.causal, strict=True):
+        rotary = self.rotary_emb(states, position_ids)
+        for layer, causal, window in zip(cast(list[_Layer], self.layers), self.causal, self.windows, strict=True):
             if context:
                 layer.self_attn.remember(states, rotary, cache)
-            else:
-                states = layer(states, rotary, before if causal else attention_mask, cache)
+                continue
+            mask = attention_mask  # node i sits in slot and at position base + i
+            if causal:
+                later = torch.arange(mask.shape[-1], device=states.device) > position_ids[:, None, :, None]
+                mask = mask.masked_fill(later, torch.finfo(mask.dtype).min)
+            if window is not None:
+                mask = hide_before(mask, position_ids[:, :1] - window)
+            states = layer(states, rotary, mask, cache)
         return states if context else self.norm(states)
 
     def fused(self, features: Tensor) -> Tensor:

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..common.files import write_whole
 from ..common.network_files import (
     Count,
     FileConfig,
-    LlamaLayerConfig,
     Stamp,
     Whole,
+    WindowedLayerConfig,
     filled,
     find_network,
     read_json,
@@ -38,6 +38,13 @@ CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.s
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 #: Heads of published checkpoints; the first that a config describes is taken.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
+#: What configs of `speculators` mean by fields that they leave out, by ``speculators_model_type``.
+_DEFAULTS: dict[object, dict[str, Any]] = {
+    "dflash2": dict(
+        sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16
+    ),
+    "dspark": dict(markov_rank=256, enable_confidence_head=True, confidence_head_with_markov=True),
+}
 
 
 @dataclass(frozen=True)
@@ -59,34 +66,11 @@ class DFlashFiles:
     vocabulary: DraftVocabulary | None = None
 
 
-class _LayerConfig(LlamaLayerConfig):
+class _LayerConfig(WindowedLayerConfig):
     """Of the decoder layers; in the format of `speculators` they have a place of their own."""
 
     intermediate_size: Count
     num_hidden_layers: Whole
-    layer_types: list[str] | None = None
-    sliding_window: Annotated[Whole, Field(ge=0)] | None = None
-    use_sliding_window: bool = True
-
-    def config(self, place: str, *, window_everywhere: bool, before: int) -> LlamaConfig:
-        """For transformers' modules.
-
-        Args:
-            window_everywhere: whether a window without `layer_types` is one of all layers.
-            before: tokens that a node sees beside `sliding_window` ones: transformers does not count the token itself.
-        """
-        count, window = self.num_hidden_layers, self.sliding_window or 0
-        windowed = bool(window) and window_everywhere and self.use_sliding_window
-        types = self.layer_types or ["sliding_attention" if windowed else "full_attention"] * count
-        if set(types) - {"full_attention", "sliding_attention"} or len(types) != count or not count:
-            raise UnsupportedError(
-                f"{place}: num_hidden_layers is {count}, and layer_types are {', '.join(types) or 'none'}: there is one layer or more, "
-                "and each is full_attention or sliding_attention"
-            )
-        if "sliding_attention" in types and not window:
-            raise SettingsError(f"{place} has layers with a sliding window, and no sliding_window")
-        seen = window + before if "sliding_attention" in types else None
-        return self.llama(place, num_hidden_layers=count, layer_types=types, sliding_window=seen)
 
 
 class _Config(FileConfig):
@@ -147,11 +131,22 @@ def read_config(folder: str | Path) -> DFlashConfig:
     if isinstance(apart, dict):  # the authors keep some fields apart
         raw = raw | {name: value for name, value in apart.items() if value is not None}
     nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
+    if isinstance(raw, dict):
+        raw = _DEFAULTS.get(raw.get("speculators_model_type"), {}) | raw
     own = _Config.of(raw, place, kind)
     within = place if nested is None else f"{place}, transformer_layer_config"
     of_layer = _LayerConfig.of(raw if nested is None else nested, within, kind)
-    transformers = nested is None and own.dflash_config is None and "markov_rank" not in raw
-    layer = of_layer.config(within, window_everywhere=transformers, before=int(transformers))
+    speculators = nested is not None
+    transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
+    windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
+    # A window of `speculators` is one of the context, the same for all nodes of a block; the network hides what is before.
+    seen = () if speculators else windows
+    layer = of_layer.llama(
+        within, num_hidden_layers=count,
+        layer_types=["sliding_attention" if w else "full_attention" for w in seen or (None,) * count],
+        # transformers does not count the token itself
+        sliding_window=next((w + transformers for w in seen if w), None),
+    )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
     if own.aux_hidden_state_layer_ids:  # speculators numbers what goes into a layer
         layers = [layer - 1 for layer in own.aux_hidden_state_layer_ids]
@@ -170,18 +165,19 @@ def read_config(folder: str | Path) -> DFlashConfig:
     if own.sample_from_anchor is None and "markov_rank" in raw:
         from_last = True
     config = DFlashConfig(
-        layer, own.block_size, own.mask_token_id, tuple(layers), _causal(own, layer, nested is not None), from_last,
+        layer, own.block_size, own.mask_token_id, tuple(layers), _causal(own, windows, count, speculators), from_last,
         own.conv_kernel_size, own.conv_group_size, draft_vocab_size=own.draft_vocab_size,
+        windows=windows if speculators else (),
     )  # fmt: skip
     return replace(config, head=HeadFields(raw, place, layer, config.places, own.draft_vocab_size or layer.vocab_size))
 
 
-def _causal(own: _Config, layer: LlamaConfig, speculators: bool) -> tuple[bool, ...]:
+def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
     """Which layers let a node of a block see those before it only. `speculators` takes layers with a window for such."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
-    if causal is not None or not speculators:
-        return (bool(causal),) * layer.num_hidden_layers
-    return tuple(kind == "sliding_attention" and not own.sliding_window_non_causal for kind in layer.layer_types)
+    if causal is not None or not (speculators and windows):
+        return (bool(causal),) * count
+    return tuple(bool(window) and not own.sliding_window_non_causal for window in windows)
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The networks of EAGLE, EAGLE-2, EAGLE-3 and P-EAGLE: decoder layers over embeddings and the target's hidden states.
+"""The networks of EAGLE to EAGLE-4 and P-EAGLE: decoder layers over embeddings and the target's hidden states.
 
 Li et al. 2024, arXiv 2401.15077 and 2406.16858; Li et al. 2025, arXiv 2503.01840.
 """
@@ -37,6 +37,9 @@ class Eagle3Config:
             layer's by itself (EAGLE-3.1).
         mask_token_id: what is embedded where a token is to be drafted, of heads that draft all tokens in one pass (P-EAGLE,
             arXiv:2602.01469); None: tokens are drafted one after the other.
+        windows: of each decoder layer the number of last tokens that it sees, None: all; empty: no layer has a window.
+        rank: of the head that chooses candidates (EAGLE-4); 0: there is none.
+        candidates: tokens that it chooses; only they get logits.
     """
 
     layer: LlamaConfig
@@ -47,6 +50,9 @@ class Eagle3Config:
     norm_output: bool = False
     norm_features: Literal["whole", "each"] | None = None
     mask_token_id: int | None = None
+    windows: tuple[int | None, ...] = ()
+    rank: int = 0
+    candidates: int = 0
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         """The layers it reads of a target with `count`. By default a low, a middle and a high one: the authors', and vLLM's."""
@@ -82,32 +88,53 @@ class Eagle3Head(nn.Module):
         self.midlayer = DecoderLayer(c, config.norm_before_residual)
         self.deeper = nn.ModuleList(LlamaDecoderLayer(c, index) for index in range(1, c.num_hidden_layers))
         self.norm = LlamaRMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
+        if config.rank:
+            self.efficient_lm_head_down_proj = nn.Linear(c.hidden_size, config.rank, bias=False)
+            self.efficient_lm_head = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
+        # Of a head with candidates only their rows are read.
+        self.lm_head: nn.Linear | nn.Embedding = (
+            nn.Embedding(config.draft_vocab_size, c.hidden_size)
+            if config.rank
+            else nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
+        )
         self.rotary_emb = LlamaRotaryEmbedding(c)
 
     def forward(
-        self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
-        fuse: bool = True,
+        self, embedded: Tensor, states: Tensor, last: Tensor | None = None, *, attention_mask: Tensor, position_ids: Tensor,
+        cache: Any, logits: int = 1, fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What stands in for the next feature, ``[B, N, H]``, and logits ``[B, n, D]`` of the last nodes.
 
         Args:
             embedded: ``[B, N, H]``, of the token that follows each node.
             states: ``[B, N, T·H]``, hidden states of the target; without `fuse` ``[B, N, H]``, the head's own.
+            last: ``[B, N]`` int64, the slot that each node's windows end with; None: its own.
             logits: of how many nodes.
         """
         states = self._fused(states) if fuse else states
         rotary = self.rotary_emb(states, position_ids)
-        states = self.midlayer(embedded, states, rotary, attention_mask, cache)
-        for layer in self.deeper:
+        windows = self.head_config.windows or (None,) * (1 + len(self.deeper))
+        ends = position_ids if last is None else last
+        masks = [attention_mask if w is None else hide_before(attention_mask, ends - w + 1) for w in windows]
+        states = self.midlayer(embedded, states, rotary, masks[0], cache)
+        for layer, mask in zip(self.deeper, masks[1:], strict=True):
             states = layer(
                 states,
                 position_embeddings=rotary,
-                attention_mask=attention_mask,
+                attention_mask=mask,
                 **{self.midlayer.cache_keyword: cache},
             )
         normed = self.norm(states)
-        return normed if self.head_config.norm_output else states, self.lm_head(normed[:, -logits:])
+        return normed if self.head_config.norm_output else states, self._logits(normed[:, -logits:])
+
+    def _logits(self, read: Tensor) -> Tensor:
+        """``[B, n, D]``; ``-inf`` for tokens that are no candidates."""
+        if not self.head_config.rank:
+            return self.lm_head(read)
+        scores = self.efficient_lm_head(self.efficient_lm_head_down_proj(read))
+        chosen = scores.topk(self.head_config.candidates, dim=-1).indices
+        exact = (self.lm_head(chosen) @ read[..., None])[..., 0]
+        return torch.full_like(scores, float("-inf")).scatter(-1, chosen, exact)
 
     def _fused(self, features: Tensor) -> Tensor:
         kind = self.head_config.norm_features
@@ -117,6 +144,12 @@ class Eagle3Head(nn.Module):
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
+
+
+def hide_before(mask: Tensor, first: Tensor) -> Tensor:
+    """An additive mask ``[B, K, N, L]`` without the slots before `first` ``[B, N]``."""
+    hidden = torch.arange(mask.shape[-1], device=mask.device) < first[:, None, :, None]
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 class DecoderLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""EAGLE heads on disk: EAGLE-3, 3.1 and P-EAGLE in the authors' format and that of `speculators`, EAGLE and EAGLE-2 in the authors'."""
+"""EAGLE heads on disk: EAGLE to EAGLE-4 and P-EAGLE in the authors' formats, EAGLE-3, 3.1 and P-EAGLE in that of `speculators`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..common.network_files import (
     CONFIG,
     Count,
     FileConfig,
-    LlamaLayerConfig,
     Stamp,
     Whole,
+    WindowedLayerConfig,
     filled,
     find_network,
     read_json,
@@ -57,18 +57,33 @@ def find_head(named: str | None, config: Any) -> Path:
     return find_network(named, config, "eagle3", "a head", "head")
 
 
-class _LayerConfig(LlamaLayerConfig):
+class _LayerConfig(WindowedLayerConfig):
     """Of the decoder layer; in `speculators`' format it has a place of its own."""
 
     vocab_size: Count
     model_type: str = "llama"
-    num_hidden_layers: Whole = 1
+    partial_rotary_factor: float = 1.0
 
 
 class _SpecForge(FileConfig):
     """What heads trained with SpecForge have beside the authors' fields."""
 
     eagle_aux_hidden_state_layer_ids: list[Whole] | None = None
+
+
+class _Candidates(FileConfig):
+    """EAGLE-4's head of low rank."""
+
+    type: Literal["low_rank", "weighted_low_rank"] = "low_rank"
+    rank: Count
+    num_candidates: Count
+
+
+#: What EAGLE-4 configs may ask for that is not had here; :func:`read_config` refuses it.
+_UNREAD: dict[str, Any] = {
+    "attn_norm": True, "enable_post_mlp_norm": True, "enable_moe": True, "enable_2hs": True, "enable_defa": True,
+    "use_rope": False, "position_embedding_type": "none",
+}  # fmt: skip
 
 
 class _HeadConfig(FileConfig):
@@ -85,6 +100,8 @@ class _HeadConfig(FileConfig):
     bias: bool = True
     norm_before_fc: bool = False
     fc_norm: bool = False
+    enable_fc_norm: bool = False
+    efficient_lm_head_config: _Candidates | None = None
     speculators_model_type: str | None = None
     parallel_drafting: bool = False
     mask_token_id: Whole | None = None
@@ -132,28 +149,44 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
     nested = own.transformer_layer_config
     within = place if nested is None else f"{place}, transformer_layer_config"
     layer = _LayerConfig.of(raw if nested is None else nested, within, kind)
-    eagle = nested is None and "draft_vocab_size" not in raw and "Eagle3" not in "".join(own.architectures)
+    named = "".join(own.architectures)
+    eagle = nested is None and "draft_vocab_size" not in raw and "Eagle3" not in named and "Eagle4" not in named
     if layer.model_type != "llama" or not layer.num_hidden_layers or (eagle and layer.num_hidden_layers > 1):
         fits = "one Llama layer" if eagle else "Llama layers"
         raise UnsupportedError(
             f"{place}: {layer.num_hidden_layers} layers of {layer.model_type!r}; only {fits} can be read"
         )
-    if own.norm_before_fc and own.fc_norm:
+    unread = [f"{name} is {json.dumps(raw[name])}" for name, value in _UNREAD.items() if raw.get(name) == value]
+    if layer.partial_rotary_factor != 1:
+        unread.append(f"partial_rotary_factor is {layer.partial_rotary_factor}")
+    if unread:
+        raise UnsupportedError(
+            f"{place}: {', '.join(unread)}: only Llama layers that read all positions by rotary embedding can be read"
+        )
+    each = own.fc_norm or own.enable_fc_norm
+    if own.norm_before_fc and each:
         raise SettingsError(f"{place}: norm_before_fc and fc_norm are both true, and one excludes the other")
     if own.mask is None and (own.parallel_drafting or own.speculators_model_type == "peagle"):
         raise SettingsError(f"{place}: the head drafts in parallel, and no mask_token_id says what it embeds for that")
     config = layer.llama(within, num_hidden_layers=layer.num_hidden_layers)
+    windows = layer.windows(within, everywhere="Eagle4" in named)
+    if eagle and windows:
+        raise UnsupportedError(f"{place}: a head of EAGLE or EAGLE-2 with a sliding window, which is not supported")
     if eagle:
         return EagleConfig(config, bias=own.bias)
+    drafted, low = own.draft_vocab_size or layer.vocab_size, own.efficient_lm_head_config
     return Eagle3Config(
         layer=config,
-        draft_vocab_size=own.draft_vocab_size or layer.vocab_size,
+        draft_vocab_size=drafted,
         target_hidden_size=own.target_hidden_size or layer.hidden_size,
         layers=own.layers(place),
         norm_before_residual=own.norm_before_residual,
         norm_output=own.norm_output,
-        norm_features="whole" if own.norm_before_fc else "each" if own.fc_norm else None,
+        norm_features="whole" if own.norm_before_fc else "each" if each else None,
         mask_token_id=own.mask,
+        windows=windows,
+        rank=low.rank if low else 0,
+        candidates=min(low.num_candidates, drafted) if low else 0,
     )
 
 
@@ -181,6 +214,8 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
             eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
         vocabulary = DraftVocabulary(config.layer.vocab_size)
         return Eagle3Files(filled(eagle, state, weights, "eagle3", device, dtype), vocabulary)
+    if "efficient_lm_head.weight" not in state:  # the whole head serves as well
+        config = replace(config, rank=0)
     vocabulary = read_vocabulary(
         d2t, t2d, config.layer.vocab_size, config.draft_vocab_size, f"eagle3: {weights}", device
     )

@@ -92,10 +92,13 @@ class Eagle3(ReadsFeatures):
         folder = find_head(s.head, config)
         files = load_head(folder, context.device, dtype_of(context))
         _check_fit(files, context, len(self.layers_for(config, context.decoder_layers)), folder)
-        children = min(s.children, len(files.vocabulary))
+        head = files.head.head_config
+        offered = len(files.vocabulary)
+        if isinstance(head, Eagle3Config) and head.rank:
+            offered = head.candidates
+        children = min(s.children, offered)
         length = levels_of(context, s.length, LENGTH)
         tree = shape_of(self.name, s.tree, length, children, s.nodes, s.beam, context)
-        head = files.head.head_config
         parallel = isinstance(head, Eagle3Config) and head.mask_token_id is not None
         drafter = (ParallelDrafter if parallel else Eagle3Drafter)(context, files, length, tree.children, tree.ahead)
         return FeatureState(drafter, tree)
@@ -117,6 +120,7 @@ class Eagle3Drafter(FeatureDrafter):
         self.most_id = min(self.most_id, files.head.head_config.layer.vocab_size - 1)
         # EAGLE's features become logits in the target's own head; an EAGLE-3 head has one of its own.
         self.head = context.head if eagle else lambda logits: logits
+        self.windowed = isinstance(files.head, Eagle3Head) and bool(files.head.head_config.windows)
         one = torch.zeros(1, 1, files.head.fc.out_features, dtype=self.window.dtype, device=context.device)
         self.module: ModulePasses = context.module(
             files.head, ahead=ahead + self.width, example=(one, self.window[:1, :1])
@@ -136,9 +140,10 @@ class Eagle3Drafter(FeatureDrafter):
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
         count = nodes.shape[1]
         above = self.states.gather(1, tree.parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
-        states, last = self.module(
-            self.sequences.length - 2, self.embed(nodes), above, tree=tree, logits=count, fuse=False
-        )
+        base = self.sequences.length - 2
+        # As in training, the windows of drafted tokens end with the last one that the target has computed.
+        ends = (base[:, None].expand(-1, count),) if self.windowed else ()
+        states, last = self.module(base, self.embed(nodes), above, *ends, tree=tree, logits=count, fuse=False)
         self.states = torch.cat([self.states, states], dim=1)
         return self.head(last)
 

@@ -248,6 +248,7 @@ def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> Bloc
         or (own.draft_vocab_size or vocab) != config.draft_vocab_size
         or any(own.causal)
         or layer.sliding_window is not None
+        or own.windows
         or given.embed is not None
         or (given.lm_head is not None and not _same(given.lm_head.weight, output))
     ):

@@ -143,11 +143,13 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
         raise SettingsError("eagle3: training goes on with EAGLE-3 heads that use the target's embedding")
     other = given.head.head_config
     shapes = {name: list(tensor.shape) for name, tensor in Eagle3Head(config).state_dict().items()}
-    if shapes != {name: list(tensor.shape) for name, tensor in given.head.state_dict().items()} or (
-        other.layers not in (None, config.layers)
+    if (
+        shapes != {name: list(tensor.shape) for name, tensor in given.head.state_dict().items()}
+        or other.layers not in (None, config.layers)
+        or other.windows
     ):
         raise SettingsError(
-            "eagle3: the head to begin with is of another shape, or reads other layers, than the one to train"
+            "eagle3: the head to begin with is of another shape, reads other layers, or has windows, unlike the one to train"
         )
     head = copy.deepcopy(given.head).requires_grad_(True)
     layer = copy.deepcopy(other.layer)

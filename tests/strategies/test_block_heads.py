@@ -33,7 +33,7 @@ from decoders.testing.models import VOCAB
 from decoders.testing.spy import Spy
 
 from .conftest import of_shapes
-from .test_dflash import BLOCK, MASK, SHAPE, H, target
+from .test_dflash import BLOCK, MASK, SHAPE, WINDOW, H, target
 
 LAYERS, RANK, TOP, EPS = (0, 2), 6, 5, SHAPE["rms_norm_eps"]
 
@@ -66,7 +66,8 @@ def convolved(count: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def markov(kind: str, drafted: int, *, confident: bool = True) -> dict[str, tuple[int, ...]]:
+def markov(kind: str, drafted: int, *, reads: int = RANK) -> dict[str, tuple[int, ...]]:
+    """reads: numbers of the token before that the confidence head gets."""
     shapes: dict[str, tuple[int, ...]] = {"markov_head.markov_w1.weight": (VOCAB, RANK)}
     shapes["markov_head.markov_w2.weight"] = (drafted, RANK)
     if kind == "gated":
@@ -76,9 +77,11 @@ def markov(kind: str, drafted: int, *, confident: bool = True) -> dict[str, tupl
             "markov_head.joint_proj.weight": (3 * RANK, 2 * RANK + H),
             "markov_head.joint_proj.bias": (3 * RANK,),
         }
-    if confident:
-        shapes |= {"confidence_head.proj.weight": (1, H + RANK), "confidence_head.proj.bias": (1,)}
-    return shapes
+    return shapes | confidence(H + reads)
+
+
+def confidence(width: int) -> dict[str, tuple[int, ...]]:
+    return {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
 
 
 def lattice(width: int, heads: int, factors: int) -> dict[str, tuple[int, ...]]:
@@ -92,8 +95,10 @@ def lattice(width: int, heads: int, factors: int) -> dict[str, tuple[int, ...]]:
         "lilicorr.same_slot_bias": (heads,),
         "lilicorr.feature_norm.weight": (5,), "lilicorr.feature_norm.bias": (5,),
     }  # fmt: skip
+    if width != H:
+        shapes |= linear("token_proj", width, H)
     for name, given, read in (
-        ("token_proj", width, H), ("pass_hidden_proj", width, H), ("context_proj", width, H),
+        ("pass_hidden_proj", width, H), ("context_proj", width, H),
         ("feature_mlp.up_proj", width, 5), ("feature_mlp.down_proj", width, width), ("factor_input_proj", width, 3 * width),
         ("out_head", factors, width), ("in_head", factors, width), ("anchor_out_head", factors, width),
     ):  # fmt: skip
@@ -122,9 +127,14 @@ CORRELATOR = dict(
     lilicorr_factor_dim=4, lilicorr_vector_eps=1e-6, lilicorr_logit_scale=10.0,
 )  # fmt: skip
 SMALL = VOCAB // 2
+SELECTOR = dict(selector_rank=RANK, selector_top_k=TOP)
+WINDOWED = dict(layer_types=["sliding_attention", "full_attention"])
 
 VARIANTS = {
-    "dflash2": Variant("authors", CONVOLUTION | dict(selector_rank=RANK, selector_top_k=TOP), convolved(2) | SELECTED),
+    "dflash2": Variant("authors", CONVOLUTION | SELECTOR, convolved(2) | SELECTED),
+    "dflash2 of speculators": Variant(
+        "speculators", CONVOLUTION | SELECTOR | WINDOWED | dict(speculators_model_type="dflash2"), convolved(2) | SELECTED,
+    ),
     "dspark": Variant("deepspec", DSPARK | dict(markov_head_type="vanilla"), markov("vanilla", VOCAB), VOCAB, from_last=True),
     "dspark gated": Variant(
         "speculators", DSPARK | dict(speculators_model_type="dspark", markov_head_type="gated", sample_from_anchor=False),
@@ -134,11 +144,18 @@ VARIANTS = {
         "speculators", DSPARK | dict(speculators_model_type="dspark", markov_head_type="rnn", draft_vocab_size=SMALL),
         markov("rnn", SMALL), SMALL, from_last=True,
     ),
+    "confidence alone": Variant("authors", dict(markov_rank=0, enable_confidence_head=True), confidence(H), from_last=True),
+    "confidence in a place": Variant(
+        "speculators", DSPARK | dict(speculators_model_type="dspark", confidence_head_with_markov=False),
+        markov("vanilla", VOCAB, reads=0), from_last=True,
+    ),
     "domino": Variant("authors", DOMINO | dict(pure_draft_prefix_len=1), CORRECTION),
     "domino shifted": Variant("authors", DOMINO | dict(shift_label=True), CORRECTION, from_last=True),
     "lilicorr": Variant("authors", CORRELATOR, lattice(16, 2, 4)),
+    "lilicorr as wide as the network": Variant("authors", CORRELATOR | dict(lilicorr_hidden_size=0), lattice(H, 2, 4)),
+    "windowed": Variant("authors", WINDOWED),
     "jetspec": Variant("authors", dict(causal_head=True)),
-    "speculators": Variant("speculators", dict(speculators_model_type="dflash", layer_types=["sliding_attention", "full_attention"])),
+    "speculators": Variant("speculators", WINDOWED | dict(speculators_model_type="dflash")),
 }  # fmt: skip
 
 
@@ -167,7 +184,8 @@ def bare(name: str) -> Path:
     layer = SHAPE | dict(
         vocab_size=VOCAB, layer_types=fields.pop("layer_types", ["full_attention"] * 2), hidden_act="silu"
     )
-    layer["sliding_window"] = 14 if "sliding_attention" in layer["layer_types"] else None
+    if "sliding_attention" in layer["layer_types"]:
+        layer |= dict(sliding_window=WINDOW, use_sliding_window=True)
     common = dict(block_size=BLOCK, mask_token_id=MASK)
     if variant.form == "speculators":
         config = common | fields | dict(
@@ -231,17 +249,15 @@ def block_states(name: str, features: Tensor, block: Tensor) -> tuple[Tensor, Te
         kernels = (x @ w[f"layers.{layer}.{part}.kernel_projection.weight"].T).view(count, 2, 2, -1)
         return conv(layer, part, 1, inner(conv(layer, part, 0, x, kernels)), kernels)
 
-    x = block
-    for layer, kind in enumerate(config.layer.layer_types):
+    x, fields, speculators = block, VARIANTS[name].fields, VARIANTS[name].form == "speculators"
+    for layer, kind in enumerate(fields.get("layer_types", ["full_attention"] * 2)):
         own = {name.removeprefix(f"layers.{layer}."): t for name, t in w.items() if name.startswith(f"layers.{layer}.")}
         sees = torch.ones(count, n + count, dtype=torch.bool)
-        apart = places[n:, None] - places
-        if VARIANTS[name].fields.get("causal_head") or (
-            kind == "sliding_attention" and VARIANTS[name].form == "speculators"
-        ):
+        apart, windowed = places[n:, None] - places, kind == "sliding_attention"
+        if fields.get("causal_head") or (windowed and fields.get("speculators_model_type") == "dflash"):
             sees &= apart >= 0
-        if kind == "sliding_attention":
-            sees &= apart < config.layer.sliding_window
+        if windowed:  # speculators: the same tokens of the context for all
+            sees &= places >= n - WINDOW if speculators else apart < WINDOW
 
         def attention(x: Tensor, own: dict = own, sees: Tensor = sees) -> Tensor:
             q = rms((x @ own["self_attn.q_proj.weight"].T).view(count, heads, size), own["self_attn.q_norm.weight"])
@@ -278,7 +294,8 @@ def chain(name: str, model: Any, text: Tensor) -> tuple[list[int], list[float]]:
     logits = states @ head.T
     names = drafted_ids() if variant.own_head == SMALL else torch.arange(VOCAB)
     before, path, sure = int(text[-1]), [], []
-    memory, kind = torch.zeros(RANK if "markov_rank" in variant.fields else 7), variant.fields.get("markov_head_type")
+    size, kind = variant.fields.get("markov_rank"), variant.fields.get("markov_head_type")
+    memory = torch.zeros(7 if size is None else size)
     scores = correlated(w, states, logits, context[-1], table) if "lilicorr_num_heads" in variant.fields else None
     for place, (h, own) in enumerate(zip(states, logits, strict=True)):
         if "selector_rank" in variant.fields:
@@ -288,8 +305,8 @@ def chain(name: str, model: Any, text: Tensor) -> tuple[list[int], list[float]]:
             )
             pairs = w["candidate_selector.successor_codebook"][top.indices] @ gate
             token = int(top.indices[(top.values + pairs).argmax()])
-        elif kind is not None:
-            e = w["markov_head.markov_w1.weight"][before]
+        elif size is not None:
+            e = w["markov_head.markov_w1.weight"][before] if size else torch.zeros(0)
             bias = e
             if kind == "gated":
                 read = torch.cat([h, e])
@@ -298,10 +315,9 @@ def chain(name: str, model: Any, text: Tensor) -> tuple[list[int], list[float]]:
                 read = torch.cat([memory, e, h])
                 g, c, o = (w["markov_head.joint_proj.weight"] @ read + w["markov_head.joint_proj.bias"]).chunk(3)
                 memory, bias = g.sigmoid() * memory + (1 - g.sigmoid()) * c.tanh(), o.tanh()
-            sure.append(
-                float((w["confidence_head.proj.weight"] @ torch.cat([h, e]) + w["confidence_head.proj.bias"]).sigmoid())
-            )
-            token = int(names[(own + w["markov_head.markov_w2.weight"] @ bias).argmax()])
+            read = torch.cat([h, e]) if variant.fields.get("confidence_head_with_markov") else h
+            sure.append(float((w["confidence_head.proj.weight"] @ read + w["confidence_head.proj.bias"]).sigmoid()))
+            token = int(names[(own + w["markov_head.markov_w2.weight"] @ bias if size else own).argmax()])
         elif "emb_dim" in variant.fields:
             cell = torch.nn.GRUCell(H, 7, bias=False)
             cell.load_state_dict({f"weight_{part}": w[f"prefix_gru.weight_{part}_l0"] for part in ("ih", "hh")})
@@ -330,12 +346,15 @@ def correlated(w: dict[str, Tensor], states: Tensor, logits: Tensor, context: Te
     def feedforward(name: str, x: Tensor) -> Tensor:
         return linear(f"{name}.down_proj", F.silu(linear(f"{name}.up_proj", x)))
 
-    count = len(states)
+    count, width = len(states), len(own["output_norm.weight"])
     top = logits.log_softmax(-1).topk(TOP)
     p = top.values
     rank = torch.arange(TOP).expand(count, TOP)
     features = torch.stack([p, p.exp(), p - p[:, :1], rank / (TOP - 1), (rank == 0).float()], dim=-1)
-    x = linear("token_proj", table[top.indices]) + linear("pass_hidden_proj", states)[:, None]
+    tokens = table[top.indices]
+    x = (linear("token_proj", tokens) if "token_proj.weight" in own else tokens) + linear("pass_hidden_proj", states)[
+        :, None
+    ]
     x = x + feedforward(
         "feature_mlp", F.layer_norm(features, (5,), own["feature_norm.weight"], own["feature_norm.bias"])
     )
@@ -344,7 +363,7 @@ def correlated(w: dict[str, Tensor], states: Tensor, logits: Tensor, context: Te
     apart = slots[:, None] - slots
     for layer in range(2):
         inner = f"layers.{layer}"
-        attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        attention = torch.nn.MultiheadAttention(width, 2, batch_first=True)
         attention.load_state_dict(
             {n.removeprefix(f"{inner}.attn."): t for n, t in own.items() if n.startswith(f"{inner}.attn.")}
         )
@@ -352,7 +371,7 @@ def correlated(w: dict[str, Tensor], states: Tensor, logits: Tensor, context: Te
         read = rms(x, own[f"{inner}.attn_norm.weight"])[None]
         x = x + attention(read, read, read, attn_mask=bias, need_weights=False)[0][0]
         x = x + feedforward(f"{inner}.mlp", rms(x, own[f"{inner}.mlp_norm.weight"]))
-    x = rms(x, own["output_norm.weight"]).view(count, TOP, 16)
+    x = rms(x, own["output_norm.weight"]).view(count, TOP, width)
     anchor = rms(linear("context_proj", context), own["anchor_norm.weight"])
     read = F.silu(linear("factor_input_proj", torch.cat([x, anchor.expand_as(x), x * anchor], dim=-1)))
     outward, inward = (F.normalize(linear(name, read), dim=-1) for name in ("out_head", "in_head"))
@@ -377,6 +396,38 @@ def test_every_draft_is_what_the_equations_say(name: str) -> None:
                     assert step.draft.grades[row].tolist() == [sum(p > bound for bound in GRADES) for p in sure]
                 compared += 1
     assert compared > 12 and len({token for step in spy.seen for token in step.draft.tokens.flatten().tolist()}) > 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["speculators", "dflash2 of speculators"])
+def test_speculators_drafts_what_the_equations_say(name: str) -> None:
+    """Its own classes, over texts that are longer than the window."""
+    library = pytest.importorskip(
+        "speculators", reason="pip install speculators: it brings torchaudio and datasets with it"
+    )
+    model = target()
+    config = library.SpeculatorModelConfig.from_pretrained(written(name))
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = library.SpeculatorModel.from_pretrained(written(name), config=config).float()
+    theirs.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
+    theirs.lm_head.weight.copy_(model.get_output_embeddings().weight)
+    for anchor in (9, 29, 33):
+        text = torch.randint(1, VOCAB, (1, 40), generator=torch.Generator().manual_seed(anchor))
+        hidden = model(text, output_hidden_states=True).hidden_states
+        features = torch.cat([hidden[layer + 1] for layer in LAYERS], dim=-1)
+        only = torch.zeros(1, 40).scatter_(1, torch.tensor([[anchor]]), 1)
+        states, logits, *_ = theirs._backbone_forward(
+            features, text, only, torch.zeros(1, 40, H), torch.zeros(1, 40, dtype=torch.long), max_anchors=1
+        )
+        before, path = text[:, anchor], []
+        for place in range(1, BLOCK):
+            if "dflash2" in name:
+                ids, scores = theirs.candidate_selector.select(logits[:, place], states[:, place], before)
+                before = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+            else:
+                before = logits[:, place].argmax(-1)
+            path.append(int(before))
+        assert path == chain(name, model, text[0, : anchor + 1])[0]
 
 
 @torch.no_grad()

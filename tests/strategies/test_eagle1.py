@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import decoders
-from decoders.errors import SettingsError
+from decoders.errors import SettingsError, UnsupportedError
 from decoders.heads.eagle3 import EagleConfig
 from decoders.heads.eagle3_files import read_config
 from decoders.strategies import Eagle3, PromptLookup
@@ -147,6 +147,12 @@ def test_config_tells_the_generation(folder, tmp_path) -> None:
     assert isinstance(config, EagleConfig) and config.layers_of(32) == ()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}))
     assert not isinstance(read_config(tmp_path), EagleConfig)
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | window))
+    with pytest.raises(UnsupportedError, match="EAGLE or EAGLE-2 with a sliding window"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | window | {"architectures": ["LlamaForCausalLMEagle4"]}))
+    assert not isinstance(newest := read_config(tmp_path), EagleConfig) and newest.windows == (8,)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64}))
     torch.save(weights(True), tmp_path / "pytorch_model.bin")
     with pytest.raises(SettingsError, match="are not those of its config"):

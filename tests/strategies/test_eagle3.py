@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -103,65 +103,36 @@ def turned(states: Tensor) -> Tensor:
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
 
-@torch.no_grad()
-def by_the_paper(model: Any, text: Tensor, kind: str, length: int) -> list[int]:
-    """The chain that a head drafts after `text` ``[n]``, from nothing, in plain equations."""
-    w, speculators = weights(), kind == "speculators"
-    layers = (0, 1, 3) if speculators else (1, 5 // 2 - 1, 5 - 4)
-    table = model.get_input_embeddings().weight
-    if speculators:
-        table = torch.randn(VOCAB, H, generator=torch.Generator().manual_seed(9))
-    seen: dict[int, Tensor] = {}
-    hooks = [
-        model.model.layers[i].register_forward_hook(lambda _, __, out, i=i: seen.update({i: out[0]}))
-        for i in set(layers)
-    ]
-    model(text[None])
-    for hook in hooks:
-        hook.remove()
-    features = torch.cat([seen[i] for i in layers], -1)[:-1] @ w["fc.weight"].T
-    tokens, drafted = text[1:].tolist(), []
-    for _ in range(length):
-        normed = norm(features, w["midlayer.hidden_norm.weight"])
-        read = torch.cat([norm(table[tokens], w["midlayer.input_layernorm.weight"]), normed], -1)
-        q, k, v = (
-            (read @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(len(read), -1, H // HEADS).transpose(0, 1)
-            for name in "qkv"
-        )
-        k, v = k.repeat_interleave(HEADS // KV, 0), v.repeat_interleave(HEADS // KV, 0)
-        scores = turned(q) @ turned(k).transpose(1, 2) / (H // HEADS) ** 0.5
-        scores = scores.masked_fill(torch.ones(len(read), len(read)).triu(1).bool(), float("-inf"))
-        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
-        states = (normed if speculators else features) + attended
-        inner = norm(states, w["midlayer.post_attention_layernorm.weight"])
-        gate = F.silu(inner @ w["midlayer.mlp.gate_proj.weight"].T) * (inner @ w["midlayer.mlp.up_proj.weight"].T)
-        states = states + gate @ w["midlayer.mlp.down_proj.weight"].T
-        best = int((norm(states[-1], w["norm.weight"]) @ w["lm_head.weight"].T).argmax())
-        drafted.append(int(IDS[best]))
-        tokens.append(drafted[-1])
-        features = torch.cat([features, states[-1:]])
-    return drafted
-
-
-#: EAGLE-3.1 and P-EAGLE: fields of the config, and what they bring.
+WINDOWS = dict(layers=2, layer_types=("sliding_attention", "full_attention"), sliding_window=6)
+#: EAGLE-3.1, P-EAGLE and EAGLE-4: fields of the config, and what they bring.
 NEWER = {
     "3.1, each layer normed": dict(fc_norm=True, norm_output=True),
     "3.1, normed as a whole": dict(norm_before_fc=True),
     "two layers": dict(layers=2),
     "parallel": dict(speculators_model_type="peagle", mask_token_id=7),
     "parallel, two layers, normed": dict(layers=2, parallel_drafting=True, pard_token=9, fc_norm=True),
-}
+    "windowed": dict(WINDOWS, norm_before_residual=True),
+    "parallel, windowed": dict(WINDOWS, parallel_drafting=True, ptd_token_id=4),
+    "EAGLE-4": dict(
+        architectures=["LlamaForCausalLMEagle4"], enable_fc_norm=True, norm_output=True, sliding_window=6,
+        efficient_lm_head_config=dict(type="low_rank", rank=4, num_candidates=3),
+    ),
+    "EAGLE-4 without a low rank": dict(
+        architectures=["LlamaForCausalLMEagle4"], layer_types=("full_attention",), sliding_window=6,
+        efficient_lm_head_config=dict(type="weighted_low_rank", rank=4, num_candidates=3, smooth_factor=10),
+    ),
+}  # fmt: skip
 
 
 @cache
 def newer(name: str) -> str:
-    """A folder with a head like those that NeMo AutoModel (names with ``model.``) and `speculators` write."""
+    """A folder with a head like those that NeMo AutoModel (names with ``model.``), `speculators` and EAGLE-4's exports write."""
     fields, state = dict(NEWER[name]), weights(5)
     random = torch.Generator().manual_seed(6)
     count = fields.pop("layers", 1)
     if fields.get("norm_before_fc"):
         state["input_norm.weight"] = 1 + 0.3 * torch.randn(3 * H, generator=random)
-    if fields.get("fc_norm"):
+    if fields.get("fc_norm") or fields.get("enable_fc_norm"):
         state |= {f"fc_norm.{i}.weight": 1 + 0.3 * torch.randn(H, generator=random) for i in range(3)}
     if "parallel" in name:
         state["mask_hidden"] = torch.randn(1, 1, 3 * H, generator=random)
@@ -177,69 +148,116 @@ def newer(name: str) -> str:
             part if part in ("lm_head.weight", "d2t", "t2d", "mask_hidden") else f"model.{part}": t
             for part, t in state.items()
         }
+    layer = LAYER | dict(num_hidden_layers=count)
+    if "EAGLE-4" in name:
+        del state["d2t"], state["t2d"]
+        state["lm_head.weight"] = torch.randn(VOCAB, H, generator=random)
+        if "without" not in name:
+            state["efficient_lm_head.weight"] = torch.randn(VOCAB, 4, generator=random)
+            state["efficient_lm_head_down_proj.weight"] = torch.randn(4, H, generator=random)
+        config = layer | fields | dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[0, 1, 3]))
+    else:
+        layer |= {part: fields.pop(part) for part in ("layer_types", "sliding_window") if part in fields}
+        config = dict(
+            architectures=["Eagle3Speculator"], draft_vocab_size=len(IDS), eagle_aux_hidden_state_layer_ids=[1, 2, 4],
+            transformer_layer_config=layer, **fields,
+        )  # fmt: skip
     _folders.append(tempfile.TemporaryDirectory(prefix="eagle3-"))
     folder = Path(_folders[-1].name)
     save_file(state, folder / "model.safetensors")
-    config = dict(
-        architectures=["Eagle3Speculator"], draft_vocab_size=len(IDS), eagle_aux_hidden_state_layer_ids=[1, 2, 4],
-        transformer_layer_config=LAYER | dict(num_hidden_layers=count),
-    )  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | fields))
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
+@cache
+def tensors(folder: str) -> dict[str, Tensor]:
+    """What a folder's file holds, read without the package, by the names of `speculators`."""
+    file = Path(folder) / "model.safetensors"
+    state = load_file(file) if file.exists() else torch.load(Path(folder) / "pytorch_model.bin", weights_only=True)
+    return {name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
+
+
 @torch.no_grad()
-def plainly(model: Any, text: Tensor, name: str, length: int) -> list[int]:
-    """The chain that a newer head drafts after `text`, by transformers' layers over the whole text and the whole draft so far."""
-    head = load_head(newer(name), torch.device("cpu"), torch.float32).head
-    table, hidden = model.get_input_embeddings().weight, model(text[None], output_hidden_states=True).hidden_states
-    features = torch.cat([hidden[layer + 1][0] for layer in (0, 1, 3)], -1)[:-1]
+def by_the_paper(model: Any, text: Tensor, name: str, length: int) -> list[int]:
+    """The chain that a head drafts after `text` ``[n]``, from nothing, in plain equations."""
+    w = tensors(newer(name) if name in NEWER else written(name))
+    fields: dict[str, Any] = NEWER.get(name, dict(norm_before_residual=name == "speculators"))
+    count = fields.get("layers", 1)
+    ids = IDS if "d2t" in w else torch.arange(VOCAB)
+    windowed = fields.get(
+        "layer_types", ["sliding_attention"] * ("sliding_window" in fields) or ["full_attention"] * count
+    )
+    table = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    hidden = model(text[None], output_hidden_states=True).hidden_states
+    read_layers = (1, 5 // 2 - 1, 5 - 4) if name == "authors" else (0, 1, 3)
+    features = torch.cat([hidden[layer + 1][0] for layer in read_layers], -1)[:-1]
+    context = len(features)
 
     def fused(states: Tensor) -> Tensor:
-        w = {part: tensor for part, tensor in head.state_dict().items() if "norm" in part}
-        if "as a whole" in name:
+        if fields.get("norm_before_fc"):
             states = norm(states, w["input_norm.weight"])
-        if NEWER[name].get("fc_norm"):
+        if fields.get("fc_norm") or fields.get("enable_fc_norm"):
             states = torch.cat([norm(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(states.split(H, -1))], -1)
-        return states @ head.fc.weight.T
+        return states @ w["fc.weight"].T
 
     def run(read: Tensor, states: Tensor) -> Tensor:
-        n = len(read)
-        mask = torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None]
-        rotary = head.rotary_emb(read[None], torch.arange(n)[None])
-        states = eager(head, head.midlayer, read, states, rotary, mask)
-        for layer in head.deeper:
-            states = layer(states, position_embeddings=rotary, attention_mask=mask)
-        return states[0]
+        slots = torch.arange(len(read))
+        for layer in range(count):
+            own = {
+                n.removeprefix(f"layers.{layer}."): part for n, part in w.items() if n.startswith(f"layers.{layer}.")
+            }
+            if layer:
+                side_by_side, residual = norm(states, own["input_layernorm.weight"]), states
+            else:
+                normed = norm(states, own["hidden_norm.weight"])
+                side_by_side = torch.cat([norm(read, own["input_layernorm.weight"]), normed], -1)
+                residual = normed if fields.get("norm_before_residual") else states
+            q, k, v = (
+                (side_by_side @ own[f"self_attn.{part}_proj.weight"].T).view(len(read), -1, H // HEADS).transpose(0, 1)
+                for part in "qkv"
+            )
+            k, v = k.repeat_interleave(HEADS // KV, 0), v.repeat_interleave(HEADS // KV, 0)
+            sees = slots <= slots[:, None]
+            if (
+                windowed[layer] == "sliding_attention"
+            ):  # of drafted tokens it ends with the context, of masks with themselves
+                ends = slots if "parallel" in name else slots.clamp(max=context - 1)
+                sees &= slots > ends[:, None] - fields["sliding_window"]
+            scores = turned(q) @ turned(k).transpose(1, 2) / (H // HEADS) ** 0.5
+            weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+            states = residual + (weights @ v).transpose(0, 1).flatten(1) @ own["self_attn.o_proj.weight"].T
+            inner = norm(states, own["post_attention_layernorm.weight"])
+            gate = F.silu(inner @ own["mlp.gate_proj.weight"].T) * (inner @ own["mlp.up_proj.weight"].T)
+            states = states + gate @ own["mlp.down_proj.weight"].T
+        return states
+
+    def best(states: Tensor) -> list[int]:
+        normed = norm(states, w["norm.weight"])
+        logits = normed @ w["lm_head.weight"].T
+        if "efficient_lm_head.weight" in w:
+            low = normed @ w["efficient_lm_head_down_proj.weight"].T @ w["efficient_lm_head.weight"].T
+            kept = torch.zeros_like(low, dtype=torch.bool).scatter(-1, low.topk(3).indices, True)
+            logits = logits.masked_fill(~kept, float("-inf"))
+        return ids[logits.argmax(-1)].tolist()
 
     states, read = fused(features), table[text[1:]]
     if "parallel" in name:
-        masks = (length - 1, -1)
-        read = torch.cat([read, table[head.head_config.mask_token_id].expand(*masks)])
-        given = run(read, torch.cat([states, fused(head.mask_hidden[0]).expand(*masks)]))[-length:]
-        return IDS[(norm(given, head.norm.weight) @ head.lm_head.weight.T).argmax(-1)].tolist()
+        mask = next(fields[part] for part in ("mask_token_id", "pard_token", "ptd_token_id") if part in fields)
+        read = torch.cat([read, table[mask].expand(length - 1, -1)])
+        return best(run(read, torch.cat([states, fused(w["mask_hidden"][0]).expand(length - 1, -1)]))[-length:])
     drafted: list[int] = []
     for _ in range(length):
         given = run(read, states)[-1:]
-        normed = norm(given, head.norm.weight)
-        drafted.append(int(IDS[int((normed @ head.lm_head.weight.T).argmax())]))
-        states = torch.cat([states, normed if NEWER[name].get("norm_output") else given])
+        drafted += best(given)
+        states = torch.cat([states, norm(given, w["norm.weight"]) if fields.get("norm_output") else given])
         read = torch.cat([read, table[drafted[-1:]]])
     return drafted
 
 
-def eager(head: Any, layer: Any, read: Tensor, states: Tensor, rotary: Any, mask: Tensor) -> Tensor:
-    """The first layer of a head, whose attention reads an embedding and a state side by side."""
-    normed = layer.hidden_norm(states)
-    side_by_side = torch.cat([layer.input_layernorm(read), normed], -1)[None]
-    attended = layer.self_attn(side_by_side, position_embeddings=rotary, attention_mask=mask)[0]
-    states = (normed if layer.norm_before_residual else states) + attended[0]
-    return (states + layer.mlp(layer.post_attention_layernorm(states)))[None]
+QUICK = ("3.1, each layer normed", "parallel, two layers, normed", "windowed", "EAGLE-4")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (place % 2)) for place, n in enumerate(NEWER)]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in NEWER])
 def test_newer_heads_draft_what_their_equations_say(name: str) -> None:
     model, inputs, spy = target(), prompts(3), Spy(Eagle3(head=newer(name), tree="none", length=4))
     out = decode(model, inputs, spy, max_new_tokens=8, decoders_config={"prefill_chunk": 7})
@@ -248,7 +266,7 @@ def test_newer_heads_draft_what_their_equations_say(name: str) -> None:
         for step in spy.seen:
             if not step.finished[row]:
                 text = out.sequences[row, padding : padding + step.lengths[row]]
-                assert step.draft.tokens[row].tolist() == plainly(model, text, name, 4)
+                assert step.draft.tokens[row].tolist() == by_the_paper(model, text, name, 4)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +315,7 @@ SHAPES: dict[Strategy, tuple[str, ...]] = {
     TREE: ("check_drafts", "check_draft_tokens_are_accepted"),
     Eagle3(head=written("speculators"), tree="static", length=2, nodes=24, children=24): ("check_draft_scores",),
     Eagle3(head=newer("parallel"), length=4, nodes=16): (),
+    Eagle3(head=newer("EAGLE-4"), length=3, nodes=16): (),
     Eagle3(head=written("speculators"), tree="none", length=3): ("check_on_device",),
 }
 
@@ -341,6 +360,16 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(Eagle3(head=written("authors", vocab_size=130)))
     with pytest.raises(SettingsError, match="norm_before_fc and fc_norm are both true"):
         call(Eagle3(head=written("speculators", norm_before_fc=True, fc_norm=True)))
+    with pytest.raises(UnsupportedError, match="attn_norm is true, use_rope is false: only Llama layers"):
+        call(Eagle3(head=written("authors", attn_norm=True, use_rope=False)))
+    with pytest.raises(UnsupportedError, match="partial_rotary_factor is 0.5"):
+        call(Eagle3(head=written("authors", partial_rotary_factor=0.5)))
+    with pytest.raises(
+        UnsupportedError, match="num_hidden_layers is 1, and layer_types are sliding_attention, full_att"
+    ):
+        call(Eagle3(head=written("authors", layer_types=("sliding_attention", "full_attention"))))
+    with pytest.raises(SettingsError, match="has layers with a sliding window, and no sliding_window"):
+        call(Eagle3(head=written("authors", layer_types=("sliding_attention",))))
     with pytest.raises(SettingsError, match="drafts in parallel, and no mask_token_id"):
         call(Eagle3(head=written("speculators", speculators_model_type="peagle")))
     with pytest.raises(UnsupportedError, match="1 layers of 'qwen3'; only Llama layers"):
