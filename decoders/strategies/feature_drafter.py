@@ -41,7 +41,7 @@ class FeatureWindow(ABC):
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
         # Most tokens of the window that were never read, and whether this step has a draft of this network.
-        self.unread, self.drafted = 0, False
+        self.unread, self.asked = 0, False
         assert context.sequences is not None
         self.prompts = context.sequences  # the rows, where prompts are read
         # The features of the last slots of every row, [B, W, F].
@@ -92,8 +92,8 @@ class FeatureWindow(ABC):
         # A step commits a token per level of an own draft, and at most one per node where others drafted, or nobody. Own blocks are
         # padded to at most twice their size.
         nodes = step.path.shape[1]
-        own = self.drafted and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
-        self.unread, self.drafted = self.unread + (self.new if own else nodes), False
+        own = self.asked and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
+        self.unread, self.asked = self.unread + (self.new if own else nodes), False
         if self.unread > self.new:  # the window has no room for what was not read
             self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)
             self.unread = 0
@@ -103,7 +103,7 @@ class FeatureWindow(ABC):
         """A round: reads the window and fills `tree`."""
         self.sequences = sequences
         draft = tree.draft(self)
-        self.own_nodes, self.unread, self.drafted = len(draft.topology), 0, True
+        self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True
         return draft
 
     def read_window(self) -> None:
