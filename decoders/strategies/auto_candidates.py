@@ -182,7 +182,12 @@ def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float
 
 
 def refuse_unfit(strategy: Strategy) -> None:
-    """Raises SettingsError for a strategy that must see every step of its own."""
+    """Raises SettingsError for a strategy that must see every step of its own, or more of the target than auto hands out."""
+    if strategy.reads_layers or strategy.reads_prompt:
+        raise SettingsError(
+            f"auto: {strategy.name!r} reads what the target computes of prompts or in its layers, which auto does not hand out: take "
+            "it by itself, or merged"
+        )
     if strategy.observes and not strategy.rests:
         raise SettingsError(
             f"auto: {strategy.name!r} learns from steps and does not say that it can be left out of some (`rests = True`)"
@@ -197,8 +202,6 @@ def missing(strategy: Strategy, context: Context) -> str | None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
         return "the call has no assistant_model"
-    if strategy.reads_layers:
-        return "it reads hidden layers of the target, which auto does not hand out"
     return None
 
 

@@ -2,7 +2,8 @@
 
 At slot ``j`` of a row such a network reads the target's hidden state of token ``j``, and the tokens that follow. The last committed
 token has no hidden state yet, so with ``length`` tokens committed the last slot is ``length - 2``. A window of the last slots is read
-again in every round, at little cost, which replaces rejected tokens and fills in newly known ones.
+again in every round, at little cost, which replaces rejected tokens and fills in newly known ones. Where steps pass without a round,
+the window is read before tokens leave it unread.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class FeatureWindow(ABC):
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
+        # Most tokens of the window that were never read, and whether this step has a draft of this network.
+        self.unread, self.asked = 0, False
         assert context.sequences is not None
         self.prompts = context.sequences  # the rows, where prompts are read
         # The features of the last slots of every row, [B, W, F].
@@ -86,17 +89,21 @@ class FeatureWindow(ABC):
     def observe(self, step: Step, features: Tensor) -> None:
         """Moves the window on to the tokens that a step has committed; features ``[B, N, F]`` of its nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # In blocks with other drafters' nodes more tokens may have been accepted than the window has room for. Own blocks are padded
-        # to at most twice their size.
-        if step.path.shape[1] > max(2 * self.own_nodes, self.own_nodes + 3):
+        # A step commits a token per level of an own draft, and at most one per node where others drafted, or nobody. Own blocks are
+        # padded to at most twice their size.
+        nodes = step.path.shape[1]
+        own = self.asked and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
+        self.unread, self.asked = self.unread + (self.new if own else nodes), False
+        if self.unread > self.new:  # the window has no room for what was not read
             self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)
+            self.unread = 0
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
         """A round: reads the window and fills `tree`."""
         self.sequences = sequences
         draft = tree.draft(self)
-        self.own_nodes = len(draft.topology)
+        self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True
         return draft
 
     def read_window(self) -> None:
@@ -180,6 +187,7 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """A strategy whose network reads the target's hidden states and fills a tree."""
 
+    rests = True
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:

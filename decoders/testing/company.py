@@ -86,13 +86,13 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     """
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
-    if strategy.reads_layers:  # auto does not take such strategies
-        return
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model, torch.no_grad():
-        what, loop = "left out of every other step", {"compile": False, "prune": True}
-        run_alike(model, name, Resting(strategy), inputs, eager, what, max_new_tokens=16)
+        if not (strategy.reads_layers or strategy.reads_prompt):  # auto does not take such strategies
+            what = "left out of every other step"
+            run_alike(model, name, Resting(strategy), inputs, eager, what, max_new_tokens=16)
+        loop = {"compile": False, "prune": True}
         what = "with what is not worth its time left out"
         run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
 

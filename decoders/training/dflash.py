@@ -322,13 +322,12 @@ class BlockLearner(FeatureLearner):
         ids = texts.ids.to(self.ids.device)
         anchors = self._anchors(lesson, step)
         preceding = self._places_of(anchors)
-        logits = _rows_at(lesson.logits, preceding)
-        counts = (_rows_at(lesson.counted, preceding) & torch.isin(logits.argmax(-1), self.ids)).float()
+        counts = _rows_at(lesson.counted & torch.isin(lesson.best, self.ids), preceding).float()
         weights = counts * self.training.decay**self.places
         with self.teacher.precision():
             block, tokens = self.drafted(lesson, ids, anchors), _rows_at(ids, preceding)
             scores = torch.stack(list(self._scores(block, tokens)), dim=1).float()
-        target = logits[..., self.ids].softmax(-1)
+        target = _rows_at(lesson.logits, preceding).softmax(-1)
         loss, gradient = soft_cross_entropy(scores.detach(), target, weights / counts.sum().clamp(min=1))
         scores.backward(gradient)
         return loss
@@ -393,14 +392,13 @@ class BlockLearner(FeatureLearner):
             room, every = ids.shape[1] - len(self.places) + 1, len(self.places)
             anchors = torch.arange(0, room, every, device=ids.device).expand(len(ids), -1)
             preceding = self._places_of(anchors)
-            logits = _rows_at(lesson.logits, preceding)
+            best, target = _rows_at(lesson.best, preceding), _rows_at(lesson.probabilities, preceding)
             sums.begin(_rows_at(lesson.counted, preceding).all(1))
             with self.teacher.precision():
                 chain = self._scores(self.drafted(lesson, ids, anchors), ids.gather(1, anchors).flatten()[:, None])
                 for place, scores in enumerate(chain):
-                    own = logits[:, place]
-                    right = self.ids[scores.argmax(-1)] == own.argmax(-1)
-                    sums.add(scores.float(), right, own.softmax(-1)[:, self.ids])
+                    right = self.ids[scores.argmax(-1)] == best[:, place]
+                    sums.add(scores.float(), right, target[:, place])
         return sums.acceptance
 
 

@@ -192,8 +192,8 @@ class HeadLearner(FeatureLearner):
             chains: ``[C]`` int64, ascending, the positions at which more than one token is simulated; None: all.
         """
         depth, head, known = self.training.depth, self.model, self.ids
-        target = lesson.logits[..., known].softmax(-1)
-        counts = (lesson.counted & torch.isin(lesson.logits.argmax(-1), known)).float()
+        target = lesson.logits.softmax(-1)
+        counts = (lesson.counted & torch.isin(lesson.best, known)).float()
         slots = lesson.features.shape[1] - depth
         every = torch.arange(slots, device=target.device)
         total, through = lesson.features.new_zeros(()), lesson.features.new_zeros(())
@@ -224,7 +224,7 @@ class HeadLearner(FeatureLearner):
         sums = AcceptanceSums(depth)
         for _, lesson in self.lessons(texts):
             slots = lesson.features.shape[1] - depth
-            best, target = lesson.logits.argmax(-1), lesson.logits.softmax(-1)[..., known]
+            best, target = lesson.best, lesson.probabilities
             # A draft counts where all of its tokens would.
             whole = torch.stack([lesson.counted[:, k + 1 : k + 1 + slots] for k in range(depth)]).all(0)
             sums.begin(whole)

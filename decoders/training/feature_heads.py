@@ -42,14 +42,23 @@ class Lesson:
     Attributes:
         features: ``[B, T, F]``, outputs of the target's layers side by side.
         embedded: ``[B, T, H]``, of the tokens themselves.
-        logits: ``[B, T, V]`` float32, the target's after every token.
+        logits: ``[B, T, D]`` float32, the target's after every token, of the tokens that can be drafted.
+        best: ``[B, T]`` int64, the token that it finds best of all.
+        total: ``[B, T]`` float32, the log of the sum of ``exp`` of all its logits.
         counted: ``[B, T]`` bool, after which tokens a prediction counts.
     """
 
     features: Tensor
     embedded: Tensor
     logits: Tensor
+    best: Tensor
+    total: Tensor
     counted: Tensor
+
+    @property
+    def probabilities(self) -> Tensor:
+        """``[B, T, D]``, the target's of the tokens that can be drafted, among all."""
+        return (self.logits - self.total[..., None]).exp()
 
 
 class Teacher:
@@ -63,42 +72,56 @@ class Teacher:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
         decoder = decoder_layers(model)
         self.model, self.layers, self.bf16 = model, [decoder[layer] for layer in layers], bf16
-        self._kept: dict[int, tuple[Tensor, Tensor]] | None = None
+        self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
-    def keep(self, texts: Texts) -> None:
+    def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
         """Keeps what it computes for the rows of `texts`, if that takes no more than :data:`KEPT` and gives the logits back."""
-        kept = self._kept = dict[int, tuple[Tensor, Tensor]]()
-        self.lesson(texts.part(0, 1), (), torch.zeros(1, dtype=torch.int64))
+        kept = self._kept = dict[int, tuple[Tensor, ...]]()
+        self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
         if size * len(texts.ids) > KEPT or not self.says_what_its_matrix_gives(texts.ids[:1]):
             self._kept = None
 
     @torch.no_grad()
-    def lesson(self, texts: Texts, stops: Sequence[int], rows: Tensor | None = None) -> Lesson:
+    def lesson(
+        self, texts: Texts, stops: Sequence[int], ids: Tensor | None = None, rows: Tensor | None = None
+    ) -> Lesson:
         """Reads all rows of `texts` at once.
 
         Args:
             stops: what ends the model's own text; nothing behind it counts.
+            ids: ``[D]``, the tokens that can be drafted; None: all.
             rows: their numbers in what is kept; None: they are read once.
         """
-        model, ids = self.model, texts.ids.to(self.model.device)
+        model, read = self.model, texts.ids.to(self.model.device)
+        output = model.get_output_embeddings()
+        some = ids is not None and len(ids) < len(output.weight)
         kept = self._kept if rows is not None else None
         numbers = [] if rows is None else rows.tolist()
-        if kept is None or not all(number in kept for number in numbers):
-            with self._noting() as noted, self.precision():
-                logits = model(input_ids=ids, use_cache=False).logits
-            features = torch.cat([noted[layer] for layer in self.layers], dim=-1)
-            if kept is not None:
-                parts = (self._as_read(part).to("cpu") for part in (features, noted[model.get_output_embeddings()]))
-                kept.update(zip(numbers, zip(*parts, strict=True), strict=True))
-        else:
-            features, read = (
-                torch.stack(part).to(ids.device) for part in zip(*(kept[n] for n in numbers), strict=True)
-            )
+        embedded, counts = model.get_input_embeddings()(read).float(), counted(texts, stops).to(read.device)
+        if kept is not None and all(number in kept for number in numbers):
+            parts = zip(*(kept[number] for number in numbers), strict=True)
+            features, states, *of_all = (torch.stack(part).to(read.device) for part in parts)
             with self.precision():
-                logits = model.get_output_embeddings()(read)
-        embedded = model.get_input_embeddings()(ids).float()
-        return Lesson(features.float(), embedded, logits.float(), counted(texts, stops).to(ids.device))
+                if some:
+                    bias = getattr(output, "bias", None)
+                    logits = nn.functional.linear(states, output.weight[ids], bias if bias is None else bias[ids])
+                else:
+                    logits = output(states)
+        else:
+            with self._noting() as noted, self.precision():
+                logits = model(input_ids=read, use_cache=False).logits
+            features, of_all = torch.cat([noted[layer] for layer in self.layers], dim=-1), []
+            if some:
+                # Logits of the whole vocabulary are large, and most of them are not asked for again.
+                of_all = [logits.argmax(-1), logits.float().logsumexp(-1)]
+                logits = logits[..., ids]
+            if kept is not None:
+                stored = [self._as_read(part) for part in (features, noted[output])] + of_all
+                kept.update(zip(numbers, zip(*(part.to("cpu") for part in stored), strict=True), strict=True))
+        logits = logits.float()
+        best, total = of_all or (logits.argmax(-1), logits.logsumexp(-1))
+        return Lesson(features.float(), embedded, logits, best, total, counts)
 
     def _as_read(self, part: Tensor) -> Tensor:
         """In the type that what reads it computes in: autocast takes float32 as bfloat16, and other types are as the model has them."""
@@ -183,7 +206,7 @@ class FeatureLearner(EpochLearner):
         self._watched = held_out.part(0, WATCHED)
         self.optimizers = muon_and_adamw(network, recipe.rate, outer)
         if recipe.epochs > 1:
-            teacher.keep(train)
+            teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
         """The run of this network. identity: fingerprints of text and model."""
@@ -200,13 +223,13 @@ class FeatureLearner(EpochLearner):
         """The rows of a step."""
         rows = self.examples_of(step)
         texts = self.train.chosen(rows)
-        return texts, self.teacher.lesson(texts, self.stops, rows)
+        return texts, self.teacher.lesson(texts, self.stops, self.ids, rows)
 
     def lessons(self, texts: Texts) -> Iterator[tuple[Texts, Lesson]]:
         """All rows of `texts`, a step's at a time."""
         for first in range(0, len(texts.ids), self.rows):
             part = texts.part(first, first + self.rows)
-            yield part, self.teacher.lesson(part, self.stops)
+            yield part, self.teacher.lesson(part, self.stops, self.ids)
 
     def scores(self) -> list[float]:
         """Shares of the drafts whose first 1, 2, … tokens are all accepted, greedily."""

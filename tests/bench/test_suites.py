@@ -142,3 +142,11 @@ def test_the_command_measures_both_turns_greedily_and_drawn(tmp_path: Path) -> N
     tables = " ".join(done.stderr.split())
     assert "1/1 answering first turns" in tables
     assert tables.count("speed-up over plain decoding / tokens per step") == 2 and "T = 1" in tables
+    # Below each table the prompts of all categories and of each, here two turns and one; below all the machine.
+    lines = [line.split() for line in done.stderr.splitlines()]
+    assert [line[1:] for line in lines if line[:1] == ["prompts"]] == [["3", "2", "1"]] * 2
+    machine = result["machine"]
+    assert (
+        f"{machine['cpu']}, {machine['threads']} threads, device cpu" in tables
+        and f"torch {machine['torch']}" in tables
+    )

@@ -127,7 +127,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(model, chains) -> None:
     learner = a_learner(model, run(draft_vocab=60, length=8), rows=2)
     head, depth = learner.model, 3
     lesson = learner.teacher.lesson(learner.train, ())
-    total = learner.backward(lesson, None if chains is None else torch.tensor(chains))
+    total = learner.backward(learner.lesson(0)[1], None if chains is None else torch.tensor(chains))
     gradients = {name: p.grad.clone() for name, p in head.named_parameters()}
     head.zero_grad()
     losses, counts = torch.zeros(depth), torch.zeros(depth)

@@ -12,9 +12,11 @@ from transformers import DynamicCache
 import decoders
 from decoders.demo import load
 from decoders.engine.decode import engine
+from decoders.strategies import DFlash, Eagle3
 from decoders.testing import ARCHITECTURES, RECURRENT, tiny_draft, tiny_model
 from decoders.testing.tape import TapeRecorder
 
+from ..strategies import test_block_heads, test_dflash, test_eagle3
 from .pretended_cuda import MixedDevicesError, OnDevice, moved, pretended_cuda
 
 IDS = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4], [0, 0, 7, 8, 9, 7, 8, 9]])
@@ -83,6 +85,28 @@ def test_strategies_write_the_tokens_of_the_cpu(
             decoders_config=CONFIG, **more,
         )  # fmt: skip
         assert out.tolist() == tokens
+    assert cuda.replayed
+
+
+#: Strategies with networks of their own: a head that drafts a part of the vocabulary, P-EAGLE.
+NETWORKS: list[tuple[Any, Any]] = [
+    (test_dflash.target, DFlash(draft_model=test_block_heads.written("dspark rnn, small vocabulary"), tree="dynamic", length=3)),
+    (test_eagle3.target, Eagle3(head=test_eagle3.newer("parallel"), length=4, nodes=12)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "strategy"), NETWORKS, ids=["a head", "P-EAGLE"])
+def test_networks_write_the_tokens_of_the_cpu(cuda: TapeRecorder, target: Any, strategy: Any) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, decoders_config=CONFIG)
+    own = target.__wrapped__()
+    given = dict(input_ids=IDS, attention_mask=MASK)
+    expected = [
+        own.generate(**given, **options, **more, strategy="autoregressive").tolist() for more in (GREEDY, DRAWN)
+    ]
+    model = decoders.enable(moved(target.__wrapped__()))
+    given = {name: OnDevice(value) for name, value in given.items()}
+    for tokens, more in zip(expected, (GREEDY, DRAWN), strict=True):
+        assert model.generate(**given, **options, **more, strategy=strategy).tolist() == tokens
     assert cuda.replayed
 
 

@@ -189,6 +189,7 @@ def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) ->
     [
         ({"candidates": ["lookahead"]}, SettingsError, r"'lookahead' learns from steps .*rests = True"),
         ({"candidates": ["threshold"]}, SettingsError, "'threshold' learns from steps"),
+        ({"candidates": ["mtp"]}, SettingsError, "'mtp' reads what the target computes .* auto does not hand out"),
         ({"candidates": ["suffix+lookahead"]}, SettingsError, r"'suffix\+lookahead' learns from steps"),
         ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
         ({"candidates": ["auto"]}, SettingsError, "not auto itself"),

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders import demo
-from decoders.strategies import DFlash
-from decoders.testing import prompts
+from decoders.strategies import DFlash, Eagle3, Speculative
+from decoders.testing import prompts, tiny_model
 
 #: Of calls on the demo target, and how they draw.
 NEW = 32
@@ -33,6 +33,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "early_exit": {"strategy_config": {"exit_layer": 2}},
 }
 NEEDS_DRAFT = ("speculative", "threshold", "staged")
+#: Strategies with other networks than the usual ones: a head with a vocabulary of its own, P-EAGLE, PARD.
+NETWORKS = ("dspark", "peagle", "pard")
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,29 @@ def subject_of(strategy: str, dtype: torch.dtype, device: torch.device) -> tuple
 
         # Built anew: those of the other tests stay on the CPU.
         return _tiny(test_mtp.with_layers.__wrapped__("llama"), dtype, device), "mtp"
-    if strategy == "dflash":
-        from ..strategies import test_dflash
-
-        model = test_dflash.target.__wrapped__("llama")
-        return _tiny(model, dtype, device), DFlash(draft_model=test_dflash.written("authors"))
+    if strategy in ("dflash", *NETWORKS):
+        model, given = _with_network(strategy, dtype, device)
+        return _tiny(model, dtype, device), given
     subject = demo_subject(dtype, device)
     options = dict(OPTIONS.get(strategy, {}))
     if strategy.partition("+")[0] in NEEDS_DRAFT:
         options["assistant_model"] = draft(dtype, device)
     plain = {"grammar": decoders.regex(FUNCTIONS)} if "grammar" in strategy else {}
     return Subject(subject.model, subject.inputs, options, plain), strategy
+
+
+def _with_network(strategy: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    """Built anew, as those of the other tests stay on the CPU: a target, and what drafts for it."""
+    from ..strategies import test_block_heads, test_dflash, test_eagle3, test_parallel_draft_models
+
+    if strategy == "pard":
+        draft_model = test_parallel_draft_models.parallel.__wrapped__().to(device=device, dtype=dtype)
+        return decoders.enable(tiny_model("llama")), Speculative(draft_model=draft_model, length=4)
+    if strategy == "peagle":
+        return test_eagle3.target.__wrapped__(), Eagle3(head=test_eagle3.newer("parallel"), length=4, nodes=12)
+    small = "dspark rnn, small vocabulary"
+    folder = test_block_heads.written(small) if strategy == "dspark" else test_dflash.written("authors")
+    return test_dflash.target.__wrapped__("llama"), DFlash(draft_model=folder)
 
 
 def _tiny(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Subject:

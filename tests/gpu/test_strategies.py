@@ -11,7 +11,7 @@ import decoders
 from decoders.plugins import registry
 from decoders.testing import assert_same_tokens
 
-from .subjects import SAMPLED, fresh_target, subject_of
+from .subjects import NETWORKS, SAMPLED, fresh_target, subject_of
 
 STRATEGIES = [name for name in registry().strategies() if registry().strategy(name).exact]
 COMPOSED = ["prompt_lookup+ngram", "grammar+prompt_lookup"]
@@ -20,7 +20,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 @pytest.mark.parametrize("rows", [1, 3], ids=["one row", "ragged rows"])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES + COMPOSED)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *COMPOSED, *NETWORKS])
 def test_tokens_are_those_of_plain_decoding(strategy: str, dtype: torch.dtype, rows: int, device: torch.device) -> None:
     subject, given = subject_of(strategy, dtype, device)
     for how, sampling in (("greedy", {}), ("sampled", SAMPLED)):

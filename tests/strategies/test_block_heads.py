@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import json
+import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,18 +24,20 @@ from decoders.errors import SettingsError, UnsupportedError
 from decoders.heads.block_heads import BlockHead, HeadFields, HeadScores, PathSelector
 from decoders.heads.dflash import DFlashNetwork
 from decoders.heads.dflash_files import HEADS, load_draft_model, read_config
-from decoders.strategies import DFlash
-from decoders.strategies.draft_model import GRADES
+from decoders.strategies import DFlash, PromptLookup
+from decoders.strategies.draft_model import GRADES, likely_paths
 from decoders.strategies.merged import Merged
-from decoders.strategy import Strategy
 from decoders.testing import Replay, checks_for, decode, prompts
+from decoders.testing.checks import check_on_device
+from decoders.testing.company import check_rows_draft_apart
 from decoders.testing.conditions import Conditions
-from decoders.testing.drafts import check_draft_tokens_are_accepted
+from decoders.testing.drafts import check_draft_scores, check_draft_tokens_are_accepted
 from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import VOCAB
 from decoders.testing.spy import Spy
+from decoders.testing.toy_grammar import TokenAutomaton
 
-from .conftest import of_shapes
+from .conftest import paths_of
 from .test_dflash import BLOCK, MASK, SHAPE, WINDOW, H, target
 
 LAYERS, RANK, TOP, EPS = (0, 2), 6, 5, SHAPE["rms_norm_eps"]
@@ -281,59 +286,124 @@ def block_states(name: str, features: Tensor, block: Tensor) -> tuple[Tensor, Te
     return rms(x, w["norm.weight"]), context
 
 
-def chain(name: str, model: Any, text: Tensor) -> tuple[list[int], list[float]]:
-    """The tokens that the equations draft after `text`, greedily, and the confidences in them."""
-    w, variant = state(name), VARIANTS[name]
-    hidden = model(text[None], output_hidden_states=True).hidden_states
-    features = torch.cat([hidden[layer + 1][0, :-1] for layer in LAYERS], dim=-1)
-    table = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
-    head = w.get("lm_head.weight", model.get_output_embeddings().weight)
-    ids = torch.cat([text[-1:], torch.full((BLOCK - 1,), MASK)])
-    states, context = block_states(name, features, table[ids])
-    states = states if variant.from_last else states[1:]
-    logits = states @ head.T
-    names = drafted_ids() if variant.own_head == SMALL else torch.arange(VOCAB)
-    before, path, sure = int(text[-1]), [], []
-    size, kind = variant.fields.get("markov_rank"), variant.fields.get("markov_head_type")
-    memory = torch.zeros(7 if size is None else size)
-    scores = correlated(w, states, logits, context[-1], table) if "lilicorr_num_heads" in variant.fields else None
-    for place, (h, own) in enumerate(zip(states, logits, strict=True)):
-        if "selector_rank" in variant.fields:
+class Equations:
+    """What the equations say of the block behind a text.
+
+    Args:
+        text: ``[n]``, committed tokens.
+        length: tokens drafted, of which each has a place in the block; None: as many as in training.
+    """
+
+    def __init__(self, name: str, model: Any, text: Tensor, length: int | None = None) -> None:
+        self.w, self.variant, self.last = state(name), VARIANTS[name], int(text[-1])
+        hidden = model(text[None], output_hidden_states=True).hidden_states
+        features = torch.cat([hidden[layer + 1][0, :-1] for layer in LAYERS], dim=-1)
+        self.table = self.w.get("embed_tokens.weight", model.get_input_embeddings().weight)
+        block = BLOCK if length is None else length + (not self.variant.from_last)
+        ids = torch.cat([text[-1:], torch.full((block - 1,), MASK)])
+        states, context = block_states(name, features, self.table[ids])
+        self.states = states if self.variant.from_last else states[1:]
+        logits = self.states @ self.w.get("lm_head.weight", model.get_output_embeddings().weight).T
+        if self.variant.own_head == SMALL:
+            logits = torch.full((len(logits), VOCAB), float("-inf")).index_copy(1, drafted_ids(), logits)
+        self.logits = logits
+        self.pairs = []
+        if "lilicorr_num_heads" in self.variant.fields:
+            self.pairs = correlated(self.w, self.states, logits, context[-1], self.table)
+        self.memories: dict[tuple[int, ...], Tensor] = {}  # of recurrent heads, after a path and the token at its end
+
+    def after(self, path: tuple[int, ...]) -> tuple[Tensor, float | None]:
+        """Logits ``[V]`` of what follows a path of the block, ``-inf`` of what is not drafted, and the confidence in the best."""
+        w, fields, place = self.w, self.variant.fields, len(path)
+        h, own, before = self.states[place], self.logits[place], path[-1] if path else self.last
+        memory = self.memories.get(path[:-1]) if path else None
+        if "selector_rank" in fields:
             top = own.topk(TOP)
-            gate = w["candidate_selector.predecessor_codebook"][before] * (
-                w["candidate_selector.hidden_projection.weight"] @ h
-            )
-            pairs = w["candidate_selector.successor_codebook"][top.indices] @ gate
-            token = int(top.indices[(top.values + pairs).argmax()])
-        elif size is not None:
-            e = w["markov_head.markov_w1.weight"][before] if size else torch.zeros(0)
-            bias = e
+            gate = w["candidate_selector.hidden_projection.weight"] @ h
+            gate = gate * w["candidate_selector.predecessor_codebook"][before]
+            return only(top.indices, top.values + w["candidate_selector.successor_codebook"][top.indices] @ gate), None
+        if "markov_rank" in fields:
+            kind, bias = fields.get("markov_head_type"), torch.zeros(0)
+            if fields["markov_rank"]:
+                bias = w["markov_head.markov_w1.weight"][before]
+            e = bias
             if kind == "gated":
                 read = torch.cat([h, e])
                 bias = (w["markov_head.gate_proj.weight"] @ read + w["markov_head.gate_proj.bias"]).sigmoid() * e
             if kind == "rnn":
+                memory = torch.zeros(RANK) if memory is None else memory
                 read = torch.cat([memory, e, h])
                 g, c, o = (w["markov_head.joint_proj.weight"] @ read + w["markov_head.joint_proj.bias"]).chunk(3)
-                memory, bias = g.sigmoid() * memory + (1 - g.sigmoid()) * c.tanh(), o.tanh()
-            read = torch.cat([h, e]) if variant.fields.get("confidence_head_with_markov") else h
-            sure.append(float((w["confidence_head.proj.weight"] @ read + w["confidence_head.proj.bias"]).sigmoid()))
-            token = int(names[(own + w["markov_head.markov_w2.weight"] @ bias if size else own).argmax()])
-        elif "emb_dim" in variant.fields:
+                self.memories[path] = g.sigmoid() * memory + (1 - g.sigmoid()) * c.tanh()
+                bias = o.tanh()
+            if len(bias):
+                added = w["markov_head.markov_w2.weight"] @ bias
+                if self.variant.own_head == SMALL:
+                    added = torch.zeros(VOCAB).index_copy(0, drafted_ids(), added)
+                own = own + added
+            read = torch.cat([h, e]) if fields.get("confidence_head_with_markov") else h
+            sure = w["confidence_head.proj.weight"] @ read + w["confidence_head.proj.bias"]
+            return own, float(sure.sigmoid())
+        if "emb_dim" in fields:
             cell = torch.nn.GRUCell(H, 7, bias=False)
             cell.load_state_dict({f"weight_{part}": w[f"prefix_gru.weight_{part}_l0"] for part in ("ih", "hh")})
-            memory = cell(table[before][None], memory[None])[0]
-            if place >= variant.fields.get("pure_draft_prefix_len", 0):
+            memory = cell(self.table[before][None], None if memory is None else memory[None])[0]
+            self.memories[path] = memory
+            if place >= fields.get("pure_draft_prefix_len", 0):
                 own = own + w["embed_proj.2.weight"] @ F.silu(w["embed_proj.0.weight"] @ torch.cat([h, memory]))
-            token = int(own.argmax())
-        elif scores is not None:
-            top = logits.topk(TOP).indices
+        if self.pairs:
+            top = self.logits.topk(TOP).indices
             rank = 0 if place == 0 else top[place - 1].tolist().index(before)
-            token = int(top[place, scores[place][rank].argmax()])
-        else:
-            token = int(own.argmax())
-        path.append(token)
-        before = token
-    return path, sure
+            return only(top[place], self.pairs[place][rank]), None
+        return own, None
+
+    def best(self, path: tuple[int, ...], count: int) -> list[tuple[int, float]]:
+        """The likeliest tokens after a path, and their log-probabilities. Paths that begin it were asked for before."""
+        logits, sure = self.after(path)
+        top = logits.log_softmax(-1).topk(count)
+        weights = top.values if sure is None else top.values - top.values[0] + math.log(sure)
+        return list(zip(top.indices.tolist(), weights.tolist(), strict=True))
+
+    def chain(self) -> tuple[list[int], list[float]]:
+        """The tokens that are drafted greedily, and their log-probabilities."""
+        tree = self.static([(0,) * (place + 1) for place in range(len(self.states))], 1)
+        return list(max(tree, key=len)), list(tree.values())
+
+    def static(self, paths: Sequence[Sequence[int]], children: int) -> dict[tuple[int, ...], float]:
+        """The tree of a shape, its paths given by ranks: paths by tokens, and each last token's log-probability."""
+        tree = {}
+        for ranks in paths:
+            tokens: tuple[int, ...] = ()
+            for rank in ranks:
+                token, weight = self.best(tokens, children)[rank]
+                tokens += (token,)
+            tree[tokens] = weight
+        return tree
+
+    def dynamic(self, depth: int, children: int, nodes: int) -> dict[tuple[int, ...], float]:
+        """The tree of the likeliest paths, as :meth:`static` gives it."""
+        tree: dict[tuple[int, ...], float] = {}
+        waiting: list[tuple[float, tuple[int, ...], float]] = [(0.0, (), 0.0)]
+        while len(tree) <= nodes:
+            unlikely, path, own = heapq.heappop(waiting)
+            tree[path] = own
+            if len(path) < depth:
+                for token, weight in self.best(path, children):
+                    heapq.heappush(waiting, (unlikely - weight, (*path, token), weight))
+        return {path: own for path, own in tree.items() if path}
+
+
+def chain(name: str, model: Any, text: Tensor) -> list[int]:
+    """The tokens that the equations draft after `text`, greedily."""
+    return Equations(name, model, text).chain()[0]
+
+
+def only(candidates: Tensor, scores: Tensor) -> Tensor:
+    return torch.full((VOCAB,), float("-inf")).index_copy(0, candidates, scores)
+
+
+def grade(weight: float) -> int:
+    return sum(math.exp(weight) > bound for bound in GRADES)
 
 
 def correlated(w: dict[str, Tensor], states: Tensor, logits: Tensor, context: Tensor, table: Tensor) -> list[Tensor]:
@@ -390,10 +460,10 @@ def test_every_draft_is_what_the_equations_say(name: str) -> None:
     for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
         for step in spy.seen:
             if not step.finished[row]:
-                path, sure = chain(name, model, out.sequences[row, padding : padding + step.lengths[row]])
+                equations = Equations(name, model, out.sequences[row, padding : padding + step.lengths[row]])
+                path, weights = equations.chain()
                 assert step.draft.tokens[row].tolist() == path
-                if sure:
-                    assert step.draft.grades[row].tolist() == [sum(p > bound for bound in GRADES) for p in sure]
+                assert step.draft.grades[row].tolist() == [grade(weight) for weight in weights]
                 compared += 1
     assert compared > 12 and len({token for step in spy.seen for token in step.draft.tokens.flatten().tolist()}) > 3
 
@@ -427,7 +497,7 @@ def test_speculators_drafts_what_the_equations_say(name: str) -> None:
             else:
                 before = logits[:, place].argmax(-1)
             path.append(int(before))
-        assert path == chain(name, model, text[0, : anchor + 1])[0]
+        assert path == chain(name, model, text[0, : anchor + 1])
 
 
 @torch.no_grad()
@@ -441,28 +511,27 @@ def test_long_contexts_are_seen_whole_or_through_a_window(name: str) -> None:
     assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=6).sequences)
     for step in spy.seen:
         read = out.sequences[0, : step.lengths[0]]
-        assert step.draft.tokens[0].tolist() == chain(name, model, read)[0]
-    assert len(spy.seen) > 2 and chain(name, model, read)[0] != chain(name, model, read[1000:])[0]
+        assert step.draft.tokens[0].tolist() == chain(name, model, read)
+    assert len(spy.seen) > 2 and chain(name, model, read) != chain(name, model, read[1000:])
 
 
-@pytest.mark.parametrize("name", ["dflash2", "dspark rnn, small vocabulary", "domino", "lilicorr"])
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
-def test_a_tree_holds_the_chain(name: str, tree: str) -> None:
+def test_every_node_of_a_tree_is_what_the_equations_say_after_its_path(name: str, tree: str) -> None:
     model, inputs = target(), prompts(2)
-    text = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-    spy = Spy(DFlash(draft_model=written(name), tree=tree, length=3, nodes=60, children=4, beam=8))
-    decode(model, inputs, spy, max_new_tokens=2)
-    first = spy.seen[0].draft
-    shape = first.topology if tree == "dynamic" else first.topology.tensors(2, torch.device("cpu"))
-    alone = Spy(DFlash(draft_model=written(name), length=3))
-    decode(model, inputs, alone, max_new_tokens=2)
-    for row in range(len(text)):
-        paths = {
-            tuple(first.tokens[row, node - 1].item() for node in range(1, len(shape)) if shape.ancestors[row, leaf, node])
-            for leaf in range(1, len(shape))
-        }  # fmt: skip
-        assert tuple(alone.seen[0].draft.tokens[row].tolist()) in paths
-        assert len({path[:1] for path in paths}) > 1
+    spy = Spy(DFlash(draft_model=written(name), tree=tree, length=3, nodes=24, children=3, beam=9))
+    out = decode(model, inputs, spy, max_new_tokens=3)
+    for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        for step in spy.seen:
+            if not step.finished[row]:
+                equations = Equations(name, model, out.sequences[row, padding : padding + step.lengths[row]], 3)
+                static = likely_paths(3, 3, 24)
+                expected = equations.static(static, 3) if tree == "static" else equations.dynamic(3, 3, 24)
+                drafted = paths_of(step.draft, row)
+                assert set(drafted) == set(expected) and len({path[:2] for path in drafted}) > 4
+                grades = {path: int(step.draft.grades[row, node - 1]) for path, node in drafted.items()}
+                assert grades == {path: grade(weight) for path, weight in expected.items()}
 
 
 @pytest.mark.parametrize("tree", ["none", "dynamic"])
@@ -474,18 +543,33 @@ def test_drafts_keep_their_grades_where_rows_come_and_go(tree: str) -> None:
     assert len(spy.seen) > 3 and all(step.draft.grades is not None for step in spy.seen)
 
 
-#: A head, sampled and greedy, in batches, chains and trees, alone and merged; what all block drafters share is checked with dflash.
-SHAPES: dict[Strategy, tuple[str, ...]] = {
-    DFlash(draft_model=written("dflash2"), tree="dynamic", length=4, nodes=24): ("check_draft_tokens_are_accepted",),
-    DFlash(draft_model=written("dspark rnn, small vocabulary")): ("check_rows_draft_apart",),
-    DFlash(draft_model=written("domino"), tree="static", length=4, nodes=24): ("check_on_device",),
-    DFlash(draft_model=written("lilicorr"), tree="static", length=3, nodes=12): ("check_draft_scores",),
-}  # fmt: skip
+@pytest.mark.parametrize(
+    "name, shape, check",
+    [
+        ("dflash2", dict(tree="dynamic", length=4, nodes=24), check_draft_tokens_are_accepted),
+        ("dspark rnn, small vocabulary", {}, check_rows_draft_apart),
+        ("domino", dict(tree="static", length=4, nodes=24), check_on_device),
+        ("lilicorr", dict(tree="static", length=3, nodes=12), check_draft_scores),
+    ],
+)
+def test_a_head_conforms(name: str, shape: dict[str, Any], check: Check) -> None:
+    """What all block drafters share is checked with dflash, and all heads in the slow test."""
+    check_alone(check, Conditions(models=(target(),)), DFlash(draft_model=written(name), **shape))
 
 
-@pytest.mark.parametrize("strategy, check", of_shapes(SHAPES))
-def test_strategy_conforms(strategy: DFlash, check: Check) -> None:
-    check_alone(check, Conditions(models=(target(),)), strategy)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_head_under_grammars_alone_and_merged_writes_what_plain_decoding_writes(name: str) -> None:
+    """In ragged rows, greedily alone and drawn merged; heads take turns with the shapes of drafts."""
+    model, inputs, stops = target(), prompts(3), [5, 9]
+    tree = ("none", "static", "dynamic")[list(VARIANTS).index(name) % 3]
+    own = DFlash(draft_model=written(name), tree=tree, length=3, nodes=9)
+    grammars = [TokenAutomaton.random(3, VOCAB, stops), None, TokenAutomaton.random(4, VOCAB, stops)]
+    options: dict[str, Any] = dict(max_new_tokens=10, grammar=grammars, eos_token_id=stops)
+    drawn = dict(do_sample=True, temperature=0.7, top_p=0.9, seed=3)
+    for strategy, more in ((own, {}), (Merged([PromptLookup(), own]), drawn)):
+        out = decode(model, inputs, strategy, **options, **more)
+        assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", **options, **more).sequences)
+        assert out.report.drafted > 10
 
 
 @pytest.mark.slow
@@ -511,7 +595,31 @@ def test_merged_with_others_a_head_finds_its_place(name: str) -> None:
         for step in own.seen:
             for row, text in enumerate(texts):
                 if not step.finished[row]:
-                    assert step.draft.tokens[row].tolist() == chain(name, model, text[: step.lengths[row]])[0]
+                    assert step.draft.tokens[row].tolist() == chain(name, model, text[: step.lengths[row]])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tree_goes_on_where_the_head_is_sure(tmp_path: Path, rank: int) -> None:
+    """Of the two likeliest first tokens, the head trusts what follows one."""
+    changed = {name: torch.zeros_like(t) for name, t in state("dspark").items() if name.startswith(("markov", "conf"))}
+    changed["confidence_head.proj.weight"][0, H:] = 1
+    changed["confidence_head.proj.bias"][0] = -4
+    changed["lm_head.weight"] = state("dspark")["lm_head.weight"] * 0.05
+
+    def paths(folder: Path) -> set[tuple[int, ...]]:
+        folder.mkdir()
+        (folder / "config.json").write_text((bare("dspark") / "config.json").read_text())
+        save_file(state("dspark") | changed, folder / "model.safetensors")
+        spy = Spy(DFlash(draft_model=str(folder), tree="dynamic", length=3, nodes=4, children=2))
+        decode(target(), prompts(1), spy, max_new_tokens=1)
+        return set(paths_of(spy.seen[0].draft, 0))
+
+    first = {path[0] for path in paths(tmp_path / "unsure of all")}
+    trusted = sorted(first)[rank]
+    changed["markov_head.markov_w1.weight"][trusted] = 4
+    again = paths(tmp_path / "sure of one")
+    assert len(first) == 2 and {path[0] for path in again} == first
+    assert {path[0] for path in again if len(path) > 1} == {trusted} and len(again) == 4
 
 
 class Repeats(BlockHead):

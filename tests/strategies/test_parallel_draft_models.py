@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.strategies import Speculative
+from decoders.strategies import DFlash, Eagle3, PromptLookup, Speculative
 from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy
 from decoders.testing import Replay, decode, prompts, tiny_model
@@ -22,6 +22,7 @@ from decoders.testing.models import VOCAB
 from decoders.testing.spy import Spy
 from decoders.testing.toy_grammar import TokenAutomaton
 
+from . import test_block_heads, test_dflash, test_eagle3
 from .conftest import of_shapes
 
 MASK = 7
@@ -85,3 +86,27 @@ SHAPES: dict[Strategy, tuple[str, ...]] = {Speculative(draft_model=saved(), leng
 @pytest.mark.parametrize("strategy, check", of_shapes(SHAPES))
 def test_strategy_conforms(strategy: Speculative, check: Check) -> None:
     check_alone(check, Conditions(models=("llama",)), strategy)
+
+
+#: What drafts several tokens in one pass: a parallel draft model, a parallel head, a block head.
+IN_ONE_PASS: dict[str, tuple[Any, Strategy]] = {
+    "PARD": (cache(lambda: decoders.enable(tiny_model("llama"))), Speculative(draft_model=saved(), length=4)),
+    "P-EAGLE": (test_eagle3.target, Eagle3(head=test_eagle3.newer("parallel"), tree="none", length=4)),
+    "DSpark": (test_dflash.target, DFlash(draft_model=test_block_heads.written("dspark"), length=4)),
+}
+
+
+@pytest.mark.parametrize(
+    "name, compile",
+    [("PARD", False), ("P-EAGLE", False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in IN_ONE_PASS)],
+)
+def test_greedy_and_drawn_under_grammars_the_tokens_are_those_of_plain_decoding(name: str, compile: bool) -> None:
+    target, strategy = IN_ONE_PASS[name]
+    model, inputs, stops = target(), prompts(3), [5, 9]
+    grammars = [TokenAutomaton.random(3, VOCAB, stops), None, TokenAutomaton.random(4, VOCAB, stops)]
+    free: dict[str, Any] = dict(max_new_tokens=10, decoders_config={"compile": compile})
+    drawn = dict(do_sample=True, temperature=0.7, top_p=0.9, seed=3, grammar=grammars, eos_token_id=stops)
+    for own, options in ((strategy, free), (Merged([PromptLookup(), strategy]), free | drawn)):
+        out = decode(model, inputs, own, **options)
+        assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", **options).sequences)
+        assert out.report.drafted > 10 and (out.report.compiled_steps == out.report.steps) is compile

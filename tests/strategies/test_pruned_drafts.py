@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import decoders
 from decoders.context import Context
 from decoders.costs import Looks
 from decoders.costs.worth import DraftWorth
-from decoders.strategies import Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
+from decoders.strategies import DFlash, Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
 from decoders.strategies.auto_candidates import Candidate, Experience
+from decoders.strategies.feature_drafter import ReadsFeatures
+from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
-from decoders.testing import decode, prompts, tiny_model
+from decoders.testing import Replay, decode, prompts, tiny_model
+
+from . import test_block_heads as block_heads
+from .conftest import needs_mtp
+from .test_feature_rows import a_dflash, an_eagle, an_mtp
 
 PRUNED = {"compile": False, "prune": True, "memory": False}
 
@@ -154,3 +164,66 @@ def test_verifying_what_it_alone_proposed_counts_against_a_candidate() -> None:
     assert candidate.experience.looks.net == pytest.approx(0.5 - 100 * 0.003)
     candidate.judge(0.0, verifying=0.02, rate=100.0)
     assert candidate.experience.looks.wait == 1
+
+
+@pytest.mark.parametrize(
+    "make, helped",
+    [(a_dflash, False), (an_eagle, True), pytest.param(an_mtp, True, marks=needs_mtp)],
+    ids=["dflash", "eagle3, merged", "mtp, merged"],
+)
+def test_a_network_that_was_left_out_of_steps_has_read_every_token(
+    make: Any, helped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafts are those of a call that begins at that place. Merged with right drafts, steps commit more than a window holds."""
+    model, own = make(length=2, tree="none")
+    inputs, steps = prompts(3), itertools.count()
+    drafts: list[tuple[list[int], list[bool], list[list[int]]]] = []
+    propose = ReadsFeatures.propose
+
+    def noted(self: ReadsFeatures, state: Any, sequences: Sequences) -> Draft:
+        draft = propose(self, state, sequences)
+        drafts.append((sequences.length.tolist(), sequences.finished.tolist(), draft.tokens.tolist()))
+        return draft
+
+    monkeypatch.setattr(ReadsFeatures, "propose", noted)
+    monkeypatch.setattr(DraftWorth, "due", lambda worth: next(steps) % 9 in (0, 7))
+    monkeypatch.setattr(DraftWorth, "nodes", lambda worth, draft, *_: draft.tokens.shape[1])
+    plain = decode(model, inputs, "autoregressive", max_new_tokens=32).sequences
+    texts = [row[mask.argmax() :] for row, mask in zip(plain, inputs["attention_mask"], strict=True)]
+    known = Replay(texts=tuple(tuple(text.tolist()) for text in texts), length=9, wrong_every=11)
+    out = decode(model, inputs, Merged([known, own]) if helped else own, max_new_tokens=32, decoders_config=PRUNED)
+    assert torch.equal(out.sequences, plain)
+    late, compared = drafts[2:], 0
+    assert len(late) < out.report.steps / 2
+    for lengths, finished, tokens in late:
+        for row, text in enumerate(texts):
+            if not finished[row]:
+                drafts.clear()
+                begun = text[None, : lengths[row]]
+                decode(
+                    model, {"input_ids": begun, "attention_mask": torch.ones_like(begun)}, own, max_new_tokens=1,
+                    decoders_config=PRUNED,
+                )  # fmt: skip
+                assert drafts[0][2][0] == tokens[row]
+                compared += 1
+    assert compared > 3
+
+
+class ByGrade(DFlash):
+    """A draft token that its head calls unlikely is never right, another one always: until the text says otherwise."""
+
+    name = "by_grade"
+    grade_rates = (0.0, 1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("bias, verified", [(-100.0, False), (100.0, True)], ids=["unsure", "sure"])
+def test_what_a_confidence_head_calls_unlikely_is_not_verified(bias: float, verified: bool, tmp_path: Path) -> None:
+    folder = shutil.copytree(block_heads.written("dspark gated"), tmp_path / "head")
+    weights = load_file(folder / "model.safetensors")
+    weights["confidence_head.proj.bias"].fill_(bias)
+    save_file(weights, folder / "model.safetensors")
+    model, inputs = block_heads.target(), prompts(3)
+    strategy = ByGrade(draft_model=str(folder))
+    out = decode(model, inputs, strategy, max_new_tokens=6, decoders_config=PRUNED)
+    assert torch.equal(out.sequences, decode(model, inputs, "autoregressive", max_new_tokens=6).sequences)
+    assert (out.report.drafted > 0) is verified

@@ -9,8 +9,14 @@ import torch
 
 import decoders
 from decoders.errors import SettingsError
+from decoders.strategies import PromptLookup
+from decoders.strategies.merged import Merged
 from decoders.strategies.synthetic import Synthetic
-from decoders.testing import tiny_model
+from decoders.testing import checks_for, decode, prompts, tiny_model
+from decoders.testing.conditions import Conditions
+from decoders.testing.kit import Check, check_alone
+from decoders.testing.models import VOCAB
+from decoders.testing.toy_grammar import TokenAutomaton
 
 EAGER: dict[str, Any] = {"decoders_config": {"compile": False}, "return_dict_in_generate": True}
 
@@ -59,6 +65,47 @@ def test_drafts_are_accepted_as_often_as_told_and_the_text_is_plain_decodings(
     out = model.generate(ids, strategy=drafter, **given)
     assert torch.equal(out.sequences, plain)
     assert out.report.mean_accepted_length == pytest.approx(length, rel=0.12)
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["alone", "merged"])
+def test_under_a_grammar_drafts_are_accepted_as_often_as_told(merged: bool) -> None:
+    model, inputs = decoders.enable(tiny_model("llama")), prompts(2)
+    grammar = TokenAutomaton.random(3, VOCAB, ())
+    options: dict[str, Any] = {**EAGER, **DRAWN, "max_new_tokens": 60, "grammar": grammar}
+    plain = decode(model, inputs, "autoregressive", **options).sequences
+    drafter = Synthetic.of("0.9,0.7,0.4")
+    for mask, prompt, row in zip(inputs["attention_mask"], inputs["input_ids"], plain, strict=True):
+        drafter.learn(prompt[mask.bool()].tolist(), row[len(prompt) :].tolist())
+    out = decode(model, inputs, Merged([drafter, PromptLookup()]) if merged else drafter, **options)
+    assert torch.equal(out.sequences, plain)
+    assert out.report.mean_accepted_length == pytest.approx(3.0, rel=0.15)
+
+
+#: Of the checks: those of a drafter that knows what comes.
+QUICK = ("check_settings", "check_finished_rows_idle", "check_draft_tokens_are_accepted")
+
+
+@pytest.fixture(scope="module")
+def known() -> Synthetic:
+    """One that knows what the kit's prompts are continued with greedily."""
+    model, drafter = decoders.enable(tiny_model("llama")), Synthetic.of("1,0.8,0.8,0.5")
+    for rows in (1, 4):
+        inputs = prompts(rows)
+        plain = decode(model, inputs, "autoregressive", max_new_tokens=16).sequences
+        for mask, prompt, row in zip(inputs["attention_mask"], inputs["input_ids"], plain, strict=True):
+            drafter.learn(prompt[mask.bool()].tolist(), row[len(prompt) :].tolist())
+    return drafter
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=() if check.__name__ in QUICK else pytest.mark.slow, id=check.__name__)
+        for check in checks_for(Synthetic.of("1"))
+    ],
+)
+def test_strategy_conforms(check: Check, known: Synthetic) -> None:
+    check_alone(check, Conditions(models=("llama",)), known)
 
 
 def test_without_a_known_text_nothing_is_drafted() -> None:
