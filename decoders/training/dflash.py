@@ -111,7 +111,10 @@ def train_dflash(
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
     """The shape of a draft model whose layers have a `shape`. mask: token that stands for one to be drafted."""
-    markov = {"markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False}
+    markov = {
+        "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }  # fmt: skip
     # With a head the first token is drafted at the place of the last one, as DSpark does; without, at the first mask, as DFlash does.
     from_last = run.rank > 0
     nodes = run.block + (not from_last)

@@ -229,13 +229,17 @@ def test_interrupted_run_ends_where_a_whole_one_does(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rank, ids", [(6, None), (6, SOME), (0, None)], ids=["dspark", "some tokens", "dflash"])
-def test_speculators_reads_what_is_written(tmp_path, model, rank, ids) -> None:
+@pytest.mark.parametrize(
+    "rank, head, ids",
+    [(6, "vanilla", None), (6, "vanilla", SOME), (6, "rnn", None), (0, "vanilla", None)],
+    ids=["dspark", "some tokens", "recurrent head", "dflash"],
+)
+def test_speculators_reads_what_is_written(tmp_path, model, rank, head, ids) -> None:
     """Its own class gives the same logits for a block."""
     library = pytest.importorskip(
         "speculators", reason="pip install speculators: it brings torchaudio and datasets with it"
     )
-    learner = a_learner(model, run(rank=rank, length=30), ids)
+    learner = a_learner(model, run(rank=rank, head=head, length=30), ids)
     folder = save(learner, tmp_path, model, ids)
     config = library.SpeculatorModelConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
