@@ -161,6 +161,11 @@ class Strategy(Configured, ABC):
         """Overrides the class's declarations for this instance: for strategies that are built of others."""
         vars(self).update(vars(traits))
 
+    def compose(self, resolve: Callable[..., Strategy]) -> None:
+        """Makes the strategies that the settings name, with ``resolve(name, settings)``, and :meth:`declare` what they need: for
+        strategies that are built of others. Called before a call begins; it changes nothing the second time.
+        """
+
     def start(self, context: Context) -> Any:
         """Creates the state of one ``generate`` call (tensors on ``context.device``), which the other hooks get."""
         return None

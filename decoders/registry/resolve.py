@@ -30,6 +30,7 @@ def resolve_strategy(
     if isinstance(chosen, Strategy):
         if call:
             raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
+        chosen.compose(resolve_strategy)
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
         for given in (call, configured):
@@ -39,7 +40,7 @@ def resolve_strategy(
                         f"the settings of {chosen.name!r} stand in the dict itself, {{'setting': value}}: a dict per strategy, as "
                         f"{name!r} here, is for strategies merged with '+'"
                     )
-        return chosen(_settings_of(chosen, call, configured))
+        return resolve_strategy(chosen(_settings_of(chosen, call, configured)))
     if not isinstance(chosen, str):
         raise SettingsError(f"strategy must be a name, a Strategy class or a Strategy, not {type(chosen).__name__}")
     names = [part.strip() for part in chosen.split("+")]
@@ -59,10 +60,8 @@ def resolve_strategy(
                     f"strategy_config of {chosen!r}: {name!r} must be a dict of settings, not {value!r}"
                 )
     parts = [c(_settings_of(c, (call or {}).get(c.name), (configured or {}).get(c.name))) for c in classes]
-    return Merged(
-        parts,
-        cast(MergedSettings, _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))),
-    )
+    joint = _settings_of(Merged, (call or {}).get(Merged.name), (configured or {}).get(Merged.name))
+    return resolve_strategy(Merged(parts, cast(MergedSettings, joint)))
 
 
 def with_hints(

@@ -8,7 +8,7 @@ it adds (Dinkelbach 1967 for the ratio of tokens to seconds).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -17,9 +17,10 @@ from torch import Tensor
 from ..costs import AcceptanceRates, Follower, StepCosts, row_weights
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
-from ..strategy import Context, Draft, Sequences, Step, Strategy, finish_all
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, finish_all
 from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_price, missing, refuse_unfit
 from .auto_plan import AutoState, Memory, Plan
+from .merged import union
 
 #: Default settings of candidates: long drafts, of which auto takes as much as pays.
 LONG = {"prompt_lookup": {"length": 24}, "ngram": {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}, "speculative": {"length": 12}}
@@ -62,6 +63,29 @@ class Auto(Strategy):
     timed = True
     rows_apart = False
     on_device = False  # the host decides what to verify
+    reads_prompt = finds_layers = False  # unless a candidate does
+
+    def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
+        super().__init__(settings, **values)
+        self._made: dict[str, Strategy] = {}
+
+    def compose(self, resolve: Callable[..., Strategy]) -> None:
+        """Makes the candidates, so that the loop knows whether one reads prompts or layers of the target."""
+        self._check_config()
+        self._made = {
+            name: resolve(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
+            for name in self.settings.candidates
+        }
+        made = self._made.values()
+        for strategy in made:
+            refuse_unfit(strategy)
+        self.reads_prompt = any(strategy.reads_prompt for strategy in made)
+        self.prompt_logits = any(strategy.prompt_logits for strategy in made)
+        self.finds_layers = any(strategy.reads_layers for strategy in made)
+        self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made)
+
+    def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
+        return union(part.layers_for(config, count) for part in self._made.values() if part.reads_layers)
 
     def start(self, context: Context) -> AutoState:
         if not context.coupled:
@@ -69,7 +93,8 @@ class Auto(Strategy):
                 "auto chooses draft tokens by what was drawn, which is exact with the coupled verifier only: take verifier='coupled', "
                 "or another strategy"
             )
-        self._check_config()
+        if not self._made:
+            self.compose(context.strategy)
         memory: Memory = context.memory("rates", Memory)
         costs: StepCosts = context.costs(measure=True) or _Flat()
         candidates: list[Candidate] = []
@@ -104,8 +129,7 @@ class Auto(Strategy):
         Raises:
             DecodersError: it can never be a candidate, or it cannot start with the settings that the user gave.
         """
-        strategy = context.strategy(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
-        refuse_unfit(strategy)
+        strategy = self._made[name]
         reason = missing(strategy, context)
         if reason is not None:
             return reason
@@ -118,7 +142,10 @@ class Auto(Strategy):
         bit = 1 << self.settings.candidates.index(name)  # the same in every call
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
-        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price)
+        config, count = getattr(context.model, "config", None), context.decoder_layers
+        own = strategy.layers_for(config, count) if strategy.reads_layers else ()
+        every = self.layers_for(config, count) if self.finds_layers else ()
+        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price, (own, every))
 
     def keeps_rows(self, state: AutoState) -> bool:
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
@@ -139,6 +166,10 @@ class Auto(Strategy):
         ]
         state.plan = None
         return state
+
+    def prefill(self, state: AutoState, chunk: PromptChunk) -> None:
+        for candidate in state.candidates:
+            candidate.read(chunk)
 
     def finish(self, state: AutoState) -> None:
         finish_all((candidate.strategy, candidate.state) for candidate in state.candidates)

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..costs import Looks, StepCosts, affordable, mean_seconds
 from ..errors import SettingsError, UnsupportedError
-from ..strategy import Context, Sequences, Step, Strategy, check_draft
+from ..strategy import Context, PromptChunk, Sequences, Step, Strategy, check_draft
+from .merged import layers_of_part
 
 #: A drafter is cheap if it may be asked at least every CHEAP_WAIT steps; the most expensive one is asked every DEAREST_WAIT steps.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
@@ -51,6 +52,7 @@ class Candidate:
         experience: its statistics, kept between calls.
         clock: of the call.
         first_price: expected seconds of its first run.
+        layers: of the target, that it reads; and those that are read for all candidates.
 
     Attributes:
         limited: whether it drafts to a requested depth, because deeper drafts take more time.
@@ -64,9 +66,9 @@ class Candidate:
 
     def __init__(
         self, bit: int, strategy: Strategy, state: Any, depth: int, experience: Experience, clock: Callable[[], float],
-        first_price: float = 0.0,
+        first_price: float = 0.0, layers: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:  # fmt: skip
-        self._clock, self._first_price = clock, first_price
+        self._clock, self._first_price, (self._layers, self._every) = clock, first_price, layers
         self.bit, self.strategy, self.state, self.depth = bit, strategy, state, depth
         self.name = strategy.name
         self.limited = strategy.limits
@@ -100,6 +102,13 @@ class Candidate:
         """Leaves it out of the step."""
         self._waited += 1
         self.preparing, self.requested_depth = 0.0, 0
+
+    def read(self, chunk: PromptChunk) -> None:
+        """Shows it a chunk of the prompts, if it reads them."""
+        if self.strategy.reads_prompt:
+            layers = layers_of_part(chunk.layers, self._every, self._layers)
+            logits = chunk.logits if self.strategy.prompt_logits else None
+            self.strategy.prefill(self.state, replace(chunk, layers=layers, logits=logits))
 
     def run(self, sequences: Sequences, limit: int | None = None) -> list[tuple[Any, ...]]:
         """Its draft: for every row the tokens, the nodes' parents and the grades; see :meth:`Proposals.add`.
@@ -136,7 +145,8 @@ class Candidate:
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
         begun = self._clock()
-        self.strategy.observe(self.state, replace(step, own_nodes=own_nodes))
+        layers = layers_of_part(step.layers, self._every, self._layers)
+        self.strategy.observe(self.state, replace(step, own_nodes=own_nodes, layers=layers))
         if self.strategy.misses_steps:
             seconds, known = self._clock() - begun, self.experience
             known.learning = _mean(known.learning, seconds, known.runs)
@@ -182,12 +192,7 @@ def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float
 
 
 def refuse_unfit(strategy: Strategy) -> None:
-    """Raises SettingsError for a strategy that must see every step of its own, or more of the target than auto hands out."""
-    if strategy.reads_layers or strategy.reads_prompt:
-        raise SettingsError(
-            f"auto: {strategy.name!r} reads what the target computes of prompts or in its layers, which auto does not hand out: take "
-            "it by itself, or merged"
-        )
+    """Raises SettingsError for a strategy that must see every step of its own."""
     if strategy.observes and not strategy.rests:
         raise SettingsError(
             f"auto: {strategy.name!r} learns from steps and does not say that it can be left out of some (`rests = True`)"

@@ -92,7 +92,7 @@ class FeatureWindow(ABC):
         # A step commits a token per level of an own draft, and at most one per node where others drafted, or nobody. Own blocks are
         # padded to at most twice their size.
         nodes = step.path.shape[1]
-        own = self.asked and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
+        own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         self.unread, self.asked = self.unread + (self.new if own else nodes), False
         if self.unread > self.new:  # the window has no room for what was not read
             self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)

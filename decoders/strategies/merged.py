@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,13 @@ def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(layer for own in layers for layer in own))
 
 
+def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
+    """Of the layers `every` of a step or chunk, ``[B, N, T, H]``, those that a part reads."""
+    if layers is None or every == own:
+        return layers
+    return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
+
+
 class Merged(Strategy):
     """Merges the drafts of several strategies under one root and verifies them together.
 
@@ -72,6 +79,11 @@ class Merged(Strategy):
         self.parts = tuple(parts)
         self.name = "+".join(part.name for part in parts)
         self.declare(Traits.merged([part.traits for part in parts]))
+
+    def compose(self, resolve: Callable[..., Strategy]) -> None:
+        for part in self.parts:
+            part.compose(resolve)
+        self.declare(Traits.merged([part.traits for part in self.parts]))
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         return union(part.layers_of(count) for part in self.parts)
@@ -123,12 +135,7 @@ class Merged(Strategy):
 
     def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
         """The hidden layers that `part` reads."""
-        if layers is None:
-            return None
-        every, own = union(state.layers), state.layers[self.parts.index(part)]
-        if every == own:
-            return layers
-        return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
+        return layers_of_part(layers, union(state.layers), state.layers[self.parts.index(part)])
 
     def propose(self, state: MergedState, sequences: Sequences) -> Draft:
         drafts, owned, size = [], [], 1

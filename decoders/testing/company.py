@@ -89,7 +89,7 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     name, inputs = conditions.models[0], prompts(3)
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model, torch.no_grad():
-        if not (strategy.reads_layers or strategy.reads_prompt):  # auto does not take such strategies
+        if not (strategy.reads_layers or strategy.reads_prompt):  # the wrapper has no hooks for these
             what = "left out of every other step"
             run_alike(model, name, Resting(strategy), inputs, eager, what, max_new_tokens=16)
         loop = {"compile": False, "prune": True}

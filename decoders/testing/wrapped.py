@@ -45,6 +45,10 @@ class Wrapped(Strategy):
     def propose(self, state: Any, sequences: Sequences) -> Draft:
         return self.inner.propose(state, sequences)
 
+    def compose(self, resolve: Callable[..., Strategy]) -> None:
+        self.inner.compose(resolve)
+        self.declare(replace(self.inner.traits, rests=False))
+
 
 def _passed_on(hook: str) -> Callable[..., Any]:
     @functools.wraps(getattr(Strategy, hook))
@@ -55,7 +59,8 @@ def _passed_on(hook: str) -> Callable[..., Any]:
 
 
 for _hook in HOOKS:
-    setattr(Wrapped, _hook, _passed_on(_hook))
+    if _hook not in vars(Wrapped):
+        setattr(Wrapped, _hook, _passed_on(_hook))
 
 
 class Replayed(Wrapped):

@@ -25,6 +25,11 @@ from decoders.testing import assert_same_tokens, decode, prompts, reference, tin
 from decoders.testing.company import check_rests
 from decoders.testing.conditions import Conditions
 from decoders.testing.kit import CHECKS
+from decoders.testing.models import VOCAB
+from decoders.testing.toy_grammar import TokenAutomaton
+
+from ..strategies.conftest import needs_mtp
+from ..strategies.test_feature_rows import RAGGED, a_dflash, an_eagle, an_mtp, text
 
 EAGER = {"compile": False}
 SAMPLED = dict(do_sample=True, seed=4, temperature=0.9, top_k=30)
@@ -189,7 +194,6 @@ def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) ->
     [
         ({"candidates": ["lookahead"]}, SettingsError, r"'lookahead' learns from steps .*rests = True"),
         ({"candidates": ["threshold"]}, SettingsError, "'threshold' learns from steps"),
-        ({"candidates": ["mtp"]}, SettingsError, "'mtp' reads what the target computes .* auto does not hand out"),
         ({"candidates": ["suffix+lookahead"]}, SettingsError, r"'suffix\+lookahead' learns from steps"),
         ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
         ({"candidates": ["auto"]}, SettingsError, "not auto itself"),
@@ -305,3 +309,50 @@ def test_the_kit_checks_the_promise_to_rest() -> None:
 
 def test_it_is_listed_first() -> None:
     assert next(iter(registry().strategies())) == "auto"
+
+
+#: Two heads at a time, which read different layers, and one with a drafter that reads none.
+AMONG = [
+    pytest.param((a_dflash, an_eagle), (), id="dflash, eagle3"),
+    pytest.param((an_mtp,), ("suffix",), id="mtp, suffix", marks=needs_mtp),
+]
+
+
+def among(makers: Any, others: tuple[str, ...]) -> tuple[Any, Auto]:
+    made = [make(length=3) for make in makers]
+    config = {own.name: own.settings.model_dump(exclude_defaults=True) for _, own in made}
+    return made[0][0], Auto(candidates=(*config, *others), config=config)
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize("makers, others", AMONG)
+@pytest.mark.parametrize("how", ["greedy", "sampled", "grammar"])
+def test_auto_with_heads_writes_what_plain_decoding_writes(makers: Any, others: tuple[str, ...], how: str) -> None:
+    model, auto = among(makers, others)
+    options: dict[str, Any] = dict(max_new_tokens=24, decoders_config=EAGER)
+    if how == "sampled":
+        options |= dict(do_sample=True, temperature=0.8, seed=3)
+    if how == "grammar":
+        stops = [5, 9]
+        options |= dict(grammar=[TokenAutomaton.random(3, VOCAB, stops), None, None], eos_token_id=stops)
+    out = decode(model, prompts(3), auto, **options)
+    assert torch.equal(out.sequences, decode(model, prompts(3), "autoregressive", **options).sequences)
+    asked = out.report.details["candidates"]
+    assert all(asked[make(length=3)[1].name]["proposed"] > 0 for make in makers) and not out.report.details["left_out"]
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize("makers, others", AMONG)
+def test_rows_come_and_go_beside_a_head_in_auto(makers: Any, others: tuple[str, ...]) -> None:
+    model, auto = among(makers, others)
+    found = []
+    for strategy in ("autoregressive", auto):
+        with decoders.Scheduler(model, strategy=strategy, rows=3, pad_token_id=0, decoders_config=EAGER) as scheduler:
+            asked = [
+                scheduler.submit(text(number, prompt), max_new_tokens=new)
+                for number, (prompt, new) in enumerate(RAGGED)
+            ]
+            for generation in asked:
+                generation.result(120)
+            found.append([tuple(generation.tokens) for generation in asked])
+    assert found[0] == found[1]

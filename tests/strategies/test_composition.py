@@ -117,6 +117,9 @@ class Probe(Strategy):
     def keeps_rows(self, state: Any) -> bool:
         return self._note("keeps_rows", True)
 
+    def compose(self, resolve: Any) -> None:
+        self._note("compose", None)
+
     def layers_of(self, count: int) -> tuple[int, ...]:
         return self._note("layers_of", (count - 1,))
 
@@ -156,6 +159,7 @@ WITHOUT_STATE: dict[str, tuple] = {
     "layers_of": (2,),
     "layers_for": (None, 2),
     "settings_in_force": (),
+    "compose": (None,),
 }
 
 

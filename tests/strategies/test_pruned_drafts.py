@@ -138,6 +138,7 @@ class Shown:
     """As much of a step as `auto` writes into."""
 
     own_nodes: int = 0
+    layers: None = None
 
 
 def test_auto_shows_a_sleeping_candidate_no_steps_that_it_can_miss() -> None:
