@@ -161,7 +161,7 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
         unread.append(f"partial_rotary_factor is {layer.partial_rotary_factor}")
     if unread:
         raise UnsupportedError(
-            f"{place}: {', '.join(unread)}: only Llama layers that read all positions by rotary embedding can be read"
+            f"{place}: {', '.join(unread)}: only Llama layers can be read, with one MLP each and rotary positions on whole heads"
         )
     each = own.fc_norm or own.enable_fc_norm
     if own.norm_before_fc and each:
