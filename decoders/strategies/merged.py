@@ -56,7 +56,7 @@ def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
-    """Of the layers `every` of a step or chunk, ``[B, N, T, H]``, those that a part reads."""
+    """Of the layers `every` of a step or chunk, ``[B, N, T, H]``, those that a part reads; None: there are none."""
     if layers is None or every == own:
         return layers
     return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
@@ -135,6 +135,8 @@ class Merged(Strategy):
 
     def _layers(self, state: MergedState, part: Strategy, layers: Tensor | None) -> Tensor | None:
         """The hidden layers that `part` reads."""
+        if layers is None:
+            return None
         return layers_of_part(layers, union(state.layers), state.layers[self.parts.index(part)])
 
     def propose(self, state: MergedState, sequences: Sequences) -> Draft:
