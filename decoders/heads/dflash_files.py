@@ -39,7 +39,7 @@ _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 #: Heads of published checkpoints; the first that a config describes is taken.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
 #: What configs of `speculators` mean by fields that they leave out, by ``speculators_model_type``.
-_DEFAULTS: dict[object, dict[str, Any]] = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash2": dict(
         sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16
     ),
@@ -132,7 +132,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         raw = raw | {name: value for name, value in apart.items() if value is not None}
     nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
     if isinstance(raw, dict):
-        raw = _DEFAULTS.get(raw.get("speculators_model_type"), {}) | raw
+        raw = _DEFAULTS.get(str(raw.get("speculators_model_type")), {}) | raw
     own = _Config.of(raw, place, kind)
     within = place if nested is None else f"{place}, transformer_layer_config"
     of_layer = _LayerConfig.of(raw if nested is None else nested, within, kind)

@@ -71,6 +71,8 @@ class Auto(Strategy):
 
     def compose(self, resolve: Callable[..., Strategy]) -> None:
         """Makes the candidates, so that the loop knows whether one reads prompts or layers of the target."""
+        if self._made:
+            return
         self._check_config()
         self._made = {
             name: resolve(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
@@ -85,7 +87,18 @@ class Auto(Strategy):
         self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made)
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
-        return union(part.layers_for(config, count) for part in self._made.values() if part.reads_layers)
+        return union(self._layers_of(part, config, count) for part in self._made.values())
+
+    def _layers_of(self, candidate: Strategy, config: Any, count: int) -> tuple[int, ...]:
+        """Those that a candidate reads; none of one that cannot start, a head without its files, say, unless the user has set it."""
+        if not candidate.reads_layers:
+            return ()
+        try:
+            return candidate.layers_for(config, count)
+        except DecodersError:
+            if candidate.name in self.settings.config:
+                raise
+            return ()
 
     def start(self, context: Context) -> AutoState:
         if not context.coupled:
@@ -93,8 +106,7 @@ class Auto(Strategy):
                 "auto chooses draft tokens by what was drawn, which is exact with the coupled verifier only: take verifier='coupled', "
                 "or another strategy"
             )
-        if not self._made:
-            self.compose(context.strategy)
+        self.compose(context.strategy)
         memory: Memory = context.memory("rates", Memory)
         costs: StepCosts = context.costs(measure=True) or _Flat()
         candidates: list[Candidate] = []
@@ -143,9 +155,8 @@ class Auto(Strategy):
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers
-        own = strategy.layers_for(config, count) if strategy.reads_layers else ()
-        every = self.layers_for(config, count) if self.finds_layers else ()
-        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price, (own, every))
+        layers = self._layers_of(strategy, config, count), self.layers_for(config, count)
+        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price, layers)
 
     def keeps_rows(self, state: AutoState) -> bool:
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)

@@ -89,11 +89,14 @@ class FeatureWindow(ABC):
     def observe(self, step: Step, features: Tensor) -> None:
         """Moves the window on to the tokens that a step has committed; features ``[B, N, F]`` of its nodes."""
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # A step commits a token per level of an own draft, and at most one per node where others drafted, or nobody. Own blocks are
-        # padded to at most twice their size.
+        # Where the host has not read it, a step commits a token per level of an own draft at most, and one per node where others
+        # drafted, or nobody. Own blocks are padded to at most twice their size.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
-        self.unread, self.asked = self.unread + (self.new if own else nodes), False
+        most = self.new if own else nodes
+        if step.known is not None:
+            most = max(map(len, step.known.tokens), default=0)
+        self.unread, self.asked = self.unread + most, False
         if self.unread > self.new:  # the window has no room for what was not read
             self.read(step.sequences.length - step.emitted - 1 - self.width, every, step.sequences)
             self.unread = 0

@@ -50,7 +50,7 @@ class Sequences:
 
     def read(self) -> HostRows:
         """The rows as lists, for strategies that work on the host. Waits for the device only where the loop has not read it before:
-        in :meth:`Strategy.start`, and for a strategy that drafts for a draft model.
+        in :meth:`Strategy.start`, and for a strategy that drafts for a draft model or promises to stay on the device.
         """
         return HostRows.of(self) if self.known is None else self.known
 

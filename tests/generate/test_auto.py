@@ -47,7 +47,13 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
         own = replace(context, clock=lambda: next(ticks) * 1e-6, costs=no_costs, memory=no_memory)
         return start(self, own)
 
+    rebatch = Auto.rebatch
+
+    def without_measuring(self: Auto, state: Any, rows: torch.Tensor, context: Context) -> Any:
+        return rebatch(self, state, rows, replace(context, costs=no_costs))
+
     monkeypatch.setattr(Auto, "start", in_its_own_time)
+    monkeypatch.setattr(Auto, "rebatch", without_measuring)
 
 
 @functools.cache
@@ -356,3 +362,11 @@ def test_rows_come_and_go_beside_a_head_in_auto(makers: Any, others: tuple[str, 
                 generation.result(120)
             found.append([tuple(generation.tokens) for generation in asked])
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_head_without_its_files_is_left_out_unless_it_was_set() -> None:
+    out = auto_call(1, strategy_config={"candidates": ["suffix", "eagle3"]})
+    assert list(out.report.details["candidates"]) == ["suffix"] and "eagle3" in out.report.details["left_out"]
+    with pytest.raises(SettingsError, match="no/such"):
+        auto_call(1, strategy_config={"candidates": ["eagle3"], "config": {"eagle3": {"head": "no/such"}}})

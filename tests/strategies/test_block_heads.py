@@ -565,6 +565,7 @@ def test_a_head_under_grammars_alone_and_merged_writes_what_plain_decoding_write
     own = DFlash(draft_model=written(name), tree=tree, length=3, nodes=9)
     grammars = [TokenAutomaton.random(3, VOCAB, stops), None, TokenAutomaton.random(4, VOCAB, stops)]
     options: dict[str, Any] = dict(max_new_tokens=10, grammar=grammars, eos_token_id=stops)
+    options["decoders_config"] = {"compile": False, "prune": False}
     drawn = dict(do_sample=True, temperature=0.7, top_p=0.9, seed=3)
     for strategy, more in ((own, {}), (Merged([PromptLookup(), own]), drawn)):
         out = decode(model, inputs, strategy, **options, **more)

@@ -69,7 +69,7 @@ def booked(model: PreTrainedModel, strategy: Strategy, rows: int, **options: Any
         pytest.param(lambda: an_eagle(tree="none", length=3), False, marks=pytest.mark.slow),
         pytest.param(a_merged, False, marks=pytest.mark.slow),
         pytest.param(an_mtp, False, marks=[needs_mtp, pytest.mark.slow]),
-        pytest.param(lambda: an_mtp(tree="dynamic"), True, marks=needs_mtp),
+        pytest.param(lambda: an_mtp(tree="dynamic", nodes=24), True, marks=needs_mtp),
         pytest.param(a_dflash, False, marks=pytest.mark.slow),
         (lambda: a_dflash(tree="static", nodes=40, children=24), True),
     ],

@@ -104,7 +104,7 @@ def test_greedy_and_drawn_under_grammars_the_tokens_are_those_of_plain_decoding(
     target, strategy = IN_ONE_PASS[name]
     model, inputs, stops = target(), prompts(3), [5, 9]
     grammars = [TokenAutomaton.random(3, VOCAB, stops), None, TokenAutomaton.random(4, VOCAB, stops)]
-    free: dict[str, Any] = dict(max_new_tokens=10, decoders_config={"compile": compile})
+    free: dict[str, Any] = dict(max_new_tokens=10, decoders_config={"compile": compile, "prune": False})
     drawn = dict(do_sample=True, temperature=0.7, top_p=0.9, seed=3, grammar=grammars, eos_token_id=stops)
     for own, options in ((strategy, free), (Merged([PromptLookup(), strategy]), free | drawn)):
         out = decode(model, inputs, own, **options)
