@@ -109,11 +109,12 @@ class Auto(Strategy):
         self.compose(context.strategy)
         memory: Memory = context.memory("rates", Memory)
         costs: StepCosts = context.costs(measure=True) or _Flat()
+        every = self.layers_for(getattr(context.model, "config", None), context.decoder_layers)
         candidates: list[Candidate] = []
         left_out: dict[str, str] = {}
         for name in self.settings.candidates:
             try:
-                opened = self._opened(context, name, memory, costs)
+                opened = self._opened(context, name, memory, costs, every)
             except BaseException as error:
                 finish_all(((c.strategy, c.state) for c in candidates), error)
                 raise
@@ -135,8 +136,10 @@ class Auto(Strategy):
                 f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(self.settings.candidates)}"
             )
 
-    def _opened(self, context: Context, name: str, memory: Memory, costs: StepCosts) -> Candidate | str:
-        """A started candidate, or the reason why it is left out.
+    def _opened(
+        self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
+    ) -> Candidate | str:
+        """A started candidate, or the reason why it is left out. every: layers that are read for all candidates.
 
         Raises:
             DecodersError: it can never be a candidate, or it cannot start with the settings that the user gave.
@@ -155,7 +158,7 @@ class Auto(Strategy):
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers
-        layers = self._layers_of(strategy, config, count), self.layers_for(config, count)
+        layers = self._layers_of(strategy, config, count), every
         return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price, layers)
 
     def keeps_rows(self, state: AutoState) -> bool:

@@ -44,7 +44,7 @@ class Lesson:
         embedded: ``[B, T, H]``, of the tokens themselves.
         logits: ``[B, T, D]`` float32, the target's after every token, of the tokens that can be drafted.
         best: ``[B, T]`` int64, the token that it finds best of all.
-        total: ``[B, T]`` float32, the log of the sum of ``exp`` of all its logits.
+        total: ``[B, T]`` float32, the log of the sum of ``exp`` of all its logits; None: `logits` are all of them.
         counted: ``[B, T]`` bool, after which tokens a prediction counts.
     """
 
@@ -52,13 +52,13 @@ class Lesson:
     embedded: Tensor
     logits: Tensor
     best: Tensor
-    total: Tensor
+    total: Tensor | None
     counted: Tensor
 
     @property
     def probabilities(self) -> Tensor:
         """``[B, T, D]``, the target's of the tokens that can be drafted, among all."""
-        return (self.logits - self.total[..., None]).exp()
+        return self.logits.softmax(-1) if self.total is None else (self.logits - self.total[..., None]).exp()
 
 
 class Teacher:
@@ -120,7 +120,7 @@ class Teacher:
                 stored = [self._as_read(part) for part in (features, noted[output])] + of_all
                 kept.update(zip(numbers, zip(*(part.to("cpu") for part in stored), strict=True), strict=True))
         logits = logits.float()
-        best, total = of_all or (logits.argmax(-1), logits.logsumexp(-1))
+        best, total = of_all or (logits.argmax(-1), None)
         return Lesson(features.float(), embedded, logits, best, total, counts)
 
     def _as_read(self, part: Tensor) -> Tensor:
