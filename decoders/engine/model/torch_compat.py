@@ -78,6 +78,16 @@ def instructions() -> str:
     return " ".join([torch.backends.cpu.get_cpu_capability(), *(name for name, here in special.items() if here())])
 
 
+def has_instructions(variant: str) -> bool:
+    """Whether the processor can run a variant of the kernels for CPUs. torch has no public names for this."""
+    needed = {
+        "avx2": (torch.cpu._is_avx2_supported,),
+        "avx512": (torch.cpu._is_avx512_supported,),
+        "avx512_bf16": (torch.cpu._is_avx512_supported, torch.cpu._is_avx512_bf16_supported),
+    }
+    return all(here() for here in needed.get(variant, ()))
+
+
 def lower_to_kernel(operator: Any, kernel: Any, arranged: Callable[..., tuple]) -> bool:
     """Lets inductor call `kernel` for an operator of ours; `arranged` makes its arguments of the operator's.
 

@@ -31,7 +31,8 @@ from decoders.testing.models import tiny_model
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
-from decoders.engine.model.kernels.products import MOST_ROWS, few_rows_linear, few_rows_linears, plan
+from decoders.engine.model.kernels.products import few_rows_linear, few_rows_linears
+from decoders.engine.model.kernels.products_triton import MOST_ROWS, plan
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 AS_IT_IS = {"compile": False, "reuse": False}
@@ -286,7 +287,7 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from decoders.engine.model.kernels.products import STAGES, _multiply
+from decoders.engine.model.kernels.products_triton import STAGES, _multiply
 
 for tiles in STAGES:
     constants = dict(TILES=tiles, TILE=16, BLOCK=32, STEP=64, WHOLE=False, BIAS=False, matrix_input=1, MATRICES=3)

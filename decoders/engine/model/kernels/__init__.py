@@ -1,4 +1,4 @@
-"""Our Triton kernels, which replace masked attention and products with few rows on CUDA."""
+"""Our kernels: attention and products of few rows, for CUDA in Triton, for CPUs in C++."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _library = torch.library.Library("decoders", "FRAGMENT")
 
 
 def operator(schema: str, function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function`, which launches kernels and writes to none of its arguments, as an operator of torch.
+    """`function`, which launches kernels for CUDA and writes to none of its arguments, as an operator of torch.
 
     The operator is opaque to compilers: they call it, and CUDA graphs record its kernels. Otherwise they would make a graph for each
     size for which a kernel is launched differently.

@@ -1,0 +1,91 @@
+"""Compiles the kernels for CPUs: a shared object per kind of processor, against torch's stable ABI.
+
+One object works with every version of torch from 2.11 on. It takes a C++ compiler and the headers that torch brings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")
+#: Per kind of machine its variants, the best one first, and what the compiler is told for each.
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+        "avx512": _AVX512,
+        "avx2": _AVX2,
+        "portable": (),
+    },
+    "aarch64": {"neon": (), "portable": ("-DDECODERS_PORTABLE",)},
+}
+#: The oldest version of torch whose ABI is used, 2.11.
+_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+#: GCC takes what its own header of AVX-512 leaves undefined on purpose for uninitialized values (its bug 105593).
+_FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+    _TARGET,
+)  # fmt: skip
+
+
+def machine() -> str:
+    """The kind of machine, by its name in :data:`VARIANTS` where it has one."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """The variants for this kind of machine, the best one first; none but on Linux and macOS."""
+    return VARIANTS.get(machine(), {"portable": ()}) if sys.platform in ("linux", "darwin") else {}
+
+
+def compiler() -> str | None:
+    """The C++ compiler: CXX, or the first of the usual ones."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
+def digest(variant: str) -> str:
+    """Changes when sources or options do."""
+    content = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")) + sorted(FOLDER.glob("*.cpp")))
+    return hashlib.sha256(content + repr((_FLAGS, variants()[variant])).encode()).hexdigest()[:16]
+
+
+def file_name(variant: str) -> str:
+    return f"kernels-{variant}-{digest(variant)}.so"
+
+
+def compile_into(folder: Path, variant: str, more: tuple[str, ...] = ()) -> Path:
+    """Compiles a variant. Processes that do so at the same time do not see each other's half-written files.
+
+    Args:
+        more: further options of the compiler.
+
+    Raises:
+        OSError: there is no compiler, the folder cannot be written, or the compiler's message.
+    """
+    import torch
+
+    program, to, home = compiler(), folder / file_name(variant), Path(torch.__file__).parent
+    if program is None:
+        raise FileNotFoundError("no C++ compiler: install g++ or clang, or set CXX")
+    headers = [f"-isystem{home / 'include'}", f"-isystem{home / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+    own = [*variants()[variant], f"-DDECODERS_NAMESPACE=decoders_{variant}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        made = Path(beside) / to.name
+        command = [program, *_FLAGS, *own, *more, *headers, str(FOLDER / "kernels.cpp"), "-o", str(made), *libraries]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"{program} does not compile the kernels for CPUs: {done.stderr.strip()[:2000]}")
+        made.replace(to)
+    return to

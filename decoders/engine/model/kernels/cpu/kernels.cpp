@@ -1,0 +1,88 @@
+// The operators of torch that this file's variant gives, by torch's stable ABI: one object works with every version from 2.11 on.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "products.h"
+
+namespace {
+
+using torch::stable::Tensor;
+
+// A new contiguous tensor with the sizes of `x` but the last. torch's own wrapper takes twice as long, by its dispatcher.
+Tensor with_last_size(const Tensor& x, int64_t last) {
+    int64_t sizes[16], strides[16], elements = 1;
+    int dims = x.dim();
+    STD_TORCH_CHECK(0 < dims && dims <= 16, "a tensor of 1 to 16 dimensions is needed, not of ", dims);
+    for (int i = dims - 1; i >= 0; i--) {
+        sizes[i] = i == dims - 1 ? last : x.size(i);
+        strides[i] = elements;
+        elements *= sizes[i];
+    }
+    int32_t type;
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, type, aoti_torch_device_type_cpu(), 0, &made));
+    return Tensor(made);
+}
+
+Tensor without_gaps(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+template <class T>
+T* data(const Tensor& tensor) {
+    return static_cast<T*>(tensor.data_ptr());
+}
+
+// Calls `kernel` with a value of the element type.
+template <class Kernel>
+void with_type(const Tensor& x, Kernel kernel) {
+    switch (x.scalar_type()) {
+        case torch::headeronly::ScalarType::Float: return kernel(float());
+        case torch::headeronly::ScalarType::BFloat16: return kernel(bfloat16());
+        case torch::headeronly::ScalarType::Half: return kernel(float16());
+        default: STD_TORCH_CHECK(false, "float32, bfloat16 or float16 are needed");
+    }
+}
+
+int threads() { return torch::stable::get_num_threads(); }
+
+// x: [..., K], matrices: up to three of [O, K], all stored by rows or all by columns, biases: as many of [O], or none.
+Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tensor> biases) {
+    constexpr size_t MOST = 3;
+    int64_t count = matrices.size(), inputs = x.size(x.dim() - 1), outputs = 0;
+    STD_TORCH_CHECK(0 < count && count <= int64_t(MOST), "one to three matrices are multiplied at once, not ", count);
+    STD_TORCH_CHECK(biases.empty() || int64_t(biases.size()) == count, "every matrix has a bias, or none");
+    Matrix all[MOST];
+    for (int64_t m = 0; m < count; m++) {
+        const Tensor& matrix = matrices[m];
+        STD_TORCH_CHECK(matrix.dim() == 2 && matrix.size(1) == inputs && matrix.scalar_type() == x.scalar_type(),
+                        "matrices have the type of x and as many inputs");
+        STD_TORCH_CHECK(matrix.stride(1) == 1 || matrix.stride(0) == 1, "matrices are stored by rows or by columns");
+        STD_TORCH_CHECK((matrix.stride(1) == 1) == (matrices[0].stride(1) == 1), "matrices are stored alike");
+        const void* bias = nullptr;
+        if (!biases.empty()) {
+            STD_TORCH_CHECK(biases[m].numel() == matrix.size(0) && biases[m].is_contiguous() && biases[m].scalar_type() == x.scalar_type(),
+                            "biases have the type of x and as many outputs as their matrices");
+            bias = biases[m].data_ptr();
+        }
+        all[m] = {matrix.data_ptr(), bias, matrix.size(0), matrix.stride(0), matrix.stride(1)};
+        outputs += matrix.size(0);
+    }
+    Tensor out = with_last_size(x, outputs), rows = without_gaps(x);
+    int64_t number = inputs ? x.numel() / inputs : 0;
+    with_type(x, [&](auto type) {
+        using T = decltype(type);
+        multiply(data<T>(rows), number, inputs, all, count, data<T>(out), threads());
+    });
+    return out;
+}
+
+}  // namespace
+
+// The name of the variant is part of the namespace, so that a process can compare several.
+#define DECODERS_FRAGMENT(name, m) STABLE_TORCH_LIBRARY_FRAGMENT(name, m)
+#define DECODERS_IMPL(name, m) STABLE_TORCH_LIBRARY_IMPL(name, CPU, m)
+
+DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) { m.def("few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor"); }
+DECODERS_IMPL(DECODERS_NAMESPACE, m) { m.impl("few_rows_linear", TORCH_BOX(&few_rows_linear)); }

@@ -1,0 +1,305 @@
+// y = x @ W.T + bias for few rows of x. W is read where it is, once, and every sum has the same order for any number of rows.
+//
+// Lane l of a vector adds the products of inputs l, l + LANES, l + 2 LANES, … in this order, and then the lanes are added as a tree.
+// Tiles, blocks and threads change which sums are computed together, never the order within one.
+#pragma once
+#include <memory>
+
+#include "parallel.h"
+#include "vectors.h"
+
+namespace {
+
+struct Matrix {
+    const void* weights;
+    const void* bias;  // null: none
+    long outputs;
+    long stride;        // elements from one output's weights to the next's; one where `input_stride` is not
+    long input_stride;  // elements from one input's weights to the next's
+};
+
+// How the weights of one type are multiplied: STEP inputs of one output at once, by rows of x in the form that `prepare` gives them.
+template <class T>
+struct Steps {
+    using Weight = T;
+    using Row = float;
+    using Sum = Vec;
+    static constexpr int STEP = LANES;
+    static constexpr bool AS_GIVEN = sizeof(T) == sizeof(float);
+    template <int R, int N>
+    static inline void add(const T* const (&w)[R], const float* x, long ldx, Vec (&sums)[R][N]) {
+        Vec rows[N];
+        for (int n = 0; n < N; n++) rows[n] = load(x + n * ldx);
+        for (int r = 0; r < R; r++) {
+            Vec weights = load(w[r]);
+            for (int n = 0; n < N; n++) sums[r][n] = multiply_add(weights, rows[n], sums[r][n]);
+        }
+    }
+    static inline void prepare(const T* from, float* to) {
+        for (int i = 0; i < STEP; i++) to[i] = widen(from[i]);
+    }
+};
+
+#if defined(__AVX512BF16__)
+// A product of two pairs of bfloat16 is one instruction: rows stay as they are.
+template <>
+struct Steps<bfloat16> {
+    using Weight = bfloat16;
+    using Row = bfloat16;
+    static constexpr int STEP = 2 * LANES;
+    static constexpr bool AS_GIVEN = true;
+    template <int R, int N>
+    static inline void add(const bfloat16* const (&w)[R], const bfloat16* x, long ldx, Vec (&sums)[R][N]) {
+        __m512bh rows[N];
+        for (int n = 0; n < N; n++) rows[n] = (__m512bh)load_pairs(x + n * ldx);
+        for (int r = 0; r < R; r++) {
+            __m512bh weights = (__m512bh)load_pairs(w[r]);
+            for (int n = 0; n < N; n++) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], weights, rows[n]);
+        }
+    }
+    static inline void prepare(const bfloat16* from, bfloat16* to) { memcpy(to, from, STEP * sizeof *from); }
+};
+#else
+// Of a vector of pairs the first numbers are widened by a shift and the second by a mask: rows have them apart, too.
+template <>
+struct Steps<bfloat16> {
+    using Weight = bfloat16;
+    using Row = float;
+    static constexpr int STEP = 2 * LANES;
+    static constexpr bool AS_GIVEN = false;
+    template <int R, int N>
+    static inline void add(const bfloat16* const (&w)[R], const float* x, long ldx, Vec (&sums)[R][N]) {
+        for (int r = 0; r < R; r++) {
+            Bits pairs = load_pairs(w[r]);
+            Vec first = first_of_pairs(pairs), second = second_of_pairs(pairs);
+            for (int n = 0; n < N; n++) {
+                sums[r][n] = multiply_add(first, load(x + n * ldx), sums[r][n]);
+                sums[r][n] = multiply_add(second, load(x + n * ldx + LANES), sums[r][n]);
+            }
+        }
+    }
+    static inline void prepare(const bfloat16* from, float* to) {
+        for (int i = 0; i < LANES; i++) {
+            to[i] = widen(from[2 * i]);
+            to[i + LANES] = widen(from[2 * i + 1]);
+        }
+    }
+};
+#endif
+
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int MOST_ROWS = 6;  // rows of x in a tile of four outputs, so that all sums are in registers
+constexpr int COLUMNS = 4;    // vectors of outputs in a tile of four rows
+#elif defined(__AVX2__)
+constexpr int MOST_ROWS = 3;
+constexpr int COLUMNS = 2;
+#else
+constexpr int MOST_ROWS = 2;
+constexpr int COLUMNS = 1;
+#endif
+constexpr long ROWS_AT_ONCE = 64;  // rows of x that stay in the second-level cache while all weights pass by
+
+// N rows of x times R outputs.
+template <class S, int R, int N, class T>
+inline void multiply_tile(const T* weights, long stride, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
+    Vec sums[R][N];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) sums[r][n] = zeros();
+    const T* w[R];
+    for (int r = 0; r < R; r++) w[r] = weights + r * stride;
+    long whole = inputs - inputs % S::STEP, k = 0;
+    for (; k < whole; k += S::STEP) {
+        S::template add<R, N>(w, x + k, ldx, sums);
+        for (int r = 0; r < R; r++) {
+            if constexpr (N == 1) prefetch((const char*)w[r] + 1024);
+            w[r] += S::STEP;
+        }
+    }
+    if (k < inputs) {  // what is left is not read past its end
+        T rest[R][S::STEP] = {};
+        for (int r = 0; r < R; r++) {
+            memcpy(rest[r], w[r], (inputs - k) * sizeof(T));
+            w[r] = rest[r];
+        }
+        S::template add<R, N>(w, x + k, ldx, sums);
+    }
+    for (int n = 0; n < N; n++) {
+        if constexpr (R % 4 == 0) {
+            for (int r = 0; r < R; r += 4) sum_of_four(sums[r][n], sums[r + 1][n], sums[r + 2][n], sums[r + 3][n], y + n * ldy + r);
+        } else {
+            float sum[4];
+            sum_of_four(sums[0][n], sums[0][n], sums[0][n], sums[0][n], sum);
+            y[n * ldy] = sum[0];
+        }
+    }
+}
+
+// All rows times R outputs. The rows that are left over by whole tiles are a tile of their own.
+template <class S, int R, int N, class T>
+inline void multiply_rest(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+    if constexpr (N > 0) {
+        if (rows == N) return multiply_tile<S, R, N>(weights, stride, x, ldx, inputs, y, ldy);
+        multiply_rest<S, R, N - 1>(weights, stride, x, ldx, rows, inputs, y, ldy);
+    }
+}
+
+template <class S, int R, class T>
+void multiply_outputs(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+    long row = 0;
+    for (; row + MOST_ROWS <= rows; row += MOST_ROWS)
+        multiply_tile<S, R, MOST_ROWS>(weights, stride, x + row * ldx, ldx, inputs, y + row * ldy, ldy);
+    multiply_rest<S, R, MOST_ROWS - 1>(weights, stride, x + row * ldx, ldx, rows - row, inputs, y + row * ldy, ldy);
+}
+
+// Rounds outputs of all rows and puts them where they belong.
+template <class T>
+void finish(const float* y, long ldy, long outputs, const T* bias, long rows, T* out, long ldo) {
+    for (long row = 0; row < rows; row++, y += ldy, out += ldo)
+        for (long o = 0; o < outputs; o++) narrow(bias ? y[o] + widen(bias[o]) : y[o], out[o]);
+}
+
+// Matrices that are stored as [inputs, outputs]: a vector holds weights of neighbouring outputs, and a sum has the order of the inputs.
+template <int V, int N, class T>
+inline void multiply_columns(const T* weights, long stride, const float* x, long ldx, long inputs, float* y, long ldy) {
+    Vec sums[V][N];
+    for (int v = 0; v < V; v++)
+        for (int n = 0; n < N; n++) sums[v][n] = zeros();
+    for (long k = 0; k < inputs; k++, weights += stride) {
+        prefetch(weights + 16 * stride);
+        for (int v = 0; v < V; v++) {
+            Vec column = load(weights + v * LANES);
+            for (int n = 0; n < N; n++) sums[v][n] = multiply_add(column, broadcast(x[n * ldx + k]), sums[v][n]);
+        }
+    }
+    for (int v = 0; v < V; v++)
+        for (int n = 0; n < N; n++) store(y + n * ldy + v * LANES, sums[v][n]);
+}
+
+template <int V, class T>
+void multiply_column_rows(const T* weights, long stride, const float* x, long ldx, long rows, long inputs, float* y, long ldy) {
+    long row = 0;
+    for (; row + 4 <= rows; row += 4) multiply_columns<V, 4>(weights, stride, x + row * ldx, ldx, inputs, y + row * ldy, ldy);
+    for (; row < rows; row++) multiply_columns<V, 1>(weights, stride, x + row * ldx, ldx, inputs, y + row * ldy, ldy);
+}
+
+template <class T>
+void multiply_column_block(const float* x, long ldx, long rows, long inputs, const Matrix& matrix, T* out, long ldo, int threads) {
+    constexpr long WIDE = COLUMNS * LANES;
+    in_threads(threads, [&](int thread, int of) {
+        long begin, end;
+        share_of(matrix.outputs, WIDE, thread, of, begin, end);
+        alignas(64) float y[ROWS_AT_ONCE * WIDE];
+        const T* bias = (const T*)matrix.bias;
+        for (long o = begin; o < end; o += WIDE) {
+            const T* w = (const T*)matrix.weights + o;
+            long wide = std::min(end - o, WIDE);
+            if (wide == WIDE) {
+                multiply_column_rows<COLUMNS>(w, matrix.input_stride, x, ldx, rows, inputs, y, WIDE);
+            } else {  // what is left is not read past its end
+                for (long row = 0; row < rows; row++) {
+                    for (long c = 0; c < wide; c++) {
+                        float sum = 0;
+                        for (long k = 0; k < inputs; k++) sum = multiply_add(widen(w[k * matrix.input_stride + c]), x[row * ldx + k], sum);
+                        y[row * WIDE + c] = sum;
+                    }
+                }
+            }
+            finish(y, WIDE, wide, bias ? bias + o : nullptr, rows, out + o, ldo);
+        }
+    });
+}
+
+// rows: at most ROWS_AT_ONCE.
+template <class T>
+void multiply_block(const typename Steps<T>::Row* x, long ldx, long rows, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
+    long outputs = 0;
+    for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
+    in_threads(threads, [&](int thread, int of) {
+        long begin, end, first = 0;
+        share_of(outputs, 8, thread, of, begin, end);
+        alignas(64) float y[ROWS_AT_ONCE * 8];
+        for (int m = 0; m < count; first += matrices[m].outputs, m++) {
+            const T* weights = (const T*)matrices[m].weights;
+            const T* bias = (const T*)matrices[m].bias;
+            long stride = matrices[m].stride;
+            for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrices[m].outputs); o < last;) {
+                const T* w = weights + o * stride;
+                long wide = last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
+                if (wide == 8) {
+                    if (rows == 1) {
+                        multiply_tile<Steps<T>, 8, 1>(w, stride, x, ldx, inputs, y, 8);
+                    } else {
+                        multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, y, 8);
+                        multiply_outputs<Steps<T>, 4>(w + 4 * stride, stride, x, ldx, rows, inputs, y + 4, 8);
+                    }
+                } else if (wide == 4) {
+                    multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, y, 8);
+                } else {
+                    multiply_outputs<Steps<T>, 1>(w, stride, x, ldx, rows, inputs, y, 8);
+                }
+                finish(y, 8, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
+                o += wide;
+            }
+        }
+    });
+}
+
+// Memory that a thread keeps for the next call.
+inline void* workspace(size_t bytes) {
+    thread_local std::unique_ptr<char[]> kept;
+    thread_local size_t size = 0;
+    if (bytes + 64 > size) {
+        kept.reset(new char[bytes + 64]);
+        size = bytes + 64;
+    }
+    return (void*)(((uintptr_t)kept.get() + 63) & ~uintptr_t(63));
+}
+
+// Some rows in the form that `prepare` gives STEP numbers, padded with zeros to whole steps; as they are where that is the form.
+template <class Row, int STEP, bool AS_GIVEN, class T, class Prepare>
+const Row* prepare_rows(const T* x, long rows, long inputs, long& ldx, int threads, Prepare prepare) {
+    ldx = (inputs + STEP - 1) / STEP * STEP;
+    if constexpr (AS_GIVEN) {
+        if (ldx == inputs) return x;
+    }
+    Row* space = (Row*)workspace(rows * ldx * sizeof(Row));
+    in_threads(rows * inputs > 32768 ? threads : 1, [&](int thread, int of) {
+        long begin, end;
+        share_of(rows, 1, thread, of, begin, end);
+        for (long row = begin; row < end; row++) {
+            const T* from = x + row * inputs;
+            Row* to = space + row * ldx;
+            long k = 0;
+            for (; k + STEP <= inputs; k += STEP) prepare(from + k, to + k);
+            if (k < inputs) {
+                T rest[STEP] = {};
+                memcpy(rest, from + k, (inputs - k) * sizeof(T));
+                prepare(rest, to + k);
+            }
+        }
+    });
+    return space;
+}
+
+template <class T>
+void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int count, T* out, int threads) {
+    using S = Steps<T>;
+    long outputs = 0, ldx;
+    bool columns = matrices[0].input_stride != 1;
+    for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
+    for (long row = 0; row < rows; row += ROWS_AT_ONCE, x += ROWS_AT_ONCE * inputs, out += ROWS_AT_ONCE * outputs) {
+        long some = std::min(rows - row, ROWS_AT_ONCE);
+        if (columns) {
+            auto widened = [](const T* from, float* to) { *to = widen(*from); };
+            const float* wide = prepare_rows<float, 1, sizeof(T) == sizeof(float)>(x, some, inputs, ldx, threads, widened);
+            long first = 0;
+            for (int m = 0; m < count; first += matrices[m].outputs, m++)
+                multiply_column_block<T>(wide, ldx, some, inputs, matrices[m], out + first, outputs, threads);
+        } else {
+            const auto* prepared = prepare_rows<typename S::Row, S::STEP, S::AS_GIVEN>(x, some, inputs, ldx, threads, S::prepare);
+            multiply_block<T>(prepared, ldx, some, inputs, matrices, count, out, outputs, threads);
+        }
+    }
+}
+
+}  // namespace

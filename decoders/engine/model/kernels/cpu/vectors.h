@@ -1,0 +1,214 @@
+// Vectors of float32 for one kind of processor, chosen by what the compiler is told to target.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(DECODERS_PORTABLE)
+#undef __ARM_NEON
+#endif
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+
+constexpr int LANES = 16;
+using Vec = __m512;
+using Bits = __m512i;
+
+inline Vec zeros() { return _mm512_setzero_ps(); }
+inline Vec broadcast(float value) { return _mm512_set1_ps(value); }
+inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec load(const float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+inline Vec load(const bfloat16* from) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16)); }
+inline Bits load_pairs(const bfloat16* from) { return _mm512_loadu_si512(from); }
+inline Vec first_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline Vec second_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000))); }
+inline __m128 quarter(Vec v) {
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+#elif defined(__AVX2__)
+
+constexpr int LANES = 8;
+using Vec = __m256;
+using Bits = __m256i;
+
+inline Vec zeros() { return _mm256_setzero_ps(); }
+inline Vec broadcast(float value) { return _mm256_set1_ps(value); }
+inline Vec load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Vec v) { _mm256_storeu_ps(to, v); }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec load(const float16* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+inline Vec load(const bfloat16* from) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16)); }
+inline Bits load_pairs(const bfloat16* from) { return _mm256_loadu_si256((const __m256i*)from); }
+inline Vec first_of_pairs(Bits pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline Vec second_of_pairs(Bits pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))); }
+inline __m128 quarter(Vec v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
+
+#elif defined(__ARM_NEON)
+
+constexpr int LANES = 4;
+using Vec = float32x4_t;
+using Bits = uint32x4_t;
+
+inline Vec zeros() { return vdupq_n_f32(0); }
+inline Vec broadcast(float value) { return vdupq_n_f32(value); }
+inline Vec load(const float* from) { return vld1q_f32(from); }
+inline void store(float* to, Vec v) { vst1q_f32(to, v); }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+inline Vec load(const float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)from))); }
+inline Vec load(const bfloat16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t*)from), 16)); }
+inline Bits load_pairs(const bfloat16* from) { return vreinterpretq_u32_u16(vld1q_u16((const uint16_t*)from)); }
+inline Vec first_of_pairs(Bits pairs) { return vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16)); }
+inline Vec second_of_pairs(Bits pairs) { return vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000))); }
+
+#else  // portable: loops that any compiler turns into the vectors that it knows
+
+constexpr int LANES = 4;
+struct Vec {
+    float lane[LANES];
+};
+struct Bits {
+    uint32_t lane[LANES];
+};
+
+inline Vec zeros() { return {}; }
+inline Vec broadcast(float value) { return {{value, value, value, value}}; }
+inline Vec load(const float* from) {
+    Vec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+    for (int i = 0; i < LANES; i++) c.lane[i] += a.lane[i] * b.lane[i];
+    return c;
+}
+inline Bits load_pairs(const bfloat16* from) {
+    Bits pairs;
+    for (int i = 0; i < LANES; i++) pairs.lane[i] = from[2 * i].bits | uint32_t(from[2 * i + 1].bits) << 16;
+    return pairs;
+}
+inline Vec as_floats(Bits bits) {
+    Vec v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+inline Vec first_of_pairs(Bits pairs) {
+    for (uint32_t& lane : pairs.lane) lane <<= 16;
+    return as_floats(pairs);
+}
+inline Vec second_of_pairs(Bits pairs) {
+    for (uint32_t& lane : pairs.lane) lane &= 0xffff0000;
+    return as_floats(pairs);
+}
+
+#endif
+
+inline float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float widen(float value) { return value; }
+inline float widen(bfloat16 value) { return as_float(uint32_t(value.bits) << 16); }
+inline float widen(float16 value) {
+#if defined(__F16C__)
+    return _cvtsh_ss(value.bits);
+#elif defined(__ARM_NEON)
+    __fp16 half;
+    memcpy(&half, &value, sizeof half);
+    return half;
+#else
+    uint32_t sign = uint32_t(value.bits & 0x8000) << 16, rest = value.bits & 0x7fff;
+    if (rest >= 0x7c00) return as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    // Shifted into place the exponent is too small by 112; subnormal numbers become right by the same multiplication.
+    return as_float(sign | as_bits(as_float(rest << 13) * as_float(uint32_t(127 + 112) << 23)));
+#endif
+}
+
+// Rounded to the nearest, ties to even.
+inline void narrow(float value, float& to) { to = value; }
+inline void narrow(float value, bfloat16& to) {
+    uint32_t bits = as_bits(value);
+    to.bits = value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void narrow(float value, float16& to) {
+#if defined(__F16C__)
+    to.bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__ARM_NEON)
+    __fp16 half = value;
+    memcpy(&to, &half, sizeof half);
+#else
+    uint32_t bits = as_bits(value), sign = bits >> 16 & 0x8000;
+    float size = as_float(bits & 0x7fffffff);
+    if (!(size < 65520.0f)) {
+        to.bits = sign | (size != size ? 0x7e00 : 0x7c00);
+        return;
+    }
+    // Adding a number whose last bit is worth what the result's last bit is rounds to that bit.
+    uint32_t exponent = as_bits(size) >> 23;
+    float unit = as_float(((exponent < 113 ? 113 : exponent) + 13) << 23);
+    float rounded = (size + unit) - unit;
+    uint32_t wide = as_bits(rounded);
+    to.bits = sign | (rounded < as_float(113u << 23) ? uint32_t(rounded * 16777216.0f) : (wide - (112u << 23)) >> 13);
+#endif
+}
+
+#if !defined(__AVX2__) && !defined(__ARM_NEON)
+inline Vec load(const float16* from) { return {{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])}}; }
+inline Vec load(const bfloat16* from) { return {{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])}}; }
+#endif
+
+// As a lane of vectors computes it.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__AVX2__) || defined(__ARM_NEON)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// The sum of each of four vectors. Always the same additions, so that a sum does not depend on its neighbours.
+inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
+#if defined(__AVX2__)
+    __m128 p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
+    _MM_TRANSPOSE4_PS(p, q, r, s);
+    _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(p, q), _mm_add_ps(r, s)));
+#elif defined(__ARM_NEON)
+    vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+#else
+    const Vec all[] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) to[i] = (all[i].lane[0] + all[i].lane[1]) + (all[i].lane[2] + all[i].lane[3]);
+#endif
+}
+
+inline void prefetch(const void* address) {
+#if defined(__GNUC__)
+    __builtin_prefetch(address);
+#endif
+}
+
+}  // namespace
