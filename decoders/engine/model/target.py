@@ -36,6 +36,7 @@ from .ranks import Ranks
 from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
+from .weights.fused_layers import fuse_layers
 from .weights.fingerprints import Fingerprints
 from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.quantized import LONG_TEXT, dequantized_products
@@ -164,6 +165,7 @@ class Target:
         multiply_few_rows(self.model, self.groups, precision.exact_products)
         if precision.exact_products:
             replace_norms(self.model)
+        fuse_layers(self.model)
         self.remember(model)
         layout = probe_layout(self.model, len(self.kinds))
         self.layout, self.counted = layout.layers, layout.counted

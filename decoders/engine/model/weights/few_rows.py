@@ -32,13 +32,13 @@ class _FewRows:
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.group
-        out = None if group is None else share_of(x, group[0], self.columns, lambda x: _product(x, group))
+        out = None if group is None else share_of(x, group[0], self.columns, lambda x: product_of(x, group))
         if out is None:
-            out = _product(x, (self,))
+            out = product_of(x, (self,))
         return super().forward(x) if out is None else out  # type: ignore[misc]  # of the layer that it replaces
 
 
-def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
+def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     """``[…, out]`` of all `layers`; None where they are no one product, or none that a kernel computes.
 
     Asked every time: a weight may have been given other data since, of another type or of other strides.

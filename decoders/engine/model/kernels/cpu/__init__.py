@@ -42,12 +42,17 @@ class Kernels:
     Attributes:
         variant: its name.
         path: of the shared object.
-        few_rows_linear: see :mod:`~decoders.engine.model.kernels.products`.
+        few_rows_linear, rms_norm: see :mod:`~decoders.engine.model.kernels.products`.
+        gated_activation, rotary, write_to_cache: see :mod:`~decoders.engine.model.kernels.elementwise`.
     """
 
     variant: str
     path: Path
     few_rows_linear: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_activation: Callable[..., Tensor]
+    rotary: Callable[..., Tensor]
+    write_to_cache: Callable[..., None]
 
     @classmethod
     def load(cls, variant: str, path: Path) -> Kernels:
@@ -55,12 +60,19 @@ class Kernels:
         namespace = f"decoders_{variant}"
         torch.ops.load_library(str(path))
         operators: Any = getattr(torch.ops, namespace)
-        torch.library.register_fake(f"{namespace}::few_rows_linear", _product_fake)
-        return cls(variant, path, operators.few_rows_linear.default)
+        for name, fake in _FAKES.items():
+            torch.library.register_fake(f"{namespace}::{name}", fake)
+        return cls(variant, path, *(getattr(operators, name).default for name in _FAKES))
 
 
-def _product_fake(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))
+#: Per operator, in the order of :class:`Kernels`: a result without values.
+_FAKES: dict[str, Callable[..., Tensor | None]] = {
+    "few_rows_linear": lambda x, matrices, biases: x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in matrices))),
+    "rms_norm": lambda x, *_: x.new_empty(x.shape),
+    "gated_activation": lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+    "rotary": lambda x, *_: x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])),
+    "write_to_cache": lambda *_: None,
+}
 
 
 @dataclass(frozen=True)
