@@ -138,7 +138,7 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 def _takes_single(target: Target) -> bool:
     """Whether a block of one node may have the same bits; otherwise attention is not given spare queries."""
-    return bool(target.quantized.layers) and target.dtype != torch.float32
+    return bool(target.quantized.layers or target.few_rows) and target.dtype != torch.float32
 
 
 def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:

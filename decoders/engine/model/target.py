@@ -113,6 +113,7 @@ class Target:
         precision: of the matrices and of the cache, where it is not the model's own.
         groups: paths of layers that read the same input; they are multiplied as one if they are stored or quantized alike.
         quantized: the quantized matrices.
+        few_rows: number of layers that multiply by our kernels, for which one row costs less than three.
         weights: state of the weights that kept texts and quantized matrices are of.
         samples: fingerprints of their values, to notice changes.
         rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
@@ -162,7 +163,7 @@ class Target:
         self._watch_head()
         self.groups = shared_inputs(self.model, len(self.kinds))
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
-        multiply_few_rows(self.model, self.groups, precision.exact_products)
+        self.few_rows = multiply_few_rows(self.model, self.groups, precision.exact_products)
         if precision.exact_products:
             replace_norms(self.model)
         fuse_layers(self.model)
@@ -263,6 +264,8 @@ class Target:
         """
         if self.static:
             return False
+        if (rows > 1 or self.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
+            return True
         return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
 
     def buffers(self, rows: int, slots: int) -> CacheBuffers:

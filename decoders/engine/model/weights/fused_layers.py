@@ -69,9 +69,10 @@ def _gated_class(plain: Any, gated_activation: Callable, kind: int, gate_first: 
     def compute(parts: tuple, x: Tensor) -> Tensor | None:
         pair, down = parts
         both = product_of(x, pair)
-        return None if both is None else down(gated_activation(both, kind, gate_first))
+        return None if both is None else product_of(gated_activation(both, kind, gate_first), (down,))
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
+        # The parts' own calls are left out, and with them what hooks on them would do: a model with such is not fused.
         out = None if more or options else compute(self.decoders_gated, x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
