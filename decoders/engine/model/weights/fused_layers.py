@@ -109,7 +109,13 @@ def _rotating(plain: Any, kernels: cpu.Kernels) -> type[nn.Module] | None:
     spaces = function.__globals__ | {name: _rotary(function.__globals__[name], kernels.rotary) for name in rotates}
     forward = FunctionType(function.__code__, spaces, function.__name__, function.__defaults__, function.__closure__)
     forward.__kwdefaults__ = function.__kwdefaults__
-    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+    def either(self: Any, *given: Any, **options: Any) -> Any:
+        # Dynamo looks for a function's globals in the module that they came from. The bits are the same.
+        run = plain.forward if torch.compiler.is_dynamo_compiling() else forward
+        return run(self, *given, **options)
+
+    return type(plain.__name__, (plain,), {"forward": either, "__module__": plain.__module__})
 
 
 def _is_rotary(function: Any) -> bool:

@@ -94,7 +94,8 @@ struct Heads {
     long row_stride, head_stride, node_stride;
 };
 
-// Rotary positions of the first `turned` numbers of every head: x cos + (-second half, first half) sin. out: [B, N, h, d].
+// Rotary positions of the first `turned` numbers of every head: x cos + (-second half, first half) sin, each
+// rounded as tensors are: compiled code, which cannot call this function, has the same bits. out: [B, N, h, d].
 template <class T>
 void rotate(const Heads& x, const T* cos, const T* sin, long turned, long position_stride, T* out, int threads) {
     by_rows(x.rows * x.nodes, x.heads * x.width, threads, [&](long begin, long end) {
@@ -108,8 +109,8 @@ void rotate(const Heads& x, const T* cos, const T* sin, long turned, long positi
                 T* to = out + (token * x.heads + head) * x.width;
                 for (long i = 0; i < half; i++) {
                     float a = widen(from[i]), b = widen(from[i + half]);
-                    narrow(a * widen(c[i]) - b * widen(s[i]), to[i]);
-                    narrow(b * widen(c[i + half]) + a * widen(s[i + half]), to[i + half]);
+                    narrow(rounded<T>(a * widen(c[i])) - rounded<T>(b * widen(s[i])), to[i]);
+                    narrow(rounded<T>(b * widen(c[i + half])) + rounded<T>(a * widen(s[i + half])), to[i + half]);
                 }
                 for (long i = turned; i < x.width; i++) to[i] = from[i];
             }
