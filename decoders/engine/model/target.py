@@ -36,8 +36,8 @@ from .ranks import Ranks
 from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
-from .weights.fused_layers import fuse_layers
 from .weights.fingerprints import Fingerprints
+from .weights.fused_layers import fuse_layers
 from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.quantized import LONG_TEXT, dequantized_products
 from .weights.same_bits import align_activations, replace_norms

@@ -21,6 +21,8 @@ from ..torch_compat import hooks_of
 from .few_rows import FewRowsConv1D, FewRowsLinear, product_of
 from .fused import outputs_of
 
+#: First parameters of functions for rotary positions.
+_ROTATED = ["q", "k", "cos", "sin"]
 #: Activations by their number in the kernel.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
 
@@ -31,13 +33,17 @@ def fuse_layers(model: nn.Module) -> None:
     kernels = cpu.chosen().kernels
     if kernels is None:
         return
+    rotating: dict[type[nn.Module], type[nn.Module] | None] = {}
     for module in model.modules():
         if "forward" in vars(module):
             continue
+        kind = type(module)
+        if kind not in rotating:
+            rotating[kind] = _rotating(kind, kernels.rotary)
         if (gated := _gated(module, kernels)) is not None:
             module.__class__, vars(module)["decoders_gated"] = gated
-        elif (kind := _rotating(cast(Hashable, type(module)), kernels)) is not None:
-            module.__class__ = kind
+        elif (replaced := rotating[kind]) is not None:
+            module.__class__ = replaced
 
 
 def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tuple] | None:
@@ -46,7 +52,12 @@ def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tu
     linear: list[Any] = [child for child in children if isinstance(child, FewRowsLinear | FewRowsConv1D)]
     others = [child for child in children if not isinstance(child, FewRowsLinear | FewRowsConv1D)]
     pair = next((child.group for child in linear if child.group is not None), None)
-    if len(linear) != 3 or pair is None or len(pair) != 2 or not all(any(each is one for each in linear) for one in pair):
+    if (
+        len(linear) != 3
+        or pair is None
+        or len(pair) != 2
+        or not all(any(each is one for each in linear) for one in pair)
+    ):
         return None
     if len(others) != 1 or any(True for _ in others[0].parameters()) or any(any(hooks_of(child)) for child in children):
         return None
@@ -97,16 +108,18 @@ def _close(ours: Tensor, other: Tensor) -> bool:
     return bool(error <= 8 * torch.finfo(other.dtype).eps * other.float().abs().max().clamp(min=1e-6))
 
 
-@functools.cache
-def _rotating(plain: Any, kernels: cpu.Kernels) -> type[nn.Module] | None:
-    """The class that replaces a module whose ``forward`` calls a function for rotary positions: the same code with our function."""
+def _rotating(plain: Any, rotary: Callable) -> type[nn.Module] | None:
+    """The class that replaces one whose ``forward`` calls a function for rotary positions: the same code with our function.
+
+    It is made anew for every model, since it has the functions that the code refers to now.
+    """
     function = inspect.unwrap(plain.forward)
     if not isinstance(function, FunctionType):
         return None
     rotates = {name for name in function.__code__.co_names if _is_rotary(function.__globals__.get(name))}
     if not rotates:
         return None
-    spaces = function.__globals__ | {name: _rotary(function.__globals__[name], kernels.rotary) for name in rotates}
+    spaces = function.__globals__ | {name: _rotary(function.__globals__[name], rotary) for name in rotates}
     forward = FunctionType(function.__code__, spaces, function.__name__, function.__defaults__, function.__closure__)
     forward.__kwdefaults__ = function.__kwdefaults__
 
@@ -120,10 +133,12 @@ def _rotating(plain: Any, kernels: cpu.Kernels) -> type[nn.Module] | None:
 
 def _is_rotary(function: Any) -> bool:
     """Whether ``function(q, k, cos, sin)`` turns the halves of every head against each other."""
-    if not isinstance(function, FunctionType) or list(inspect.signature(function).parameters)[:4] != ["q", "k", "cos", "sin"]:
+    if not isinstance(function, FunctionType) or list(inspect.signature(function).parameters)[:4] != _ROTATED:
         return False
     generator = torch.Generator().manual_seed(0)
-    q, k, angles = (torch.randn(*size, generator=generator, device="cpu") for size in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8)))
+    q, k, angles = (
+        torch.randn(*size, generator=generator, device="cpu") for size in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8))
+    )
     cos, sin = angles.cos(), angles.sin()
     try:
         turned = function(q, k, cos, sin)
@@ -131,7 +146,10 @@ def _is_rotary(function: Any) -> bool:
         return False
     if not isinstance(turned, tuple) or len(turned) != 2:
         return False
-    return all(_close(ours, own * cos[:, None] + _half_turned(own) * sin[:, None]) for ours, own in zip(turned, (q, k), strict=True))
+    return all(
+        _close(ours, own * cos[:, None] + _half_turned(own) * sin[:, None])
+        for ours, own in zip(turned, (q, k), strict=True)
+    )
 
 
 def _half_turned(x: Tensor) -> Tensor:
@@ -141,7 +159,12 @@ def _half_turned(x: Tensor) -> Tensor:
 
 def _rotary(plain: Callable, rotary: Callable) -> Callable:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        fits = q.dtype == k.dtype == cos.dtype == sin.dtype and cos.dim() == 3 and q.dim() == k.dim() == 4 and q.shape[-1] == cos.shape[-1]
+        fits = (
+            q.dtype == k.dtype == cos.dtype == sin.dtype
+            and cos.dim() == 3
+            and q.dim() == k.dim() == 4
+            and q.shape[-1] == cos.shape[-1]
+        )
         if more or options or not fits or q.stride(-1) != 1 or k.stride(-1) != 1:
             return plain(q, k, cos, sin, *more, **options)
         cos, sin = cos.contiguous(), sin.contiguous()

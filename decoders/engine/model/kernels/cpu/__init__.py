@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .....common.files import cache_folder
@@ -68,7 +69,9 @@ class Kernels:
 
 #: Per operator, in the order of :class:`Kernels`: a result without values.
 _FAKES: dict[str, Callable[..., Tensor | None]] = {
-    "few_rows_linear": lambda x, matrices, biases: x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in matrices))),
+    "few_rows_linear": lambda x, matrices, biases: x.new_empty(
+        (*x.shape[:-1], sum(len(matrix) for matrix in matrices))
+    ),
     "rms_norm": lambda x, *_: x.new_empty(x.shape),
     "gated_activation": lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
     "rotary": lambda x, *_: x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])),
@@ -153,21 +156,58 @@ def loaded(variant: str) -> Kernels:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares products with those in float64 for several sizes; what is wrong, None if nothing is."""
+    """Compares results with those in float64 for several sizes; what is wrong, None if nothing is."""
+    return next(
+        (wrong for dtype in TYPES for part in (_check_products, _check_elementwise) if (wrong := part(kernels, dtype))),
+        None,
+    )
+
+
+def _drawn(*sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    for dtype in TYPES:
-        for inputs, outputs in ((80, 27), (37, 9)):
-            sizes = (11, inputs), (outputs, inputs), (outputs,)
-            x, matrix, bias = (torch.randn(*size, generator=generator, device="cpu").to(dtype) for size in sizes)
-            exact = x.double() @ matrix.double().T + bias.double()
-            tolerance = max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max()
-            for stored in (matrix, matrix.t().contiguous().t()):
-                whole, name = kernels.few_rows_linear(x, [stored], [bias]), str(dtype).removeprefix("torch.")
-                if not (whole.double() - exact).abs().max() <= tolerance:  # a NaN is wrong, too
-                    return f"a wrong product of {name}"
-                for rows in range(1, len(x)):
-                    if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
-                        return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
+    return [torch.randn(*size, generator=generator, device="cpu").to(dtype) for size in sizes]
+
+
+def _is_close(result: Tensor, exact: Tensor) -> bool:
+    tolerance = max(torch.finfo(result.dtype).eps, 1e-5) * exact.abs().max()
+    return bool((result.double() - exact).abs().max() <= tolerance)  # False for a NaN
+
+
+def _check_products(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    for inputs, outputs in ((80, 27), (37, 9)):
+        x, matrix, bias = _drawn((11, inputs), (outputs, inputs), (outputs,), dtype=dtype)
+        exact = x.double() @ matrix.double().T + bias.double()
+        for stored in (matrix, matrix.t().contiguous().t()):
+            whole = kernels.few_rows_linear(x, [stored], [bias])
+            if not _is_close(whole, exact):
+                return f"a wrong product of {name}"
+            for rows in range(1, len(x)):
+                if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
+                    return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
+    return None
+
+
+def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    x, weight, heads, angles = _drawn((5, 54), (54,), (2, 3, 4, 10), (2, 4, 10), dtype=dtype)
+    wide = x.double()
+    norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    if not _is_close(kernels.rms_norm(x, weight, 1e-5, False, False), norm):
+        return f"a wrong norm of {name}"
+    gate, up = wide.chunk(2, -1)
+    for kind, activated in enumerate((F.silu(gate), F.gelu(gate, approximate="tanh"))):
+        if not _is_close(kernels.gated_activation(x, kind, True), activated * up):
+            return f"a wrong activation of {name}"
+    cos, sin = angles.cos(), angles.sin()
+    first, second = heads.double().chunk(2, -1)
+    turned = heads.double() * cos.double()[:, None] + torch.cat([-second, first], -1) * sin.double()[:, None]
+    if not _is_close(kernels.rotary(heads, cos, sin).transpose(1, 2), turned):
+        return f"wrong rotary positions of {name}"
+    cache, slots = torch.zeros_like(heads), torch.tensor([[2, 0, 3, 1], [0, 1, -1, 2]], device="cpu")
+    kernels.write_to_cache(cache, cache, slots, heads, heads)
+    if not torch.equal(cache.gather(2, (slots % 4)[:, None, :, None].expand_as(heads)), heads):
+        return f"a wrong write of {name} to the cache"
     return None
 
 
