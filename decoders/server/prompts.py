@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..common.pieces import special_tokens
 from ..constraints import ThinkingMarkers, known_markers
 from ..errors import shortened
 from .bodies import Message, Tool
@@ -32,6 +33,7 @@ class Conversations:
         style: how it writes calls.
         thinking: the markers of thoughts; None where none are known.
         messages: which messages it takes.
+        special: the special tokens by their names.
     """
 
     def __init__(
@@ -43,8 +45,8 @@ class Conversations:
         self.tokenizer, self.template, self.processor = tokenizer, template, processor
         self.thinking = ThinkingMarkers(*thinking) if thinking is not None else known_markers(tokenizer, template)
         self.style, self.messages = CallStyle(), MessageStyle()
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        specials = [token for token in dict.fromkeys([*tokenizer.all_special_tokens, *added]) if token]
+        self.special = special_tokens(tokenizer)
+        specials = [name for name in self.special if name]
         if self.has_template:
             self.messages = message_style(self._render)
             source = str(template or tokenizer.chat_template)

@@ -24,7 +24,7 @@ from ..generate import OwnDefaults, enable, enabled
 from ..plugins import registry, resolve_strategy
 from ..serving.generation import Generation
 from ..strategy import Strategy
-from .arguments import callbacks, sampling, wrapped
+from .arguments import Stops, callbacks, sampling, wrapped
 from .bodies import Asked, Body
 from .client_settings import ClientSettings
 from .grammars import wanted_of
@@ -269,7 +269,8 @@ class Service:
             prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
         grammar, to_judge = (prepared.grammar, prepared.judges) if prepared is not None else (None, False)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
-        job = Job(f"{kind}{secrets.token_hex(12)}", [], body.stops, arrival, seconds)
+        stops = Stops.of(body.stops, self.conversations.special)
+        job = Job(f"{kind}{secrets.token_hex(12)}", [], stops, arrival, seconds)
         try:
             for index in range(count):
                 arrival.check(seconds)
@@ -279,7 +280,7 @@ class Service:
                     body.strategy, body.strategy_config, prompt, self._ended, arrival.client if self.keys > 1 else job.id,
                     deadline=arrival.left(seconds), cache_salt=salt,
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared, **images,
-                    **callbacks(body, self.tokenizer, len(prompt)),
+                    **callbacks(body, self.tokenizer, len(prompt), stops),
                 )  # fmt: skip
                 job.choices.append(Choice(index, own, generation, prompt, to_judge))
             arrival.check(seconds)
