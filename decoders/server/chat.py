@@ -9,12 +9,13 @@ from ..common.pieces import named_tokens
 from .answers import Answer, ChoicesAnswer, Growing, TextToken
 from .bodies import ChatBody
 from .grammars import Calling, wanted_of
+from .histories import JOINT
 from .limits import Arrival
 from .reasoning import Reasoning
 from .refusals import Refusal
 from .service import Service
 from .texts import Choice, Job, named
-from .turns import JOINT, Piece, Turn
+from .turns import Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:

@@ -131,7 +131,7 @@ class Calling:
             tools = tuple(tool for tool in tools if tool.function.name in chosen)
         elif choice is not None:
             mode = choice
-        several = body.parallel_tool_calls is not False and mode != "named"
+        several = body.parallel_tool_calls is not False and mode != "named" and not style.one_call
         format = _format_beside_calls(body, style) if mode == "auto" else None
         return Calling(tools, style, mode != "auto", several, mode == "named", format)
 
