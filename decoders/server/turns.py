@@ -99,7 +99,8 @@ class Turn:
                 pieces += self._grown("thought", self.thoughts, number, text)
                 continue
             if part.kind == "answer" and self._calling is not None:
-                written = self._calling.read(text, ended, self._known.setdefault(number, {}))
+                over = ended or number < len(parts) - 1
+                written = self._calling.read(text, over, self._known.setdefault(number, {}))
                 text, calls = written.text, [*written.calls]
             pieces += self._grown("text", self.texts, number, text)
             self.places[number] = part.begin, part.begin + len(text)
