@@ -38,7 +38,7 @@ from .bodies import (
     Tool,
     ToolChoice,
 )
-from .refusals import Refusal
+from .refusals import Refusal, refusal
 from .templates import CallStyle
 
 
@@ -51,7 +51,7 @@ def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
     try:
         return _spec(wanted)
     except GrammarError as error:
-        raise Refusal(400, str(error), param="response_format", code="invalid_grammar") from error
+        raise refusal(error) from error
 
 
 def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
