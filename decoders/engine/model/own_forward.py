@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...common.transformers_compat import attention_of, cache_keyword, set_attention
 from ...errors import InputError, UnsupportedError
+from .attention import module_configs
 from .blocks import causal_block
 from .buckets import view_bucket
 from .cache import CacheBuffers
@@ -79,7 +80,10 @@ class OwnForward:
     def __init__(self, target: Target, model: PreTrainedModel) -> None:
         self.target, self.model = target, target.copied()
         self._checked = False
-        _attend_as(self.model.config, model.config)
+        theirs = module_configs(model)
+        for place, config in module_configs(self.model).items():
+            if place in theirs:
+                _attend_as(config, theirs[place])
         self._head = HeadInputs(self.model.get_output_embeddings())
         self._layers = LayerStates(self.model, target.layers) if target.layers else None
 

@@ -225,7 +225,7 @@ class Target:
 
     def _attend_by(self, attends: Literal["sdpa", "triton"]) -> None:
         self.attends = attends
-        self.model.set_attn_implementation(kernel.NAME if attends == "triton" else attention.NAME)
+        attention.attend_by(self.model, kernel.NAME if attends == "triton" else attention.NAME)
 
     @functools.cached_property
     def decoder_layers(self) -> int:
