@@ -50,7 +50,9 @@ class ModuleTwin:
         for config in configs:
             set_attention(config, attention.NAME)
         first = next(iter(configs), None)
-        self.kinds, kind_of_layer = attention.layer_kinds(first) if first is not None else ((attention.LayerKind(),), (0,))
+        self.kinds, kind_of_layer = (
+            attention.layer_kinds(first) if first is not None else ((attention.LayerKind(),), (0,))
+        )
         for part in self.module.modules():
             layer = getattr(part, "layer_idx", None)
             if isinstance(layer, int) and layer < len(kind_of_layer):
