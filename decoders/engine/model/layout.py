@@ -79,7 +79,10 @@ _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)")
 
 
 def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
-    """The tokens that stand for parts of images and the like; None for a design that reads nothing but text."""
+    """The tokens that stand for parts of images and the like; None for a design that reads nothing but text.
+
+    The text-only classes of a family share the mark of those that see; their configs hold none of a tower and name no such token.
+    """
     modalities = getattr(model, "input_modalities", "text")
     if {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities):
         return None
@@ -88,6 +91,8 @@ def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
         {value for part in configs for name, value in vars(part).items() if _PLACEHOLDER.fullmatch(name)}
         for configs in ([model.config], parts)
     )
+    if not parts and not own:
+        return None
     return tuple(sorted(value for value in own or inner if isinstance(value, int)))
 
 
