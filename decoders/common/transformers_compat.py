@@ -90,12 +90,19 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: members of the outermost lists each of which holds attention of one layer index."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0:
-            indices = [_indices(layer) for layer in module]
-            if all(len(index) == 1 for index in indices) and len(set().union(*indices)) == len(module):
-                return list(module)
+    """The decoder layers of `model`: members of the outermost list each of which holds attention of one layer index; else, where
+    attention is numbered in another way (GPT-Neo), of the only list that has as many as the config says.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    for module in lists:
+        indices = [_indices(layer) for layer in module]
+        if all(len(index) == 1 for index in indices) and len(set().union(*indices)) == len(module):
+            return list(module)
+    if isinstance(config := getattr(model, "config", None), PreTrainedConfig):
+        count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        whole = [module for module in lists if len(module) == count]
+        if len(whole) == 1:
+            return list(whole[0])
     return []
 
 
