@@ -27,7 +27,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
+from .arguments import HINTS, IDLE, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
 from .given import CACHES, Beginning, CallCache
 from .grammars import Grammars
@@ -154,6 +154,7 @@ def prepare(
         raise UnsupportedError(
             f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images begins with nothing else{hint}"
         )
+    idle, options = options.apart(frozenset(IDLE))
     given, runtime = options.arguments, options.runtime
     kind = kind_of(model, options.configs, given)
     earlier = kept.get(kind) if kind is not None else None
@@ -185,6 +186,8 @@ def prepare(
         check_pad_token(model, preparation.pad_token)
     engine = engine_of()
     engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
+    if "token_type_ids" in idle:
+        engine.own_forward(model, engine.target).check_type_ids()
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
     seen = engine.target.placeholders if isinstance(beginning, CallCache) else None

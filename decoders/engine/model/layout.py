@@ -179,7 +179,7 @@ def _run_one_token(model: PreTrainedModel, kinds: int, cache: LayoutProbe | Stat
 
 def _run_some_tokens(model: PreTrainedModel, kinds: int, cache: CountingProbe) -> Tensor:
     """The logits of a short text that is run with `cache`."""
-    text = torch.arange(PROBED, device=model.device)[None] % embeddings_of(model)
+    text = torch.arange(min(PROBED, context_length(model)), device=model.device)[None] % embeddings_of(model)
     return cast(Tensor, _run(model, kinds, cache, text, attention.MaskShape()).logits)
 
 
@@ -194,7 +194,9 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
     )
 
 
-#: Tokens of a trial pass; attention to a single token would not show a temperature.
+#: Fewest positions of a context: a text of two tokens and a branch behind it are compared with the model's own pass.
+SHORTEST = 5
+#: Most tokens of a trial pass; attention to a single token would not show a temperature.
 PROBED = 8
 #: Longest context that is tried, because some designs create a tensor of that length.
 LONGEST = 1 << 24
@@ -241,7 +243,7 @@ def counted_tokens(
     """How a design uses the number of cached tokens; None if the number has no effect.
 
     Args:
-        logits: of a pass over :data:`PROBED` tokens with a cache.
+        logits: of a pass over :data:`PROBED` tokens with a cache, or as many as the context has.
         context: most tokens of a text.
     """
     empty = logits(CountingProbe(0))
@@ -252,7 +254,8 @@ def counted_tokens(
         except Exception:  # a design may raise anything for such a number
             return True
 
-    most = max(min(context, LONGEST) - PROBED, 1)
+    probed = min(PROBED, context)
+    most = max(min(context, LONGEST) - probed, 1)
     if not minds(most):
         return None
     harmless, first = 0, most
@@ -261,8 +264,8 @@ def counted_tokens(
         middle = min(max(middle, harmless + 1), first - 1)
         harmless, first = (harmless, middle) if minds(middle) else (middle, first)
     if harmless:  # the last token of the pass has so many more in front of it
-        harmless += PROBED
-    of_each = torch.full((PROBED,), first, device=device)
+        harmless += probed
+    of_each = torch.full((probed,), first, device=device)
     return CountedTokens(harmless, by_node=not minds(of_each, logits(CountingProbe(first))))
 
 
@@ -305,6 +308,10 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} scales its rotary positions by the sequence's length (rope_type "
             f"{' / '.join(str(v) for v in varying if v)}), which no static cache can follow exactly. {advice}"
+        )
+    if (context := context_length(model)) < SHORTEST:
+        raise UnsupportedError(
+            f"the context of {name} has {context} positions, and its check takes {SHORTEST}: the loop decodes longer ones. {advice}"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
