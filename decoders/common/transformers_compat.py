@@ -83,6 +83,30 @@ NO_PART_OF_NETWORK = frozenset({
 })  # fmt: skip
 
 
+def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of a config's rotary embeddings: one set, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    several = [each for each in rope.values() if isinstance(each, dict)]
+    return several or ([rope] if rope else [])
+
+
+# Rotary embeddings.
+
+
+def rope_type_of(module: nn.Module) -> Any:
+    """The kind of table by which transformers' rotary modules decide whether a pass computes it anew: a name, or one for each type of
+    layer; None for other modules. No public attribute says it.
+    """
+    kind = getattr(module, "rope_type", None)
+    return kind if isinstance(kind, (str, dict)) else None
+
+
+def set_rope_type(module: nn.Module, kind: Any) -> None:
+    """Sets it; a name for all types of layers."""
+    present = rope_type_of(module)
+    module.rope_type = dict.fromkeys(present, kind) if isinstance(present, dict) and isinstance(kind, str) else kind
+
+
 # Layers.
 
 #: Modules that transformers numbers by decoder layer: attention modules are.

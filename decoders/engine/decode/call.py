@@ -40,7 +40,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
     """
     called = time.perf_counter()
     try:
-        with engine.decoding(), ExitStack() as stack:  # the stack gives sessions back, whatever happens
+        with engine.decoding(request.side), ExitStack() as stack:  # the stack gives sessions back, whatever happens
             waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)

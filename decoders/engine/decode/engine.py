@@ -144,8 +144,12 @@ class Engine:
         return devices.current(self.target.device)
 
     @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Gives a call, or a step of a lane, the model for itself; others wait."""
+    def decoding(self, side: int = 0) -> Iterator[None]:
+        """Gives a call, or a step of a lane, the model for itself; others wait.
+
+        Args:
+            side: of its texts, see :meth:`Target.side_of`.
+        """
         with (
             self.lock,
             self.active(),
@@ -158,6 +162,7 @@ class Engine:
             self._follow_stream()
             if self.threads is not None:
                 self.threads.use()
+            self.target.take_side(side)
             yield
 
     def _follow_stream(self) -> None:

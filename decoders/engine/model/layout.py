@@ -301,14 +301,6 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{name} takes no position_ids, or adds ALiBi, which derives positions from a 2-D mask: nodes of a tree cannot be placed. "
             f"{advice}"
         )
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    varying = [r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
-    if {"longrope", "dynamic"} & set(varying):
-        # The rotary table depends on the longest position of the whole batch, so a draft would change other tokens.
-        raise UnsupportedError(
-            f"{name} scales its rotary positions by the sequence's length (rope_type "
-            f"{' / '.join(str(v) for v in varying if v)}), which no static cache can follow exactly. {advice}"
-        )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(
             f"the context of {name} has {context} positions, and its check takes {SHORTEST}: the loop decodes longer ones. {advice}"
