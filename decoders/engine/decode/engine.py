@@ -35,6 +35,7 @@ from ..model.weights.twin import first_layers
 from .calibration import Calibrator
 from .core import StepPass
 from .drafts.modules import ModuleTwin
+from .losses import warn_of_format
 from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.
@@ -78,6 +79,7 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         self._prepared = started, time.perf_counter() - started - self.target.check_seconds, self.target.check_seconds
+        warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several

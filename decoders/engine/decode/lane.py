@@ -19,6 +19,7 @@ from .admission import Admission, Seat
 from .batch import Batch
 from .engine import Engine
 from .grammar.host_guide import HostGuide
+from .losses import warn_of_load
 from .request import Request, RequestOutput, empty_report
 from .rows import stop_tensor
 from .session import Session
@@ -204,6 +205,7 @@ class Lane:
             self.seats.remove(seat)
             seat.member.report.recorded_memory = self.engine.sessions.recorded_nbytes
             seat.member.close()
+            warn_of_load(seat.member.report)
             if seat.plan is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
                 self._clock += 1
