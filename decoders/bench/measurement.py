@@ -57,6 +57,7 @@ class Measurement:
         stages: of the report.
         prompt_tokens: of the longest row.
         compiled_share: of the steps, in the compiled tier.
+        waiting: of the report.
     """
 
     workload: str
@@ -81,6 +82,7 @@ class Measurement:
     stages: list[Stage] = field(default_factory=list)
     prompt_tokens: int | None = None
     compiled_share: float | None = None
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -414,7 +416,7 @@ def _sample(
             steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill, propose=t.propose, mask=t.mask,
             core=t.core, observe=t.observe, host=t.host, overhead=report.overhead,
             accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report), stages=report.stages,
-            compiled_share=compiled_share(report),
+            compiled_share=compiled_share(report), waiting=report.waiting,
         )  # fmt: skip
     sample = Measurement(
         workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import decoders
 from decoders import bench
-from decoders.bench import advice
+from decoders.bench import advice, records
 from decoders.bench.advice import Advice, Outlook
 from decoders.bench.figures import Spread
 from decoders.bench.verdict import Verdict
@@ -165,3 +165,10 @@ def test_the_command_prints_it_and_writes_json() -> None:
         "records",
     }
     assert result["verdict"]["text"] in " ".join(done.stderr.split())
+
+
+def test_on_a_busy_machine_no_speed_is_compared(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "waiting", lambda _: 0.63)
+    advised = decoders.advise(model, ["one two"], tokenizer=tokenizer, seconds=0.1, compile=False)
+    assert "no speed is compared here" in str(advised) and "steps waited 63% of their time" in str(advised)
+    assert "times" not in str(advised) and all(record.ratio is None for record in advised.records)

@@ -23,6 +23,7 @@ from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
+from decoders.testing import assert_same_tokens, decode, prompts
 from decoders.testing.models import tiny_model
 from decoders.tree import TreeTensors
 
@@ -246,3 +247,24 @@ def test_what_the_kernel_cannot_do_is_named() -> None:
         assert "attention of their own" in str(kernel.unfit(layout, count - 1, cpu))
         assert "512 wide" in str(kernel.unfit([replace(spec, key_dim=512) for spec in layout], count, cpu))
         assert "float64" in str(kernel.unfit([replace(spec, dtype=torch.float64) for spec in layout], count, cpu))
+
+
+@pytest.mark.parametrize("design", ["gpt2", "llama"])
+@pytest.mark.parametrize("context", [5, 6, 7])
+def test_short_contexts_decode_to_their_end(design: str, context: int) -> None:
+    model, inputs = (
+        decoders.enable(
+            tiny_model(design, **{"n_positions" if design == "gpt2" else "max_position_embeddings": context})
+        ),
+        prompts(2, length=4),
+    )
+    inputs = {name: value[:, -3:] for name, value in inputs.items()}
+    expected = decode(model, inputs, max_new_tokens=context - 2).sequences
+    out = decode(model, inputs, "prompt_lookup", max_new_tokens=context - 2, decoders_config={"compile": False})
+    assert_same_tokens(model, inputs, expected, out.sequences, design)
+
+
+def test_a_context_that_leaves_no_room_for_the_check_is_refused_with_its_length() -> None:
+    model = decoders.enable(tiny_model("llama", max_position_embeddings=4))
+    with pytest.raises(UnsupportedError, match="context of LlamaForCausalLM has 4 positions, and its check takes 5"):
+        model.generate(torch.tensor([[5, 6]]), strategy="prompt_lookup", max_new_tokens=2)

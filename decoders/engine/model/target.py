@@ -17,7 +17,7 @@ from ...common.transformers_compat import cache_keyword, decoder_layers
 from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
-from . import attention, buckets, own_masks, recurrent
+from . import attention, buckets, own_masks, recurrent, rope
 from .blocks import LeadingText, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
@@ -124,6 +124,7 @@ class Target:
         counted: how its layers use the number of tokens in its cache, None if they do not.
         placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text. Once more as
             `placeholders_on_host`.
+        sides: the lengths at which its rotary tables change, None if they do not.
         multiple: blocks and chunks of text have a multiple of so many nodes.
         invariance: in low precision, whether a node has the same bits in every block.
         checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
@@ -152,6 +153,7 @@ class Target:
         self.static = devices.static_shapes(model.device)
         kinds, self._kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
+        self.sides = rope.take_over(self.model)
         self._attend_by("sdpa")
         self.tell_kinds(own_masks.take_over(self.model, kinds))
         self.embeddings = embeddings_of(model)
@@ -217,6 +219,15 @@ class Target:
         if self.counted is not None:
             self.counted.check(name, longest, rows)
 
+    def side_of(self, length: int) -> int:
+        """The side of a text of so many tokens (:class:`~decoders.engine.model.rope.Sides`); 0 where there is one."""
+        return 0 if self.sides is None else self.sides.of(length)
+
+    def take_side(self, side: int) -> None:
+        """Makes the next passes those of texts on `side`."""
+        if self.sides is not None:
+            self.sides.take(side)
+
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
         """Sets how far each kind of layer looks back."""
         self.kinds = kinds
@@ -228,7 +239,7 @@ class Target:
 
     def _attend_by(self, attends: Literal["sdpa", "triton"]) -> None:
         self.attends = attends
-        self.model.set_attn_implementation(kernel.NAME if attends == "triton" else attention.NAME)
+        attention.attend_by(self.model, kernel.NAME if attends == "triton" else attention.NAME)
 
     @functools.cached_property
     def decoder_layers(self) -> int:
