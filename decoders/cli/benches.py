@@ -62,15 +62,12 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
 
 def in_both_tiers(names: Sequence[str] | None) -> list[str]:
     """Every strategy, and every one uncompiled."""
-    from ..bench.variants import COMPILE
+    from ..bench.variants import COMPILE, with_setting
     from ..plugins import registry
 
-    uncompiled = f"{COMPILE}=false"
     variants = []
     for name in registry().strategies() if names is None else names:
-        first, plus, rest = name.partition("+")
-        variant = f"{first[:-1]},{uncompiled}]" if first.endswith("]") else f"{first}[{uncompiled}]"
-        variants += [name, variant + plus + rest]
+        variants += [name, with_setting(name, f"{COMPILE}=false")]
     return variants
 
 

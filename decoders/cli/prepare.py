@@ -207,10 +207,11 @@ def print_advice(advice: Advice, console: Console) -> None:
     together = {name: next(iter(pooled(records).values())) for name, records in tiers.items() if records}
     for table in fitting(summary_table(together), console.width):
         console.print(table)
-    console.print(Text(advice.verdict.text, style="bold"))
+    if advice.busy:
+        console.print(advice.busy, style="yellow")
+    console.print(Text(advice.headline, style="bold"))
     if advice.code:
         console.print(f"    {advice.code}", style="green", soft_wrap=True)
     for line in advice.lines:
         console.print(line)
-    texts = f"{advice.prompts} prompt{'s' if advice.prompts > 1 else ''}, {advice.new_tokens} new tokens each"
-    console.print(f"{texts}; {advice.seconds:.0f} s. decoders bench measures more.", style="dim")
+    console.print(f"{advice.measured}. decoders bench measures more.", style="dim")
