@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.files import write_whole
 from ..errors import SettingsError
 from .console import plain_console, waiting
 
@@ -217,6 +218,9 @@ def write_json(result: dict[str, Any], path: Path) -> None:
         sys.stdout.write(text)
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, say
+            path.write_text(text, encoding="utf-8")
+        else:  # whoever is stopped while writing leaves what was there
+            write_whole(path, text.encode())
     except OSError as error:
         raise SettingsError(f"--json {path}: {error.strerror}") from error
