@@ -218,9 +218,9 @@ def write_json(result: dict[str, Any], path: Path) -> None:
         sys.stdout.write(text)
         return
     try:
-        if path.exists() and not path.is_file():  # a pipe, say
+        if path.is_file() or (path.parent.is_dir() and not path.exists()):
+            write_whole(path, text.encode())  # whoever is stopped while writing leaves what was there
+        else:  # a pipe, say, or a mistake
             path.write_text(text, encoding="utf-8")
-        else:  # whoever is stopped while writing leaves what was there
-            write_whole(path, text.encode())
     except OSError as error:
         raise SettingsError(f"--json {path}: {error.strerror}") from error

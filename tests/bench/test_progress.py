@@ -18,7 +18,6 @@ from decoders.cli.console import plain_console, waiting
 from decoders.errors import SettingsError
 from decoders.testing import tiny_model
 
-
 SHORT = ("bench", "-s", "autoregressive", "--prompts", "all", "--limit", "1", "--no-compile", "-n", "2")
 
 
