@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
-
 from ...report import Report
 from ..model.kernels import cpu
 from ..model.target import Target
