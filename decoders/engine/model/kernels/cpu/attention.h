@@ -515,8 +515,10 @@ inline void take_turns(long count, int threads, Body body) {
 
 template <class C>
 void attend_to_slots(const Attention& a, int threads) {
-    thread_local std::vector<Seen> seen;
-    thread_local std::vector<int> slots;
+    thread_local std::vector<Seen> kept_seen;
+    thread_local std::vector<int> kept_slots;
+    std::vector<Seen>& seen = kept_seen;
+    std::vector<int>& slots = kept_slots;  // in other threads their names mean other objects
     seen.clear();
     slots.clear();
     long end = 0, seen_places = 0;
