@@ -107,7 +107,7 @@ class Target:
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded to buckets.
-        attends: the attention: "triton", the kernel for CUDA, or "sdpa".
+        attends: the attention: "triton", the kernel for CUDA; "cpu", the kernel for CPUs; or "sdpa".
         rejected: why a kernel of ours was tried and not used (:func:`~decoders.engine.model.self_check.target_of`), else None.
         longest: the longest texts for which its logits are the model's; None: any.
         precision: of the matrices and of the cache, where it is not the model's own.
@@ -185,23 +185,25 @@ class Target:
         self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
         if self.multiple > 1:
             align_activations(self.model)
-        if self._takes_kernel(attends, len(layout.groups)):
-            self._attend_by("triton")
+        ours = self._kernel_for(attends, len(layout.groups))
+        if ours is not None:
+            self._attend_by(ours)
 
-    def _takes_kernel(self, wanted: Attention, own_layers: int) -> bool:
-        """Whether our kernel computes attention. own_layers: number of layers that call the configured attention function.
+    def _kernel_for(self, wanted: Attention, own_layers: int) -> kernel.Kernel | None:
+        """Our kernel that computes attention, None for PyTorch's. own_layers: number of layers that call the configured attention.
 
         Raises:
             UnsupportedError: the kernel was asked for by name and does not fit.
         """
-        if wanted == "sdpa" or (wanted == "auto" and not kernel.preferred(self.device)):
-            return False
-        unfit = kernel.unfit(self.layout, own_layers, self.device)
+        ours = kernel.preferred(self.device) if wanted == "auto" else None if wanted == "sdpa" else wanted
+        if ours is None:
+            return None
+        unfit = kernel.unfit(ours, self.layout, own_layers, self.device)
         if unfit is not None and wanted == "triton":
             raise UnsupportedError(
                 f"attention='triton' does not fit {type(self.model).__name__}: {unfit}; leave 'auto'"
             )
-        return unfit is None
+        return ours if unfit is None else None
 
     def check_lengths(self, longest: int, rows: int) -> None:
         """Raises ContextLengthError if texts of up to `longest` tokens in so many rows cannot be decoded as by the model."""
@@ -223,9 +225,10 @@ class Target:
         """How far a decoder layer looks back."""
         return self.kinds[self._kind_of_layer[layer]]
 
-    def _attend_by(self, attends: Literal["sdpa", "triton"]) -> None:
+    def _attend_by(self, attends: Literal["sdpa", "triton", "cpu"]) -> None:
         self.attends = attends
-        self.model.set_attn_implementation(kernel.NAME if attends == "triton" else attention.NAME)
+        names = {"sdpa": attention.NAME, "triton": kernel.NAME, "cpu": kernel.CPU_NAME}
+        self.model.set_attn_implementation(names[attends])
 
     @functools.cached_property
     def decoder_layers(self) -> int:
@@ -420,7 +423,7 @@ class Target:
             states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
         offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
         slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
-        if self.attends == "triton":
+        if self.attends != "sdpa":
             whole_text = text is not None and text.length == n
             mask = kernel.pack_mask(base, tree.offsets, None if whole_text else visible)
         else:

@@ -43,11 +43,13 @@ class Kernels:
         variant: its name.
         path: of the shared object.
         few_rows_linear: see :mod:`~decoders.engine.model.kernels.products`.
+        slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
     """
 
     variant: str
     path: Path
     few_rows_linear: Callable[..., Tensor]
+    slot_attention: Callable[..., Tensor]
 
     @classmethod
     def load(cls, variant: str, path: Path) -> Kernels:
@@ -56,11 +58,17 @@ class Kernels:
         torch.ops.load_library(str(path))
         operators: Any = getattr(torch.ops, namespace)
         torch.library.register_fake(f"{namespace}::few_rows_linear", _product_fake)
-        return cls(variant, path, operators.few_rows_linear.default)
+        torch.library.register_fake(f"{namespace}::slot_attention", _attention_fake)
+        return cls(variant, path, operators.few_rows_linear.default, operators.slot_attention.default)
 
 
 def _product_fake(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))
+
+
+def _attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    rows, heads, queries, _width = query.shape
+    return query.new_empty(rows, queries, heads, value.shape[3])
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,11 @@ def loaded(variant: str) -> Kernels:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares products with those in float64 for several sizes; what is wrong, None if nothing is."""
+    """Compares products and attention with those in float64 for several sizes; what is wrong, None if nothing is."""
+    return _check_products(kernels) or _check_attention(kernels)
+
+
+def _check_products(kernels: Kernels) -> str | None:
     generator = torch.Generator().manual_seed(0)
     for dtype in TYPES:
         for inputs, outputs in ((80, 27), (37, 9)):
@@ -152,6 +164,39 @@ def check(kernels: Kernels) -> str | None:
                 for rows in range(1, len(x)):
                     if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
                         return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
+    return None
+
+
+def _check_attention(kernels: Kernels) -> str | None:
+    """Two branches behind 70 tokens, ``70 71 72`` and ``70 73 74 75``, for two heads of the keys and six of the queries."""
+    generator = torch.Generator().manual_seed(0)
+    committed, parents, window, softcap = 70, (-1, 0, 1, 0, 3, 4), 40, 3.0
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    rows = [[sum(1 << node for node in path), len(path) - 1, committed] for path in paths]
+    mask = torch.tensor(rows, device="cpu")[None, None]
+    chain = torch.tensor([[(2 << node) - 1, node, committed] for node in range(4)], device="cpu")[None, None]
+    slots = [*range(committed), *(committed + node for node in paths[-1])]
+    for dtype in TYPES:
+        query, key, value = (
+            torch.randn(1, *size, generator=generator, device="cpu").to(dtype)
+            for size in ((6, len(parents), 36), (2, 90, 36), (2, 90, 20))
+        )
+        wide = [tensor.double().repeat_interleave(3, 1) for tensor in (key, value)]
+        for reach, cap in ((0, 0.0), (window, softcap)):
+            options = None, None, None, reach, 0, 0.3, cap
+            ours, name = kernels.slot_attention(query, key, value, mask, *options), str(dtype).removeprefix("torch.")
+            for node, path in enumerate(paths):
+                seen = [*range(committed), *(committed + other for other in path)][-reach:]
+                scores = (query[:, :, node, None].double() * wide[0][:, :, seen]).sum(-1) * 0.3
+                weights = (cap * torch.tanh(scores / cap) if cap else scores).softmax(-1)
+                exact = (weights[..., None] * wide[1][:, :, seen]).sum(2)
+                if not (ours[:, node].double() - exact).abs().max() <= max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max():
+                    return f"a wrong attention in {name}"
+            one = query[:, :, paths[-1]], key[:, :, slots], value[:, :, slots]
+            if not torch.equal(kernels.slot_attention(*one, chain, *options), ours[:, paths[-1]]):
+                return f"a wrong attention in {name}: a branch has other bits than a chain"
     return None
 
 
