@@ -12,7 +12,7 @@ the path is in either: a branch of a tree has the bits of the same tokens as a c
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -44,10 +44,17 @@ ENOUGH_PROGRAMS = 128
 MOST_SCRATCH = 256 << 20
 
 
+#: The operator of the kernels for CPUs, once :func:`preferred` has found some: compiled code must not look for them.
+_slot_attention: Callable[..., Tensor] | None = None
+
+
 def preferred(device: torch.device) -> Kernel | None:
     """The kernel that attention='auto' means on `device`, if it fits the model."""
+    global _slot_attention
     if device.type == "cpu":
-        return "cpu" if cpu.chosen().kernels is not None else None
+        kernels = cpu.chosen().kernels
+        _slot_attention = None if kernels is None else kernels.slot_attention
+        return None if kernels is None else "cpu"
     return "triton" if device.type == "cuda" else None
 
 
@@ -260,10 +267,9 @@ def _on_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, window: int, chunk: int, scale: float,
     softcap: float,
 ) -> Tensor:  # fmt: skip
-    kernels = cpu.chosen().kernels
-    assert kernels is not None
+    assert _slot_attention is not None
     query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    return kernels.slot_attention(query, key, value, mask, sinks, None, None, window, chunk, scale, softcap)
+    return _slot_attention(query, key, value, mask, sinks, None, None, window, chunk, scale, softcap)
 
 
 register(NAME, kernel_attention)
