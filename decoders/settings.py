@@ -110,7 +110,9 @@ def _without_packed(weights: Any) -> Any:
 
 @cache
 def _warn_of_packed() -> None:
-    warnings.warn("weights='packed' means 'keep' now: nothing is packed any more, weights are read where they are", stacklevel=2)
+    warnings.warn(
+        "weights='packed' means 'keep' now: nothing is packed any more, weights are read where they are", stacklevel=2
+    )
 
 
 class RuntimeSettings(Settings):

@@ -192,7 +192,10 @@ class EqualOnce(CustomGraphPass):
             # A node that is no pure function of its arguments equals no other.
             what: object = (node.target, repr(known)) if _is_function(node) else node
             number = number_of[node] = numbers.setdefault(what, len(numbers))
-            if getattr(node.target, "namespace", "").startswith("decoders") and first.setdefault(number, node) is not node:
+            if (
+                getattr(node.target, "namespace", "").startswith("decoders")
+                and first.setdefault(number, node) is not node
+            ):
                 node.replace_all_uses_with(first[number])
         graph.eliminate_dead_code()
 
@@ -282,6 +285,7 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 # Tensors.
+
 
 def writes_counted(tensor: Tensor) -> int:
     """How many writes to the tensor PyTorch has counted; it counts none of inference tensors, nor of those through ``.data``.

@@ -140,7 +140,12 @@ def loaded(variant: str) -> Kernels:
             return Kernels.load(variant, folder / name)
     started = time.perf_counter()
     path = build.compile_into(kept, variant)
-    _log.info("compiled the CPU kernels for %s in %.1f s, once on this machine: %s", variant, time.perf_counter() - started, path)
+    _log.info(
+        "compiled the CPU kernels for %s in %.1f s, once on this machine: %s",
+        variant,
+        time.perf_counter() - started,
+        path,
+    )
     return Kernels.load(variant, path)
 
 

@@ -89,18 +89,32 @@ struct Steps<bfloat16> {
 
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int MOST_ROWS = 6;  // rows of x in a tile of four outputs, so that all sums are in registers
+constexpr int FEW_ROWS = 3;   // the same for eight outputs: more weights are on their way from memory at a time
 constexpr int COLUMNS = 4;    // vectors of outputs in a tile of four rows
 #elif defined(__AVX2__)
 constexpr int MOST_ROWS = 3;
+constexpr int FEW_ROWS = 1;
 constexpr int COLUMNS = 2;
 #else
 constexpr int MOST_ROWS = 2;
+constexpr int FEW_ROWS = 1;
 constexpr int COLUMNS = 1;
 #endif
-constexpr long ROWS_AT_ONCE = 64;  // rows of x that stay in the second-level cache while all weights pass by
+constexpr long MOST_ROWS_AT_ONCE = 192;
+constexpr long CACHE = 512 << 10;  // bytes of rows of x that stay in the second-level cache while all weights pass by
 
-// N rows of x times R outputs.
-template <class S, int R, int N, class T>
+// Outputs whose weights stay in the first-level cache while all rows pass by.
+template <class T>
+constexpr long PANEL = sizeof(T) == 4 ? 8 : 16;
+
+// Rows of x that are multiplied at once: whole tiles.
+inline long rows_at_once(long bytes_of_row) {
+    long rows = std::clamp(CACHE / std::max(bytes_of_row, 1L), 48L, MOST_ROWS_AT_ONCE);
+    return rows - rows % MOST_ROWS;
+}
+
+// N rows of x times R outputs. FIRST: the weights come from memory, and those of the next outputs are asked for.
+template <class S, int R, int N, bool FIRST, class T>
 inline void multiply_tile(const T* weights, long stride, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     Vec sums[R][N];
     for (int r = 0; r < R; r++)
@@ -111,7 +125,7 @@ inline void multiply_tile(const T* weights, long stride, const typename S::Row* 
     for (; k < whole; k += S::STEP) {
         S::template add<R, N>(w, x + k, ldx, sums);
         for (int r = 0; r < R; r++) {
-            if constexpr (N == 1) prefetch((const char*)w[r] + 1024);
+            if constexpr (FIRST) prefetch(w[r] + R * stride);
             w[r] += S::STEP;
         }
     }
@@ -134,21 +148,30 @@ inline void multiply_tile(const T* weights, long stride, const typename S::Row* 
     }
 }
 
-// All rows times R outputs. The rows that are left over by whole tiles are a tile of their own.
-template <class S, int R, int N, class T>
-inline void multiply_rest(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+// Up to N rows of x times R outputs, in a tile of just that many rows.
+template <class S, int R, int N, bool FIRST, class T>
+inline void multiply_rows(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
     if constexpr (N > 0) {
-        if (rows == N) return multiply_tile<S, R, N>(weights, stride, x, ldx, inputs, y, ldy);
-        multiply_rest<S, R, N - 1>(weights, stride, x, ldx, rows, inputs, y, ldy);
+        if (rows == N) return multiply_tile<S, R, N, FIRST>(weights, stride, x, ldx, inputs, y, ldy);
+        multiply_rows<S, R, N - 1, FIRST>(weights, stride, x, ldx, rows, inputs, y, ldy);
     }
 }
 
+// All rows times some outputs, R at a time. The rows of a tile are used for all outputs while they are in the first-level cache.
 template <class S, int R, class T>
-void multiply_outputs(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
-    long row = 0;
-    for (; row + MOST_ROWS <= rows; row += MOST_ROWS)
-        multiply_tile<S, R, MOST_ROWS>(weights, stride, x + row * ldx, ldx, inputs, y + row * ldy, ldy);
-    multiply_rest<S, R, MOST_ROWS - 1>(weights, stride, x + row * ldx, ldx, rows - row, inputs, y + row * ldy, ldy);
+void multiply_outputs(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, long outputs, float* y, long ldy) {
+    for (long row = 0; row < rows; row += MOST_ROWS) {
+        long some = std::min(rows - row, long(MOST_ROWS));
+        for (long o = 0; o < outputs; o += R) {
+            const T* w = weights + o * stride;
+            float* to = y + row * ldy + o;
+            if (row == 0) {
+                multiply_rows<S, R, MOST_ROWS, true>(w, stride, x, ldx, some, inputs, to, ldy);
+            } else {
+                multiply_rows<S, R, MOST_ROWS, false>(w, stride, x + row * ldx, ldx, some, inputs, to, ldy);
+            }
+        }
+    }
 }
 
 // Rounds outputs of all rows and puts them where they belong.
@@ -188,7 +211,7 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     in_threads(threads, [&](int thread, int of) {
         long begin, end;
         share_of(matrix.outputs, WIDE, thread, of, begin, end);
-        alignas(64) float y[ROWS_AT_ONCE * WIDE];
+        alignas(64) float y[MOST_ROWS_AT_ONCE * WIDE];
         const T* bias = (const T*)matrix.bias;
         for (long o = begin; o < end; o += WIDE) {
             const T* w = (const T*)matrix.weights + o;
@@ -209,35 +232,31 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     });
 }
 
-// rows: at most ROWS_AT_ONCE.
+// rows: at most MOST_ROWS_AT_ONCE.
 template <class T>
 void multiply_block(const typename Steps<T>::Row* x, long ldx, long rows, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
     long outputs = 0;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     in_threads(threads, [&](int thread, int of) {
         long begin, end, first = 0;
-        share_of(outputs, 8, thread, of, begin, end);
-        alignas(64) float y[ROWS_AT_ONCE * 8];
+        share_of(outputs, PANEL<T>, thread, of, begin, end);
+        alignas(64) float y[MOST_ROWS_AT_ONCE * PANEL<T>];
         for (int m = 0; m < count; first += matrices[m].outputs, m++) {
             const T* weights = (const T*)matrices[m].weights;
             const T* bias = (const T*)matrices[m].bias;
             long stride = matrices[m].stride;
             for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrices[m].outputs); o < last;) {
                 const T* w = weights + o * stride;
-                long wide = last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
-                if (wide == 8) {
-                    if (rows == 1) {
-                        multiply_tile<Steps<T>, 8, 1>(w, stride, x, ldx, inputs, y, 8);
-                    } else {
-                        multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, y, 8);
-                        multiply_outputs<Steps<T>, 4>(w + 4 * stride, stride, x, ldx, rows, inputs, y + 4, 8);
-                    }
-                } else if (wide == 4) {
-                    multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, y, 8);
+                long wide = last - o >= PANEL<T> ? PANEL<T> : last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
+                if (wide >= 8 && rows <= FEW_ROWS) {
+                    wide = 8;
+                    multiply_rows<Steps<T>, 8, FEW_ROWS, true>(w, stride, x, ldx, rows, inputs, y, PANEL<T>);
+                } else if (wide >= 4) {
+                    multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, wide, y, PANEL<T>);
                 } else {
-                    multiply_outputs<Steps<T>, 1>(w, stride, x, ldx, rows, inputs, y, 8);
+                    multiply_outputs<Steps<T>, 1>(w, stride, x, ldx, rows, inputs, 1, y, PANEL<T>);
                 }
-                finish(y, 8, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
+                finish(y, PANEL<T>, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
                 o += wide;
             }
         }
@@ -287,8 +306,9 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
     long outputs = 0, ldx;
     bool columns = matrices[0].input_stride != 1;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
-    for (long row = 0; row < rows; row += ROWS_AT_ONCE, x += ROWS_AT_ONCE * inputs, out += ROWS_AT_ONCE * outputs) {
-        long some = std::min(rows - row, ROWS_AT_ONCE);
+    const long most = rows_at_once(inputs * sizeof(typename S::Row));
+    for (long row = 0; row < rows; row += most, x += most * inputs, out += most * outputs) {
+        long some = std::min(rows - row, most);
         if (columns) {
             auto widened = [](const T* from, float* to) { *to = widen(*from); };
             const float* wide = prepare_rows<float, 1, sizeof(T) == sizeof(float)>(x, some, inputs, ldx, threads, widened);
