@@ -55,7 +55,12 @@ def without_chunks(kind: LayerKind, allowed: Any, position_q: Any, position_k: A
     return plain_narrow(LayerKind(kind.window), allowed, position_q, position_k)
 
 
-plain_narrow, plain_mask, plain_bits, plain_kind = LayerKind.narrow, attention.build_mask, kernel.pack_mask, kernel.kind_of
+plain_narrow, plain_mask, plain_bits, plain_kind = (
+    LayerKind.narrow,
+    attention.build_mask,
+    kernel.pack_mask,
+    kernel.kind_of,
+)
 
 
 def seeing_a_sibling(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
@@ -280,4 +285,6 @@ def test_what_the_kernel_cannot_do_is_named() -> None:
         assert kernel.unfit("triton", layout, count, cpu) is None
         assert "attention of their own" in str(kernel.unfit("triton", layout, count - 1, cpu))
         assert "512 wide" in str(kernel.unfit("triton", [replace(spec, key_dim=512) for spec in layout], count, cpu))
-        assert "float64" in str(kernel.unfit("triton", [replace(spec, dtype=torch.float64) for spec in layout], count, cpu))
+        assert "float64" in str(
+            kernel.unfit("triton", [replace(spec, dtype=torch.float64) for spec in layout], count, cpu)
+        )

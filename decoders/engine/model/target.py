@@ -122,7 +122,8 @@ class Target:
         counted: how its layers use the number of tokens in its cache, None if they do not.
         placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text. Once more as
             `placeholders_on_host`.
-        multiple: blocks and chunks of text have a multiple of so many nodes.
+        multiple: blocks and chunks of text have a multiple of so many nodes. More than 1 where bits matter and depend on the slots of a
+            path, too: then what was accepted on a branch is run again in its own slots.
         invariance: in low precision, whether a node has the same bits in every block.
         checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
         check_seconds: time of the check against the model.
@@ -181,13 +182,14 @@ class Target:
         self.placeholders_on_host = torch.tensor(ids, device="cpu") if ids is not None else None
         self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
-        # To fill a multiple, committed tokens are run again, which recurrent states do not allow.
-        self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
-        if self.multiple > 1:
-            align_activations(self.model)
         ours = self._kernel_for(attends, len(layout.groups))
         if ours is not None:
             self._attend_by(ours)
+        multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
+        if multiple > 1 and not self.recurrent:
+            align_activations(self.model)
+        # PyTorch's attention alone needs it. To fill a multiple, committed tokens are run again, which recurrent states do not allow.
+        self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _kernel_for(self, wanted: Attention, own_layers: int) -> kernel.Kernel | None:
         """Our kernel that computes attention, None for PyTorch's. own_layers: number of layers that call the configured attention.

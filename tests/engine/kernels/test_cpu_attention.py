@@ -92,7 +92,9 @@ def check(
     ours = attend(variant, query, *levels, mask, kind, softcap, own, scales)
     plain = expected(query, key, value, begin, tree, kind, softcap, own)
     assert ours.dtype == dtype and ours.is_contiguous() and ours.shape == plain.shape
-    counts = (begin[:, None] + tree.offsets[:, -queries:]) >= 0  # nodes in front of a row's beginning are run for nothing
+    counts = (
+        begin[:, None] + tree.offsets[:, -queries:]
+    ) >= 0  # nodes in front of a row's beginning are run for nothing
     assert (ours.double() - plain)[counts].abs().max() < DTYPES[dtype] * plain[counts].abs().max().clamp(min=1)
 
 
@@ -158,19 +160,28 @@ def test_any_tree_over_any_rows_attends_as_plain_attention_does(data: st.DataObj
 class Sequence:
     """A text of random tokens as one head's queries, keys and values, and its attention as one block of text."""
 
-    def __init__(self, variant: str, dtype: torch.dtype, length: int, kind: LayerKind, group: int = 3, width: int = 48) -> None:
+    def __init__(
+        self, variant: str, dtype: torch.dtype, length: int, kind: LayerKind, group: int = 3, width: int = 48
+    ) -> None:
         self.variant, self.dtype, self.length, self.kind = variant, dtype, length, kind
         self.query = noise(1, 2 * group, length, width, dtype=dtype)
-        self.key, self.value = noise(1, 2, length, width, dtype=dtype, seed=1), noise(1, 2, length, width, dtype=dtype, seed=2)
+        self.key, self.value = (
+            noise(1, 2, length, width, dtype=dtype, seed=1),
+            noise(1, 2, length, width, dtype=dtype, seed=2),
+        )
         text = causal_block(1, length, CPU)
         mask = pack_mask(torch.tensor([0]), text.offsets, None)
         self.whole = attend(variant, self.query, self.key, self.value, mask, kind, 4.0)
 
-    def verified(self, parents: list[int], path: list[int], base: int, view: int, rows: int = 1, spare: int = 0) -> Tensor:
+    def verified(
+        self, parents: list[int], path: list[int], base: int, view: int, rows: int = 1, spare: int = 0
+    ) -> Tensor:
         """The attention of tokens ``base …`` as the nodes of `path`; all other slots and nodes hold NaN."""
         nodes, at = len(parents), [base + node for node in path]
         tokens = slice(base, base + len(path))
-        key, value = (torch.full((1, 2, view + spare, t.shape[3]), float("nan"), dtype=self.dtype) for t in (self.key, self.value))
+        key, value = (
+            torch.full((1, 2, view + spare, t.shape[3]), float("nan"), dtype=self.dtype) for t in (self.key, self.value)
+        )
         query = torch.full((1, self.query.shape[1], nodes, self.query.shape[3]), float("nan"), dtype=self.dtype)
         query[:, :, path] = self.query[:, :, tokens]
         for own, given in ((key, self.key), (value, self.value)):
@@ -196,7 +207,9 @@ def test_a_token_has_the_same_bits_as_text_in_a_chain_and_on_any_branch(
         for nodes, rows, view in ((5, 1, 640), (12, 3, 700), (90, 1, 1300)):
             parents, path = [-1], [0]
             for node in range(1, nodes):
-                grows = len(path) < 5 and (nodes - node <= 5 - len(path) or bool(torch.rand(1, generator=generator) < 0.2))
+                grows = len(path) < 5 and (
+                    nodes - node <= 5 - len(path) or bool(torch.rand(1, generator=generator) < 0.2)
+                )
                 parents.append(path[-1] if grows else int(torch.randint(node, (1,), generator=generator)))
                 path += [node] * grows
             ours = sequence.verified(parents, path, base, view, rows, spare=rows * 7)
@@ -215,7 +228,10 @@ def test_text_has_the_same_bits_in_passes_of_any_length_and_with_any_number_of_t
                 view = begin + count
                 mask = pack_mask(torch.tensor([begin]), text.offsets, None)
                 parts = sequence.query[:, :, part], sequence.key[:, :, :view], sequence.value[:, :, :view]
-                assert torch.equal(attend(variant, *parts, mask, LayerKind(), 4.0), sequence.whole[:, part]), (count, threads)
+                assert torch.equal(attend(variant, *parts, mask, LayerKind(), 4.0), sequence.whole[:, part]), (
+                    count,
+                    threads,
+                )
     finally:
         torch.set_num_threads(before)
 
@@ -234,7 +250,10 @@ def test_what_a_layer_looks_at_is_read_where_it_is_and_strides_do_not_matter(var
     mask = pack_mask(torch.tensor([40, 3]), tree.offsets, tree.visible)
     query, key, value = noise(2, 4, 7, 24), noise(2, 2, 64, 24, seed=1), noise(2, 2, 64, 40, seed=2)
     whole = attend(variant, query, key, value, mask)
-    apart = [torch.cat([t, t], 3).transpose(1, 2).contiguous().transpose(1, 2)[..., : t.shape[3]] for t in (query, key, value)]
+    apart = [
+        torch.cat([t, t], 3).transpose(1, 2).contiguous().transpose(1, 2)[..., : t.shape[3]]
+        for t in (query, key, value)
+    ]
     assert torch.equal(attend(variant, *apart, mask), whole)
 
 

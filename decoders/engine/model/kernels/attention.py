@@ -262,7 +262,6 @@ tree_attention = operator(
 )
 
 
-
 def _on_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, window: int, chunk: int, scale: float,
     softcap: float,

@@ -197,7 +197,10 @@ def _check_attention(kernels: Kernels) -> str | None:
                 scores = (query[:, :, node, None].double() * wide[0][:, :, seen]).sum(-1) * 0.3
                 weights = (cap * torch.tanh(scores / cap) if cap else scores).softmax(-1)
                 exact = (weights[..., None] * wide[1][:, :, seen]).sum(2)
-                if not (ours[:, node].double() - exact).abs().max() <= max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max():
+                if (
+                    not (ours[:, node].double() - exact).abs().max()
+                    <= max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max()
+                ):
                     return f"a wrong attention in {name}"
             one = query[:, :, paths[-1]], key[:, :, slots], value[:, :, slots]
             if not torch.equal(kernels.slot_attention(*one, chain, *options), ours[:, paths[-1]]):
