@@ -221,7 +221,7 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
         yield Finding(
             "attention",
             "problem",
-            f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}",
+            f"a kernel of ours does not work here and was left for PyTorch's: {target.rejected}",
         )
     yield promise(check(target), dtype_name, low_precision=target.dtype.itemsize <= 2)
 

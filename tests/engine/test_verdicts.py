@@ -185,7 +185,7 @@ def test_a_verdict_against_a_model_is_not_kept(kept: Path, monkeypatch: pytest.M
     monkeypatch.setattr(attention.LayerKind, "narrow", lambda kind, allowed, *_: allowed)
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="differ"):
-            target_of(tiny_model("mistral"))
+            target_of(tiny_model("mistral"), "sdpa")
     assert not kept.exists()
 
 

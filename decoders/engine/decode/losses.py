@@ -17,7 +17,10 @@ def warn_of_format(target: Target) -> None:
         return
     if (choice := cpu.chosen()).kernels is None:
         name = str(target.dtype).removeprefix("torch.")
-        _once("format", f"there are no kernels for this CPU, so weights in {name} decode slowly; float32 is faster ({choice})")
+        _once(
+            "format",
+            f"there are no kernels for this CPU, so weights in {name} decode slowly; float32 is faster ({choice})",
+        )
 
 
 def warn_of_load(report: Report) -> None:

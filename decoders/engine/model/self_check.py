@@ -43,9 +43,11 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
         UnsupportedError: see :class:`Target`; or its tree-verified logits differ from those of a plain forward.
     """
     with devices.current(model.device):
-        if attends == "triton" or not kernel.preferred(model.device):
+        if attends == "triton" or kernel.preferred(model.device) is None:
             return _checked(model, attends, precision)
         inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
+        if model.device.type == "cpu":  # its products are no matter of that setting
+            inexact = precision
         every: list[tuple[Attention, Precision]]
         every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
         *tries, last = dict.fromkeys(every)
@@ -65,7 +67,7 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
                 f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
             )
             warnings.warn(
-                f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
+                f"a kernel of ours does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
             )
         return target
 
