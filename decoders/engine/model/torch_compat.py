@@ -83,7 +83,8 @@ def has_instructions(variant: str) -> bool:
     needed = {
         "avx2": (torch.cpu._is_avx2_supported,),
         "avx512": (torch.cpu._is_avx512_supported,),
-        "avx512_bf16": (torch.cpu._is_avx512_supported, torch.cpu._is_avx512_bf16_supported),
+        "avx512_vnni": (torch.cpu._is_avx512_supported, torch.cpu._is_vnni_supported),
+        "avx512_bf16": (torch.cpu._is_avx512_supported, torch.cpu._is_vnni_supported, torch.cpu._is_avx512_bf16_supported),
     }
     return all(here() for here in needed.get(variant, ()))
 

@@ -16,6 +16,8 @@ struct Matrix {
     long outputs;
     long stride;        // elements from one output's weights to the next's; one where `input_stride` is not
     long input_stride;  // elements from one input's weights to the next's
+    const void* scales = nullptr;  // of quantized weights, as quantized.h has them
+    long groups = 0;               // and how many an output has
 };
 
 // How the weights of one type are multiplied: STEP inputs of one output at once, by rows of x in the form that `prepare` gives them.
@@ -99,14 +101,36 @@ constexpr int COLUMNS = 1;
 #endif
 constexpr long ROWS_AT_ONCE = 64;  // rows of x that stay in the second-level cache while all weights pass by
 
-// N rows of x times R outputs.
-template <class S, int R, int N, class T>
-inline void multiply_tile(const T* weights, long stride, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
+template <class S>
+constexpr int most_rows() {
+    if constexpr (requires { S::MOST_ROWS; }) return S::MOST_ROWS;
+    else return MOST_ROWS;
+}
+
+// The lanes of every sum are added.
+template <int R, int N>
+inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
+    for (int n = 0; n < N; n++) {
+        if constexpr (R % 4 == 0) {
+            for (int r = 0; r < R; r += 4) sum_of_four(sums[r][n], sums[r + 1][n], sums[r + 2][n], sums[r + 3][n], y + n * ldy + r);
+        } else {
+            float sum[4];
+            sum_of_four(sums[0][n], sums[0][n], sums[0][n], sums[0][n], sum);
+            y[n * ldy] = sum[0];
+        }
+    }
+}
+
+// N rows of x times R outputs of a matrix, from `output` on.
+template <class S, int R, int N>
+inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
+    using T = typename S::Weight;
+    const T* weights = (const T*)matrix.weights + output * matrix.stride;
     Vec sums[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) sums[r][n] = zeros();
     const T* w[R];
-    for (int r = 0; r < R; r++) w[r] = weights + r * stride;
+    for (int r = 0; r < R; r++) w[r] = weights + r * matrix.stride;
     long whole = inputs - inputs % S::STEP, k = 0;
     for (; k < whole; k += S::STEP) {
         S::template add<R, N>(w, x + k, ldx, sums);
@@ -123,32 +147,35 @@ inline void multiply_tile(const T* weights, long stride, const typename S::Row* 
         }
         S::template add<R, N>(w, x + k, ldx, sums);
     }
-    for (int n = 0; n < N; n++) {
-        if constexpr (R % 4 == 0) {
-            for (int r = 0; r < R; r += 4) sum_of_four(sums[r][n], sums[r + 1][n], sums[r + 2][n], sums[r + 3][n], y + n * ldy + r);
-        } else {
-            float sum[4];
-            sum_of_four(sums[0][n], sums[0][n], sums[0][n], sums[0][n], sum);
-            y[n * ldy] = sum[0];
-        }
-    }
+    add_lanes(sums, y, ldy);
+}
+
+template <class S, int R, int N>
+inline void multiply_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
+    if constexpr (requires { S::QUANTIZED; })
+        S::template multiply_tile<R, N>(matrix, output, x, ldx, inputs, y, ldy);
+    else
+        multiply_dense_tile<S, R, N>(matrix, output, x, ldx, inputs, y, ldy);
 }
 
 // All rows times R outputs. The rows that are left over by whole tiles are a tile of their own.
-template <class S, int R, int N, class T>
-inline void multiply_rest(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+template <class S, int R, int N>
+inline void multiply_rest(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
     if constexpr (N > 0) {
-        if (rows == N) return multiply_tile<S, R, N>(weights, stride, x, ldx, inputs, y, ldy);
-        multiply_rest<S, R, N - 1>(weights, stride, x, ldx, rows, inputs, y, ldy);
+        if (rows == N) return multiply_tile<S, R, N>(matrix, output, x, ldx, inputs, y, ldy);
+        multiply_rest<S, R, N - 1>(matrix, output, x, ldx, rows, inputs, y, ldy);
     }
 }
 
-template <class S, int R, class T>
-void multiply_outputs(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+// All rows times `wide` outputs, R at a time, so that rows that are in the first-level cache are used again.
+template <class S, int R>
+void multiply_outputs(const Matrix& matrix, long output, long wide, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+    constexpr int MOST = most_rows<S>();
     long row = 0;
-    for (; row + MOST_ROWS <= rows; row += MOST_ROWS)
-        multiply_tile<S, R, MOST_ROWS>(weights, stride, x + row * ldx, ldx, inputs, y + row * ldy, ldy);
-    multiply_rest<S, R, MOST_ROWS - 1>(weights, stride, x + row * ldx, ldx, rows - row, inputs, y + row * ldy, ldy);
+    for (; row + MOST <= rows; row += MOST)
+        for (long o = 0; o < wide; o += R) multiply_tile<S, R, MOST>(matrix, output + o, x + row * ldx, ldx, inputs, y + row * ldy + o, ldy);
+    for (long o = 0; o < wide; o += R)
+        multiply_rest<S, R, MOST - 1>(matrix, output + o, x + row * ldx, ldx, rows - row, inputs, y + row * ldy + o, ldy);
 }
 
 // Rounds outputs of all rows and puts them where they belong.
@@ -209,34 +236,27 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     });
 }
 
-// rows: at most ROWS_AT_ONCE.
-template <class T>
-void multiply_block(const typename Steps<T>::Row* x, long ldx, long rows, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
+// rows: at most ROWS_AT_ONCE. Of `parts`, each with as many rows, the products are added.
+template <class S, class T>
+void multiply_block(const typename S::Row* x, long ldx, long rows, int parts, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
     long outputs = 0;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     in_threads(threads, [&](int thread, int of) {
-        long begin, end, first = 0;
+        long begin, end, first = 0, all = rows * parts;
         share_of(outputs, 8, thread, of, begin, end);
         alignas(64) float y[ROWS_AT_ONCE * 8];
         for (int m = 0; m < count; first += matrices[m].outputs, m++) {
-            const T* weights = (const T*)matrices[m].weights;
-            const T* bias = (const T*)matrices[m].bias;
-            long stride = matrices[m].stride;
-            for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrices[m].outputs); o < last;) {
-                const T* w = weights + o * stride;
+            const Matrix& matrix = matrices[m];
+            const T* bias = (const T*)matrix.bias;
+            for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrix.outputs); o < last;) {
                 long wide = last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
-                if (wide == 8) {
-                    if (rows == 1) {
-                        multiply_tile<Steps<T>, 8, 1>(w, stride, x, ldx, inputs, y, 8);
-                    } else {
-                        multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, y, 8);
-                        multiply_outputs<Steps<T>, 4>(w + 4 * stride, stride, x, ldx, rows, inputs, y + 4, 8);
-                    }
-                } else if (wide == 4) {
-                    multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, y, 8);
-                } else {
-                    multiply_outputs<Steps<T>, 1>(w, stride, x, ldx, rows, inputs, y, 8);
-                }
+                if (wide == 8 && all == 1)
+                    multiply_tile<S, 8, 1>(matrix, o, x, ldx, inputs, y, 8);
+                else if (wide > 1)
+                    multiply_outputs<S, 4>(matrix, o, wide, x, ldx, all, inputs, y, 8);
+                else
+                    multiply_outputs<S, 1>(matrix, o, 1, x, ldx, all, inputs, y, 8);
+                for (float *to = y, *end = y + rows * 8; parts == 2 && to < end; to++) *to += to[rows * 8];
                 finish(y, 8, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
                 o += wide;
             }
@@ -297,7 +317,7 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
                 multiply_column_block<T>(wide, ldx, some, inputs, matrices[m], out + first, outputs, threads);
         } else {
             const auto* prepared = prepare_rows<typename S::Row, S::STEP, S::AS_GIVEN>(x, some, inputs, ldx, threads, S::prepare);
-            multiply_block<T>(prepared, ldx, some, inputs, matrices, count, out, outputs, threads);
+            multiply_block<S>(prepared, ldx, some, 1, inputs, matrices, count, out, outputs, threads);
         }
     }
 }
