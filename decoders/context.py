@@ -82,7 +82,7 @@ class Context:
             :class:`~decoders.strategies.suffix_index.TextMemory`; None without texts, and for a draft model's strategies.
         embed: the target's input embedding: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, exactly its embedding module, without
             what the model applies behind that module (Gemma-2's factor).
-        head: the target's output head on packed weights: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
+        head: the target's output head: ``head(hidden)``, ``[B, N, H]`` to logits ``[B, N, V]`` float32.
             `hidden` is the head's input, as in :attr:`Step.hidden`. It includes what the model applies behind its head, such as a
             soft cap or a scale.
         module: prepares a drafting network that is no language model: ``module(module, ahead=K, example=(…))`` returns

@@ -278,7 +278,7 @@ class OpensModule(Protocol):
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """The module's passes, with a slot cache, tree masks and packed weights as for a draft model, compiled if the call is.
+        """The module's passes, with a slot cache, tree masks and products as for a draft model, compiled if the call is.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its

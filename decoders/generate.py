@@ -78,7 +78,7 @@ def enable(
 
 
 def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
-    """Restores the weights of an enabled ``PeftModel``, and returns the function that enables the model without it."""
+    """Frees what is kept for an enabled ``PeftModel``, and returns the function that enables the model without it."""
     present = enabled(wrapper)
     present.release()
     kept = present.defaults
@@ -137,11 +137,10 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def release(model: PreTrainedModel) -> PreTrainedModel:
-    """Frees everything that is kept for an enabled model between calls, and restores freed weights. It stays enabled.
+    """Frees everything that is kept for an enabled model between calls. It stays enabled.
 
-    This drops packed weights, caches with their texts, compiled code and recorded steps, also those of the draft models
-    that were used with it. The next call creates them again. With the setting ``weights="packed"`` the model gets its dense
-    weights back, the same objects, bit for bit. Waits for a running call of another thread.
+    This drops quantized copies of weights, caches with their texts, compiled code and recorded steps, also those of the draft models
+    that were used with it. The next call creates them again. Waits for a running call of another thread.
 
     Args:
         model: a model of transformers. Nothing happens to one that is not enabled, or was not used.
@@ -161,7 +160,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Makes an enabled model forget its earlier calls: what strategies keep between calls, and the texts kept for prefix reuse.
 
-    Packed weights and compiled code stay, so the next call is as fast as the first after :func:`warmup`. The tokens are the same
+    Quantized copies and compiled code stay, so the next call is as fast as the first after :func:`warmup`. The tokens are the same
     either way. The draft models that were used with it forget, too. Waits for a running call of another thread.
 
     Args:
@@ -249,7 +248,7 @@ def warmup(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Warmup:
-    """Prepares `model` before its first call: packs its weights, compiles its forward pass, runs every strategy briefly.
+    """Prepares `model` before its first call: compiles its forward pass, runs every strategy briefly.
 
     Compiled code stays in this process, and in torch.compile's cache on disk for others. If compiling fails, a warning says why, and
     calls run uncompiled. With the setting ``compile=False`` nothing is compiled and the rest is done.

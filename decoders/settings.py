@@ -11,12 +11,13 @@ import difflib
 import json
 import os
 import tomllib
+import warnings
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import core_schema
 
 from .errors import SettingsError, suggest
@@ -99,6 +100,19 @@ def _json_safe(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
+def _without_packed(weights: Any) -> Any:
+    """A value of ``RuntimeSettings.weights``; it once had another one."""
+    if weights == "packed":
+        _warn_of_packed()
+        return "keep"
+    return weights
+
+
+@cache
+def _warn_of_packed() -> None:
+    warnings.warn("weights='packed' means 'keep' now: nothing is packed any more, weights are read where they are", stacklevel=2)
+
+
 class RuntimeSettings(Settings):
     """How the shared loop runs, whatever the strategy."""
 
@@ -122,11 +136,10 @@ class RuntimeSettings(Settings):
         description="Where rows share a step, leave out draft tokens that are not worth their time, by how often they are right and "
         "what nodes cost; false verifies all of them, so that equal calls take equal steps. The tokens are the same.",
     )
-    weights: Literal["keep", "packed", "int8", "int4"] = Field(
+    weights: Annotated[Literal["keep", "int8", "int4"], BeforeValidator(_without_packed)] = Field(
         "keep",
-        description="keep leaves the model as it is; packed frees the dense weights of which the engine has a packed copy: until "
-        "decoders.release or decoders.disable the model can only be used with strategy=. int8 and int4 decode with quantized "
-        "copies, which changes the text (on CPUs); the model itself is left as it is.",
+        description="keep computes with the model's own weights; int8 and int4 with quantized copies, which changes the text (on "
+        "CPUs). The model itself is left as it is.",
     )
     draft_weights: Literal["auto", "keep", "int8", "int4"] = Field(
         "auto",
@@ -215,7 +228,7 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
 
 
 #: Names after ``DECODERS_`` that are no settings: the file's path, the plugin lists, and the key of `decoders serve`.
-NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key")
+NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)
 

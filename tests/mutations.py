@@ -361,7 +361,7 @@ MUTATIONS = (
         "a-layer-gets-the-columns-of-its-neighbour", "decoders/engine/model/weights/fused.py",
         "return product.narrow(-1, columns[0], columns[1] - columns[0])",
         "return product.narrow(-1, 0, columns[1] - columns[0])",
-        ("engine/test_fused.py", "engine/test_packing.py"),
+        ("engine/test_fused.py", "engine/test_few_rows.py"),
     ),
     Mutation(
         "a-product-of-another-input-is-shared", "decoders/engine/model/weights/fused.py",

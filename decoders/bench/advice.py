@@ -37,7 +37,7 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: New tokens of a text: most, as many as are taken for the sake of another prompt, and fewest on a slow machine; of a call that packs.
+#: New tokens of a text: most, as many as are taken for the sake of another prompt, and fewest on a slow machine; of a call that makes the model ready.
 MOST, SOME, FEWEST, FEW = 96, 48, 16, 2
 #: Share of the fastest method's speed that is about as fast, after so few texts.
 ABOUT = 0.9
@@ -240,7 +240,7 @@ def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float
     """How many new tokens, and which prompts, so that all methods can write every text twice: rather many prompts than long texts."""
     rates = []
     for method in (methods[0], next(method for method in methods if method.name == PLAIN)):
-        decode(method, every[0], FEW)  # packs weights
+        decode(method, every[0], FEW)  # makes the model ready
         rates.append(decode(method, every[0], FEWEST).seconds / FEWEST)
     tokens = seconds / 2 / (rates[0] + (len(methods) - 1) * rates[1])
     count = max(min(len(every), int(tokens / SOME)), 1)

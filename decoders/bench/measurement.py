@@ -98,7 +98,7 @@ class WarmupCost:
         cache_bytes: of the loop's key-value cache.
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: bytes by which the two calls made the process larger; None where the system does not tell.
-        pack_seconds: for packing weights, as reported.
+        pack_seconds: for making the model ready, as reported.
         background_seconds: for compiling beside a call that went on, as reported.
     """
 

@@ -24,8 +24,8 @@ BASELINE = "transformers"
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's numbers, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Those that packed weights depend on: one model has one engine, and one for each of its drafts.
-PACKED = (*PRECISION, "draft_weights")
+#: Those that engines depend on: one model has one engine, and one for each of its drafts.
+OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text: what constrained decoding costs by itself.
 ANYTHING = "anything"
 #: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
@@ -243,14 +243,14 @@ def strategy_methods(
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     methods: dict[str, Method] = {}
     used: set[str] = set()
-    twins: dict[tuple[Any, ...], PreTrainedModel] = {(None,) * len(PACKED): model}
+    twins: dict[tuple[Any, ...], PreTrainedModel] = {(None,) * len(OF_ENGINES): model}
     for text in names:
         variant = parse(text)
-        packed = tuple(variant.loop.get(key) for key in PACKED)
-        if packed not in twins:
-            twins[packed] = enable(_twin(model), tokenizer)
+        formats = tuple(variant.loop.get(key) for key in OF_ENGINES)
+        if formats not in twins:
+            twins[formats] = enable(_twin(model), tokenizer)
         strategies_used, method = _method(
-            variant, twins[packed], draft, settings_by_strategy, decoders_config or {}, sampling
+            variant, twins[formats], draft, settings_by_strategy, decoders_config or {}, sampling
         )
         used |= strategies_used
         if assistant_tokenizer is not None and method.arguments.get("assistant_model") is not None:

@@ -96,7 +96,7 @@ def measure_load(
     waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
     # Every prompt is read, whatever was read before.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
-    first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]  # packs, compiles
+    first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]  # makes the model ready, compiles
     rehearse(loaded, drafters, waves, options)
     ours: list[str | Synthetic | None] = [*named, *drafters]
     runs = [(method, strategy) for method in chosen for strategy in (ours if method in METHODS[:2] else [None])]

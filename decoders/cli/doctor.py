@@ -98,19 +98,11 @@ def device() -> Iterator[Finding]:
     import torch
 
     from ..engine.model.threads import WAITING, waiting_share
-    from ..engine.model.torch_compat import packed_type
 
     if torch.cuda.is_available():
         yield Finding("device", "ok", f"cuda: {torch.cuda.get_device_name()}")
     else:
         yield Finding("device", "ok", f"cpu: {torch.backends.cpu.get_cpu_capability()}")
-        if packed_type(torch.bfloat16) == torch.float32:
-            yield Finding(
-                "bfloat16",
-                "warning",
-                "this processor has no instructions for it: such models decode in float32, with a copy of their weights that is "
-                "twice as large; weights='int8' and 'int4' take less and are faster",
-            )
     number, waits = torch.get_num_threads(), waiting_share(0.1)
     threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
     if number > 1 and waits > WAITING:
@@ -118,6 +110,14 @@ def device() -> Iterator[Finding]:
         yield Finding("threads", "warning", f"{threads}; {busy}")
     else:
         yield Finding("threads", "ok", threads)
+
+
+def cpu_kernels() -> Iterator[Finding]:
+    """Whether there are kernels for this processor; the first call on a machine compiles them."""
+    from ..engine.model.kernels import cpu
+
+    choice = cpu.chosen()
+    yield Finding("cpu kernels", "warning" if choice.refused or choice.kernels is None else "ok", str(choice))
 
 
 def compiler() -> Iterator[Finding]:
@@ -237,5 +237,5 @@ def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    versions, clash, device, compiler, plugins, settings, demo_models, enabling,
+    versions, clash, device, cpu_kernels, compiler, plugins, settings, demo_models, enabling,
 )  # fmt: skip

@@ -36,7 +36,7 @@ def warmup(
     dtype: Dtype = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Pack a model's weights and compile it into torch.compile's cache on disk, and say how long that took."""
+    """Make a model ready: compile it into torch.compile's cache on disk, and say how long that took."""
     from . import models
 
     names = strategies or ["autoregressive", "prompt_lookup"]
@@ -49,7 +49,7 @@ def warmup(
         draft = models.load_assistant(assistant, model, dtype, any(needs.values()))
     if draft is None and any(needs.values()):
         raise SettingsError(f"{next(n for n, need in needs.items() if need)} needs a draft model: --assistant")
-    with waiting(console, "packing and compiling"):
+    with waiting(console, "making ready and compiling"):
         done = decoders.warmup(
             loaded, strategies=names, rows=rows or [1], assistant_model=draft, sampling=sampling, tokenizer=tokenizer
         )
@@ -63,7 +63,7 @@ def warmup(
 
 def warmup_lines(done: Warmup) -> Iterator[str]:
     """What was made ready, and how long that took."""
-    yield f"packed in {done.pack_seconds:.1f} s"
+    yield f"made ready in {done.pack_seconds:.1f} s"
     for part in done.parts:
         graphs = f"{part.compilations} graph{'' if part.compilations == 1 else 's'} compiled"
         of = f"{part.strategy}, {part.rows} row{'' if part.rows == 1 else 's'}{', sampled' if part.sampling else ''}"

@@ -36,7 +36,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
     folder, arguments = _source(path)
     if arguments:
         _need_gguf(path)
-        # transformers keeps the blocks packed by default where it can; the engine packs dense matrices itself.
+        # transformers keeps the blocks packed by default where it can; the engine's kernels read dense matrices.
         with contextlib.suppress(ImportError):
             from transformers.utils.quantization_config import GgufConfig
 

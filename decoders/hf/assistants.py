@@ -39,8 +39,8 @@ class Assistants:
 
     def release(self) -> None:
         """Frees the engines of all draft models, and the models that were loaded from paths."""
-        for model, engine in list(self._engines.items()):
-            engine.release(model)
+        for engine in list(self._engines.values()):
+            engine.release()
         self._engines.clear()
         self._translations.clear()
         self._maps.clear()

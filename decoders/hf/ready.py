@@ -54,7 +54,7 @@ class Warmup:
     """The costs of a warm-up.
 
     Attributes:
-        pack_seconds: creating the engine with its packed weights; 0.0 if it existed.
+        pack_seconds: creating the engine, with quantized copies if any; 0.0 if it existed.
         compile_seconds: compiling the forward pass and the strategies' functions.
         compilations: graphs compiled.
         parts: per number of rows and strategy, in the order of the arguments.
@@ -87,7 +87,7 @@ def warm(
     if sampling:
         plans.append({"do_sample": True, "seed": 0, **(sampling if isinstance(sampling, dict) else {})})
     parts: list[WarmupPart] = []
-    packing = 0.0
+    making = 0.0
     for count in rows:
         for name, strategy in zip(strategies, resolved, strict=True):
             for plan in plans:
@@ -95,11 +95,11 @@ def warm(
                 started = time.perf_counter()
                 report = _report(generate, name, count, dict(max_new_tokens=16, **(options | plan | extra)))
                 seconds, timings = time.perf_counter() - started, report.timings
-                packing += timings.pack + timings.check
+                making += timings.pack + timings.check
                 sampled = bool(plan["do_sample"])
                 parts.append(WarmupPart(strategy.name, count, sampled, seconds, timings.compile, report.compilations))
     return Warmup(
-        packing, sum(part.compile_seconds for part in parts), sum(part.compilations for part in parts), tuple(parts)
+        making, sum(part.compile_seconds for part in parts), sum(part.compilations for part in parts), tuple(parts)
     )
 
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
@@ -209,7 +209,7 @@ class Generate:
         """The engine for the model's present weights; built on first use and again after weights change."""
         # Two first calls from two threads share one engine. Calls hold the same lock: with separate locks a nested call
         # (of a streamer) and one in another thread could deadlock.
-        precision, originals = _formats(runtime)
+        precision = _precision(runtime)
         with self._lock:
             if self._engine is not None and not self._engine.refresh(self.model, runtime.attention, precision):
                 self._drop()
@@ -218,11 +218,10 @@ class Generate:
             if self._remembered:
                 self._engine.remember(self._remembered)
                 self._remembered = {}
-            self._engine.set_originals(self.model, originals)
             return self._engine
 
     def prepared_since(self, begun: float) -> float:
-        """Seconds of packing and checking the model since `begun`, by ``time.perf_counter()``."""
+        """Seconds of making the model ready and checking it since `begun`, by ``time.perf_counter()``."""
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
@@ -233,7 +232,7 @@ class Generate:
         present = self._engine
         if present is None or self._remembered:
             return None
-        return present if present.serves(self.model, runtime.attention, *_formats(runtime)) else None
+        return present if present.serves(self.model, runtime.attention, _precision(runtime)) else None
 
     @contextmanager
     def ahead(self) -> Iterator[float]:
@@ -312,15 +311,14 @@ class Generate:
 
     def _drop(self) -> None:
         if self._engine is not None:
-            self._engine.release(self.model)
+            self._engine.release()
             self._engine = None
 
 
-def _formats(runtime: RuntimeSettings) -> tuple[Precision, Literal["keep", "packed"]]:
-    """The number formats of an engine, and whether the model's own weights are kept."""
+def _precision(runtime: RuntimeSettings) -> Precision:
+    """The number formats of an engine."""
     cache = runtime.kv_cache if runtime.kv_cache != "keep" else None
-    precision = Precision(scheme_of(runtime.weights), cache, runtime.exact_products)
-    return precision, "packed" if runtime.weights == "packed" else "keep"
+    return Precision(scheme_of(runtime.weights), cache, runtime.exact_products)
 
 
 def ordinary_device(model: PreTrainedModel) -> AbstractContextManager:

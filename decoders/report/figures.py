@@ -14,7 +14,7 @@ class Timings:
     Attributes:
         prepare: reading the arguments, transformers' own preparation of the inputs, compiling the grammars.
         wait: until the model is free: for calls of other threads, in a scheduler's queue, and between the steps of its own there.
-        pack: making the model ready in the first call, and after its weights were written to: they are packed.
+        pack: making the model ready in the first call, and quantizing its weights again after they were written to.
         check: comparing it with a plain forward pass before its first call.
         start: buffers, and the strategy's ``start``, which makes a draft model ready and reads the prompt with it.
         prefill: reading the prompt, with the core of a first step that reads the prompt's end.

@@ -153,7 +153,7 @@ class Service:
         return True
 
     def warm_up(self) -> None:
-        """Decodes a token, so that the first request finds weights packed; begins what compiles; finds out which strategies run."""
+        """Decodes a token, so that the first request finds the model ready; begins what compiles; finds out which strategies run."""
         grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
         with suppress(UnsupportedError):  # tokens that are no bytes: grammars are refused when they are asked for

@@ -153,7 +153,7 @@ class Scheduler:
             call = replace(call, request=replace(call.request, top_logprobs=top_logprobs, salts=(cache_salt,)))
             text_of = tokenizer if isinstance(prompt, str) else None
             generation = Generation(call, text_of, priority, deadline, self._cancel)
-            release_threads()  # loading, packing, other calls: from here on the scheduler's thread decodes
+            release_threads()  # loading, checking, other calls: from here on the scheduler's thread decodes
         with self._changed:
             while wait and len(self._waiting) >= self.queue and not self._closing:
                 self._changed.wait()

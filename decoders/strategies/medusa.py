@@ -167,10 +167,6 @@ class Medusa(Strategy):
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
         weight = context.model.get_output_embeddings().weight
-        if getattr(weight, "freed", False):
-            raise UnsupportedError(
-                "medusa reads the output head, which weights='packed' has freed: take weights='keep'"
-            )
         folder = find_heads(self.settings.heads, context.model)
         heads = load_heads(folder, context.device, weight.dtype)
         check_fit(heads, context.model, folder)

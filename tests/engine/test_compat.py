@@ -31,29 +31,6 @@ def version_of(library: ModuleType) -> tuple[int, ...]:
     return tuple(int(part) for part in library.__version__.split(".")[:2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_multiply_as_dense_ones(dtype: torch.dtype) -> None:
-    if not torch_compat.multiplies_packed(dtype):
-        pytest.skip(f"oneDNN multiplies no {dtype} on this machine")
-    weight, x, bias = torch.randn(48, 32, dtype=dtype), torch.randn(3, 32, dtype=dtype), torch.randn(48, dtype=dtype)
-    packed = torch_compat.reorder_linear_weight(weight)
-    for term in (bias, None):
-        expected = torch.nn.functional.linear(x, weight, term)
-        torch.testing.assert_close(
-            torch_compat.multiply_packed(x, packed, term), expected, atol=0.1, rtol=0.02, msg=VERSION
-        )
-
-
-def test_float64_is_not_packed() -> None:
-    assert not torch_compat.multiplies_packed(torch.float64)
-
-
-def test_inductor_has_a_lowering_for_the_packed_kernel() -> None:
-    library = torch.library.Library("decoders_test_compat", "FRAGMENT")
-    library.define("packed(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
-    assert torch_compat.lower_to_packed_kernel(torch.ops.decoders_test_compat.packed.default), VERSION
-
-
 def test_quantized_products_multiply_as_dense_ones() -> None:
     x, levels = torch.randn(3, 64), torch.randint(-127, 128, (32, 64), dtype=torch.int8)
     scale, zero = torch.rand(32) + 0.5, torch.zeros(32, dtype=torch.int32)
@@ -100,19 +77,6 @@ def test_writes_in_place_are_counted_and_inference_tensors_are_none() -> None:
     assert torch_compat.writes_counted(tensor) == before + 1
     with torch.inference_mode():
         assert torch_compat.writes_counted(torch.zeros(2)) == 0
-
-
-def test_subclasses_are_not_asked_within() -> None:
-    class Asked(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, *_: object) -> object:
-            raise AssertionError
-
-    tensor = torch.zeros(2).as_subclass(Asked)
-    with torch_compat.as_plain_tensors():
-        assert tensor.sum().item() == 0
-    with pytest.raises(AssertionError):
-        tensor.sum()
 
 
 def test_switches_of_dynamo_are_there() -> None:
@@ -247,11 +211,6 @@ def test_float32_that_is_rounded_is_known_by_whatever_name_it_was_allowed() -> N
     finally:
         matmul.fp32_precision = precision
         torch.set_float32_matmul_precision(usual)
-
-
-def test_the_counter_of_writes_has_the_name_that_is_let_through() -> None:
-    tensor = torch.zeros(1)
-    assert getattr(tensor, torch_compat.WRITE_COUNTER) == torch_compat.writes_counted(tensor), VERSION
 
 
 def test_the_compiler_and_its_folder_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

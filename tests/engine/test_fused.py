@@ -17,11 +17,10 @@ from decoders.engine.decode.drafts.modules import ModuleTwin
 from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.self_check import target_of
-from decoders.engine.model.weights import fused, packing, quantized
-from decoders.engine.model.weights.freed import free_originals, restore_originals
-from decoders.engine.model.weights.packing import pack
+from decoders.engine.model.kernels import cpu
+from decoders.engine.model.weights import few_rows, fused, quantized
+from decoders.engine.model.weights.few_rows import multiply_few_rows
 from decoders.engine.model.weights.quantization import Scheme, quantize
-from decoders.engine.model.weights.twin import share_weights
 from decoders.heads.dflash import DFlashConfig, DFlashNetwork
 from decoders.testing import tiny_model
 from decoders.tree import Topology
@@ -33,9 +32,7 @@ def no_grad():
         yield
 
 
-@pytest.fixture(autouse=True)
-def tiny_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SMALLEST", 0)
+by_our_kernels = pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are no kernels for this CPU")
 
 
 class Both(nn.Module):
@@ -70,29 +67,32 @@ def test_layers_that_read_the_same_are_found(name: str, groups: list[str]) -> No
     assert [" ".join(path.rsplit(".", 1)[1] for path in group) for group in first] == groups
 
 
+@by_our_kernels
 @pytest.mark.parametrize("name", ["llama", "gptj", "cohere", "deepseek_v3"])
 def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(tiny_model(name))
-    products: Counter[int] = Counter()
-    multiply = torch_compat.multiply_packed
+    products: Counter[tuple[int, ...]] = Counter()
+    multiply = few_rows.few_rows_linears
 
-    def counted(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        products[id(packed)] += 1
-        return multiply(x, packed, bias)
+    def counted(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
+        products[tuple(matrix.data_ptr() for matrix in matrices)] += 1
+        return multiply(x, matrices, biases)
 
-    monkeypatch.setattr(torch_compat, "multiply_packed", counted)
+    monkeypatch.setattr(few_rows, "few_rows_linears", counted)
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
     target.forward(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
-    assert set(products) == {id(weight.packed) for weight in target.packing.weights}
+    layers = [module for module in target.model.modules() if type(module) in few_rows.KINDS.values()]
+    multiplied = [place for matrices in products for place in matrices]
+    assert sorted(multiplied) == sorted(layer.matrix().data_ptr() for layer in layers)
     assert set(products.values()) == {1}
-    assert len(products) < len(target.packing.layers)
+    assert len(products) < len(layers)
 
 
 @pytest.mark.parametrize(
     "kinds, parts",
     [
         ("AAA", ["012"]),
-        ("A-A-A", ["024"]),  # between the layers those of an adapter, which are not packed
+        ("A-A-A", ["024"]),  # between the layers those of an adapter, which are of another kind
         ("AABB", ["01", "23"]),
         ("ABAB", ["02"]),  # at one time there is one product
         ("AB-", []),
@@ -104,11 +104,12 @@ def test_layers_of_a_kind_are_multiplied_as_one_whatever_is_between_them(kinds: 
     assert list(map("".join, same)) == parts
 
 
+@by_our_kernels
 def test_layers_with_other_biases_are_no_part_of_a_product() -> None:
     target = target_of(tiny_model("gptj"))  # q, k and v have no bias, the MLP that reads the same has
-    weights = {path.rsplit(".", 1)[1]: layer.weight for path, layer in target.packing.layers.items() if ".h.0." in path}
-    assert weights["q_proj"] is weights["k_proj"] is weights["v_proj"]
-    assert weights["fc_in"] is not weights["q_proj"]
+    layers = {path.rsplit(".", 1)[1]: part for path, part in target.model.named_modules() if ".h.0." in path}
+    assert layers["q_proj"].group == tuple(layers[name] for name in ("q_proj", "k_proj", "v_proj"))
+    assert layers["fc_in"].group is None
 
 
 def test_a_layer_that_runs_twice_shares_with_none() -> None:
@@ -130,14 +131,16 @@ def test_groups_that_would_run_at_the_same_time_are_not_both_made() -> None:
     assert shared.groups() == [("a", "c")]
 
 
+@by_our_kernels
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shares_have_the_bits_of_products_of_their_own(dtype: torch.dtype, bias: bool) -> None:
     plain = Both(bias).to(dtype)
     alone, together = copy.deepcopy(plain), copy.deepcopy(plain)
-    pack(alone)
-    assert len(pack(together, groups=GROUP)) == 2
-    for rows in (2, 3, 9, 17):
+    multiply_few_rows(alone)
+    multiply_few_rows(together, GROUP)
+    assert together.up.group == together.gate.group == (together.up, together.gate)
+    for rows in (1, 2, 3, 9, 17):
         x = torch.randn(rows, 32).to(dtype)
         assert torch.equal(together(x), alone(x))
 
@@ -156,7 +159,7 @@ def test_quantized_shares_have_the_bits_of_products_of_their_own(scheme: Scheme)
 def test_another_input_gets_a_product_of_its_own() -> None:
     module = Both()
     expected = copy.deepcopy(module)
-    pack(module, groups=GROUP)
+    multiply_few_rows(module, GROUP)
     left, right = torch.randn(2, 3, 32)
     module.up(left)
     torch.testing.assert_close(module.gate(right), expected.gate(right))
@@ -165,43 +168,12 @@ def test_another_input_gets_a_product_of_its_own() -> None:
     torch.testing.assert_close(module.gate(left), expected.gate(left))
 
 
+@by_our_kernels
 def test_nothing_is_kept_once_the_last_layer_had_its_share() -> None:
     module = Both()
-    pack(module, groups=GROUP)
+    multiply_few_rows(module, GROUP)
     module(torch.randn(3, 32))
     assert vars(fused._products) == dict(source=None, by=None, result=None, writes=0)
-
-
-def test_changed_weights_and_biases_are_packed_again() -> None:
-    module = Both(bias=True)
-    twin = share_weights(module)
-    packed = pack(twin, groups=GROUP)
-    tensors = [id(tensor) for weight in packed.weights for tensor in weight.tensors]
-    module.gate.weight.mul_(2)
-    assert packed.repack() == 1
-    module.up.bias.add_(1)
-    assert packed.repack() == 1
-    assert [id(tensor) for weight in packed.weights for tensor in weight.tensors] == tensors
-    x = torch.randn(3, 32)
-    torch.testing.assert_close(twin(x), module(x))
-
-
-def test_freed_weights_of_one_product_come_back_bit_for_bit() -> None:
-    module = Both(bias=True)
-    before, objects = copy.deepcopy(module.state_dict()), dict(module.named_parameters())
-    twin = share_weights(module)
-    packed = pack(twin, groups=GROUP)
-    x = torch.randn(3, 32)
-    expected = twin(x)
-    freed = free_originals(module, packed)
-    assert freed.nbytes == packed.nbytes
-    assert torch.equal(twin(x), expected)
-    restore_originals(freed, packed)
-    assert {name: id(value) for name, value in module.named_parameters()} == {n: id(v) for n, v in objects.items()}
-    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
-    # Each has memory of its own again: what is written to one does not keep the others' alive, nor show in them.
-    assert module.up.weight.untyped_storage().nbytes() == module.up.weight.nbytes
-    assert packed.repack() == 0
 
 
 def traced(function: Callable[..., object], *arguments: Tensor) -> torch.fx.GraphModule:
@@ -210,7 +182,7 @@ def traced(function: Callable[..., object], *arguments: Tensor) -> torch.fx.Grap
 
 
 def products(graph: torch.fx.Graph) -> int:
-    return sum(getattr(node.target, "namespace", None) == "decoders" for node in graph.nodes)
+    return sum(getattr(node.target, "namespace", "").startswith("decoders") for node in graph.nodes)
 
 
 def test_the_compiler_leaves_one_of_equal_products() -> None:
@@ -227,6 +199,17 @@ def test_the_compiler_leaves_one_of_equal_products() -> None:
     assert products(module.graph) == 2
     for left, right in zip(module(*given), shares(*given), strict=True):
         assert torch.equal(left, right)
+
+
+@by_our_kernels
+def test_equal_products_of_matrices_as_they_are_are_one() -> None:
+    def shares(x: Tensor, weight: Tensor) -> list[Tensor]:
+        multiply = few_rows.few_rows_linears
+        return [multiply(x, [weight, weight], []), multiply(x, [weight, weight], []), multiply(x, [weight], [])]
+
+    module = traced(shares, torch.randn(3, 16), torch.randn(8, 16))
+    torch_compat.EqualOnce()(module.graph)
+    assert products(module.graph) == 2
 
 
 def test_what_is_drawn_or_written_between_is_not_equal() -> None:
@@ -253,9 +236,10 @@ def test_a_model_that_cannot_run_on_zeros_is_left_as_it_is() -> None:
     model.model.layers[0].mlp.up_proj.register_forward_hook(refuse)
     target = target_of(model)
     assert target.groups == []
-    assert len(target.packing.weights) == len(target.packing.layers)
+    assert not any(getattr(module, "group", None) for module in target.model.modules())
 
 
+@by_our_kernels
 def test_a_drafting_network_multiplies_them_as_one() -> None:
     """Its context asks for two of the three that are multiplied as one."""
     config = LlamaConfig(
@@ -265,11 +249,10 @@ def test_a_drafting_network_multiplies_them_as_one() -> None:
     set_attention(config, "sdpa")
     plain = DFlashNetwork(DFlashConfig(config, 5, 0, (0, 1))).eval()
     twin = ModuleTwin(plain, (torch.zeros(1, 1, 128),), torch.device("cpu"))
-    groups = [set(map(Tensor.data_ptr, weight.sources)) for weight in twin.packing.weights]
-    for layer in plain.layers:
+    for layer in twin.module.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for alike in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
-            assert {part.weight.data_ptr() for part in alike} in groups
+            assert all(set(part.group) == set(alike) for part in alike)
     states, features = torch.randn(1, 3, 128), torch.randn(1, 6, 256)
     results = []
     for network in (plain, twin.module):

@@ -20,7 +20,6 @@ from decoders.engine.model.blocks import Blocks, NodeBlock
 from decoders.engine.model.buckets import row_multiple, slots_for, view_bucket
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
-from decoders.engine.model.weights.packing import pack
 from decoders.engine.model.weights.same_bits import align_activations
 from decoders.strategy import Draft
 from decoders.testing.exactness import decode, prompts
@@ -30,11 +29,6 @@ from decoders.tree import Topology
 DESIGNS = ["llama", "gemma3", "gpt2", "qwen2", "gemma2"]
 STRATEGIES = ["prompt_lookup", "lookahead", "ngram", "speculative"]
 AS_IT_IS = {"compile": False, "reuse": False}
-
-
-@pytest.fixture(autouse=True)
-def tiny_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "pack", lambda model, **options: pack(model, **options | {"smallest": 0}))
 
 
 @pytest.mark.parametrize("design", DESIGNS)

@@ -17,8 +17,8 @@ from decoders.engine.model.compiled import regions
 from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.compiled.functions import compilations
 from decoders.engine.model.compiled.regions import RegionalForward, fixed, layers_as_regions
+from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
-from decoders.engine.model.weights.packing import pack
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology
@@ -33,13 +33,11 @@ def _no_grad():
 
 
 class Pass:
-    """A target, its packed weights, and its forward pass as a function of tensors."""
+    """A target, and its forward pass as a function of tensors."""
 
     def __init__(self, model) -> None:
         self.target = target_of(model)
-        self.packing = pack(self.target.model, smallest=0, groups=self.target.groups)
-        packed = [tensor for weight in self.packing.weights for tensor in weight.tensors]
-        self.compiled = RegionalForward(self.run, self.target.model, packed)
+        self.compiled = RegionalForward(self.run, self.target.model)
 
     def run(self, nodes, base, tree, buffers, view):
         result = self.target.forward(nodes, base, tree, buffers, view)
@@ -94,12 +92,14 @@ def test_compiled_by_regions_equals_uncompiled(name):
 
 @pytest.mark.slow
 def test_layers_that_read_the_same_are_multiplied_once(monkeypatch):
+    if (kernels := cpu.chosen().kernels) is None:
+        pytest.skip("there are no kernels for this CPU")
     left: list[int] = []
     plain = torch_compat.EqualOnce.__call__
 
     def counted(self, graph: torch.fx.Graph) -> None:
         plain(self, graph)
-        left.append(sum(node.target is torch.ops.decoders.packed_linear.default for node in graph.nodes))
+        left.append(sum(node.target is kernels.few_rows_linear for node in graph.nodes))
 
     monkeypatch.setattr(torch_compat.EqualOnce, "__call__", counted)
     forward = Pass(tiny_model("llama"))
@@ -151,7 +151,6 @@ def test_depth_adds_no_region_and_new_weights_no_graph():
     before = compilations()
     model.model.layers[2].mlp.up_proj.weight.mul_(3)
     model.lm_head.weight.mul_(2)
-    assert forward.packing.repack() == 2
     forward.check(1, 3, 176, 80, 19)
     assert compilations() == before
 

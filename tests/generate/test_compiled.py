@@ -17,7 +17,6 @@ from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.regions import fixed
 from decoders.engine.model.compiled.tiers import PassKind
 from decoders.engine.model.target import Target
-from decoders.engine.model.weights import packing
 from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, prompts, reference, tiny_draft, tiny_model
@@ -43,7 +42,7 @@ def decode(model: PreTrainedModel, inputs: dict, strategy: Any = None, **options
 def compiled(
     request: pytest.FixtureRequest, only_trace: Callable[[pytest.MonkeyPatch], None]
 ) -> Iterator[PreTrainedModel]:
-    """A model that has generated for one row and for several; all that a process compiles for it. Its matrices are packed.
+    """A model that has generated for one row and for several; all that a process compiles for it.
 
     Here it is about what is compiled, and when. What inductor writes is run in test_compiled_grammar.py, which CI runs.
     """
@@ -51,12 +50,10 @@ def compiled(
         if request.param == "traced":
             only_trace(patch)
         model = decoders.enable(one_layer())
-        with pytest.MonkeyPatch.context() as small:
-            small.setattr(packing, "SMALLEST", 0)
-            for rows in (1, 2):
-                first = decode(model, prompts(rows), "autoregressive", max_new_tokens=4)
-                assert first.report.compiled and first.report.compilations > 0 and first.report.timings.compile > 0
-                decode(model, prompts(rows), "prompt_lookup", max_new_tokens=4)
+        for rows in (1, 2):
+            first = decode(model, prompts(rows), "autoregressive", max_new_tokens=4)
+            assert first.report.compiled and first.report.compilations > 0 and first.report.timings.compile > 0
+            decode(model, prompts(rows), "prompt_lookup", max_new_tokens=4)
         yield model
 
 

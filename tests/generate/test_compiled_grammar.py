@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine.model.weights import packing
 from decoders.strategies import Autoregressive, Speculative, Staged
 from decoders.strategy import Strategy
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
@@ -25,11 +23,9 @@ COMPILED = dict(decoders_config={"compile": True})
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
-    """Target and draft; matrices are packed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SMALLEST", 0)
-        yield decoders.enable(tiny_model("llama")), tiny_draft("llama")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Target and draft."""
+    return decoders.enable(tiny_model("llama")), tiny_draft("llama")
 
 
 def grammars(seed: int, rows: int, states: int) -> list[Any]:

@@ -82,7 +82,7 @@ def test_every_second_of_a_call_has_a_name(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(hf_call, "prepared_by_transformers", clock.before("prepare", hf_call.prepared_by_transformers))
-    monkeypatch.setattr(target, "pack", clock.before("pack", target.pack))
+    monkeypatch.setattr(target, "multiply_few_rows", clock.before("pack", target.multiply_few_rows))
     monkeypatch.setattr(self_check, "check_tree_logits", clock.before("check", self_check.check_tree_logits))
     model, steps = decoders.enable(tiny_model("llama")), 4
     begun = clock.now

@@ -9,7 +9,6 @@ import torch
 
 from decoders.common import devices
 from decoders.engine.decode import engine
-from decoders.engine.model.weights import packing
 from decoders.report import Report
 from decoders.testing.tape import TapeRecorder
 
@@ -39,7 +38,6 @@ def records(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         recorder = TapeRecorder()
         monkeypatch.setattr(devices, "static_shapes", lambda device: True)
         monkeypatch.setattr(engine, "recorder_of", lambda device: recorder)
-        monkeypatch.setattr(packing, "packable", lambda module, smallest: None)  # their products have no plain tensors
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from decoders.errors import SettingsError
-from decoders.settings import RuntimeSettings, Settings, load_settings, unknown_variables
+from decoders.settings import RuntimeSettings, Settings, _warn_of_packed, load_settings, unknown_variables
 
 
 class LookupSettings(Settings):
@@ -213,11 +213,19 @@ def test_nothing_is_parsed_again_when_nothing_changed(monkeypatch: pytest.Monkey
     assert (lookup().size, runtime().reuse) == (2, True)
 
 
-def test_settings_of_packing_and_sessions_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_weights_and_sessions_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (runtime().weights, runtime().reuse) == ("keep", True)
-    monkeypatch.setenv("DECODERS_WEIGHTS", "packed")
+    monkeypatch.setenv("DECODERS_WEIGHTS", "int8")
     monkeypatch.setenv("DECODERS_REUSE", "0")
-    assert (runtime().weights, runtime().reuse) == ("packed", False)
+    assert (runtime().weights, runtime().reuse) == ("int8", False)
     assert runtime({"weights": "keep"}).weights == "keep"
     with pytest.raises(SettingsError, match="weights"):
         runtime({"weights": "dense"})
+
+
+def test_packed_weights_are_those_of_the_model_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _warn_of_packed.cache_clear()
+    monkeypatch.setenv("DECODERS_WEIGHTS", "packed")
+    with pytest.warns(UserWarning, match="weights='packed' means 'keep' now") as warned:
+        assert runtime().weights == runtime({"weights": "packed"}).weights == "keep"
+    assert len(warned) == 1

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,10 @@ from ..model.compiled.tiers import Compile
 from ..model.features import OutputHead, layer_indices
 from ..model.own_forward import OwnForward
 from ..model.recordings import recorder_of
-from ..model.self_check import parameters_read, target_of
+from ..model.self_check import target_of
 from ..model.target import Target
 from ..model.threads import CallLock, Threads, own_number_afterwards
 from ..model.torch_compat import float32_precision
-from ..model.weights.freed import FreedParameter, FreedWeights, free_originals, restore_originals
-from ..model.weights.packing import freed_error
 from ..model.weights.quantization import Precision
 from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
@@ -53,7 +51,7 @@ class Engine:
     """Everything that outlives the calls on one model. Calls run one after the other.
 
     Attributes:
-        target: the model as the loop sees it, its weights packed.
+        target: the model as the loop sees it.
         forward_pass: its forward pass, uncompiled or compiled.
         sessions: buffers and the texts they hold.
         calibration: what its steps cost, measured or observed.
@@ -70,8 +68,6 @@ class Engine:
         lock: CallLock | None = None,
         precision: Precision = Precision(),
     ) -> None:
-        if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
-            raise freed_error()
         self.lock = lock or CallLock()  # a streamer or processor may call generate again
         self.attention, self.precision = attention, precision
         started = time.perf_counter()
@@ -93,11 +89,10 @@ class Engine:
         self.threads = Threads.now() if self.target.device.type == "cpu" else None
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
-        self._freed: FreedWeights | None = None
         self._stream: torch.cuda.Stream | None = None  # of the last call
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
-        """Whether this engine still serves `model`. Weights that were written to since are packed again."""
+        """Whether this engine still serves `model`. What was made of weights that were written to since is renewed or dropped."""
         if (attention, precision) != (self.attention, self.precision):
             return False
         with self.lock:
@@ -112,7 +107,7 @@ class Engine:
                 if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
                     self.sessions.forget_recordings()
                 started = time.perf_counter()
-                self.target.repack(model)
+                self.target.renew(model)
                 self._prepared = started, time.perf_counter() - started, 0.0
                 self.sessions.forget()
             return True
@@ -123,19 +118,16 @@ class Engine:
         return float32_precision(self.target.device) != self._float32_precision
 
     def prepared_since(self, begun: float) -> tuple[float, float]:
-        """Seconds of packing and of checking since `begun`, by ``time.perf_counter()``."""
-        started, packing, checking = self._prepared
-        return (packing, checking) if started >= begun else (0.0, 0.0)
+        """Seconds of making ready and of checking since `begun`, by ``time.perf_counter()``."""
+        started, making, checking = self._prepared
+        return (making, checking) if started >= begun else (0.0, 0.0)
 
-    def serves(
-        self, model: PreTrainedModel, attention: str, precision: Precision, weights: Literal["keep", "packed"]
-    ) -> bool:
-        """Whether :meth:`refresh` and :meth:`set_originals` would do nothing. Does not wait for a running call.
+    def serves(self, model: PreTrainedModel, attention: str, precision: Precision) -> bool:
+        """Whether :meth:`refresh` would do nothing. Does not wait for a running call.
 
         False where processes share the weights: they have to agree on it first.
         """
-        same = (attention, precision, weights == "packed") == (self.attention, self.precision, self._freed is not None)
-        if not same or self._rounds_otherwise or self.target.ranks.several:
+        if (attention, precision) != (self.attention, self.precision) or self._rounds_otherwise or self.target.ranks.several:
             return False
         return WeightState.of(model) == self.target.weights and not self.target.samples.changed
 
@@ -150,7 +142,7 @@ class Engine:
             self.lock,
             self.active(),
             own_number_afterwards(),
-            # Packed weights, compiled code and kept texts are in the model's own precision: the caller's contexts are switched off.
+            # Kept texts and compiled code are in the model's own precision: the caller's contexts are switched off.
             torch.autocast(self.target.device.type, enabled=False),
             torch.inference_mode(False),
             torch.no_grad(),
@@ -174,22 +166,9 @@ class Engine:
         """Passes that ran compiled so far."""
         return sum(forward.compiled_passes for forward in (self.forward_pass, *self._watching.values()))
 
-    def set_originals(self, model: PreTrainedModel, weights: Literal["keep", "packed"]) -> None:
-        """Frees the dense weights of `model`, or restores them."""
+    def release(self) -> None:
+        """Frees buffers, compiled code and recorded steps."""
         with self.lock:
-            if weights == "packed" and self._freed is None:
-                self._freed = free_originals(model, self.target.packing, parameters_read(self.target))
-            elif weights == "keep" and self._freed is not None:
-                restore_originals(self._freed, self.target.packing)
-                self._freed = None
-            else:
-                return
-            self.target.remember(model)
-
-    def release(self, model: PreTrainedModel) -> None:
-        """Frees buffers, compiled code and recorded steps, and restores the dense weights of `model`."""
-        with self.lock:
-            self.set_originals(model, "keep")
             self.sessions.release()
             self._forget_compiled()
             self._functions.clear()
@@ -278,11 +257,6 @@ class Engine:
             raise UnsupportedError(
                 f"{type(model).__name__} keeps recurrent states, which a draft would have to take back: it cannot be left early"
             )
-        if self._freed is not None:
-            raise UnsupportedError(
-                "weights='packed' has freed the weights that a draft of the first layers shares: leave weights='keep', or take another "
-                "strategy"
-            )
         with self.lock:
             if count not in self._cut:
                 self._cut[count] = first_layers(model, count)
@@ -320,9 +294,7 @@ class Engine:
         """A drafter's module made ready, once; see :attr:`decoders.strategy.Context.module`."""
         if module not in self._modules:
             self._modules[module] = ModuleTwin(module, example, self.target.device)
-        twin = self._modules[module]
-        twin.packing.repack()
-        return twin
+        return self._modules[module]
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""

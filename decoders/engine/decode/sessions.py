@@ -88,7 +88,7 @@ class Sessions:
             session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
             yield OpenSession(session, reusable, lengths)
         finally:
-            if self.target.weights is not weights:  # a nested call has packed other weights
+            if self.target.weights is not weights:  # a nested call has seen other weights
                 session.forget()
             self._free.append(session)
             del self._free[: -self.kept]

@@ -22,8 +22,7 @@ from .cache import LayerSpec, LayoutProbe
 from .ranks import Ranks
 from .state_probe import Recurrent, StateProbe, may_keep_states
 from .torch_compat import modules_in, parameters_in
-from .weights.fused import Group, SharedInputs
-from .weights.packing import may_be_fused
+from .weights.fused import Group, SharedInputs, plain_weight
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
@@ -156,7 +155,7 @@ def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
 
 def reading_alike(module: nn.Module, run: Callable[[], object]) -> list[Group]:
     """Groups of plain linear layers of `module` that read the same input in a `run` of it, in which they give zeros."""
-    layers = {path: layer for path, layer in module.named_modules() if may_be_fused(layer)}
+    layers = {path: layer for path, layer in module.named_modules() if plain_weight(layer) is not None}
     with SharedInputs(layers) as shared:
         try:
             run()

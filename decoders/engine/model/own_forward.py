@@ -68,7 +68,7 @@ class MultimodalInputs:
 
 
 class OwnForward:
-    """The forward pass of a model as it is without the loop, over the packed weights of a target.
+    """The forward pass of a model as it is without the loop, over the layers of a target.
 
     Args:
         model: the user's, whose attention it runs.

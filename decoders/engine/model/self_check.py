@@ -30,7 +30,6 @@ from .kernels import attention as kernel
 from .layout import refusing
 from .target import Target
 from .verdicts import Verdict
-from .weights.freed import ReadParameters
 from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
 
@@ -248,18 +247,6 @@ def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes
     usual = _plain_logits(reference, text)[0]
     with _short_windows(target, reference, sizes):
         return not torch.equal(usual, _plain_logits(reference, text)[0])
-
-
-@torch.no_grad()
-def parameters_read(target: Target) -> set[int]:
-    """The ids of the parameters whose values its passes read. A packed layer's own parameter is among them only if another module
-    uses it, such as a recurrent layer or an adapter.
-    """
-    sizes = Sizes((5,), ((2, 2),), sys.maxsize)
-    with ReadParameters() as reads:
-        for _ in _tree_logits(target, target.layout, _texts(target, sizes), sizes):
-            pass
-    return reads.ids
 
 
 @torch.no_grad()

@@ -35,11 +35,11 @@ from .layout import (
 from .ranks import Ranks
 from .state_probe import adopt
 from .torch_compat import rounds_float32
+from .weights.few_rows import multiply_few_rows
 from .weights.fingerprints import Fingerprints
-from .weights.packing import pack
 from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.quantized import LONG_TEXT, dequantized_products
-from .weights.same_bits import align_activations
+from .weights.same_bits import align_activations, replace_norms
 from .weights.state import WeightState, tensors_of
 from .weights.twin import share_weights
 
@@ -102,8 +102,7 @@ class Target:
     :func:`~decoders.engine.model.self_check.target_of` creates one that is checked.
 
     The private tree shares every parameter with `model` but has its own config, so that our attention function does not affect a
-    plain ``model.generate`` that another thread may be running. Its matrices are packed for the CPU's kernels once, and all passes
-    run on that copy.
+    plain ``model.generate`` that another thread may be running. Its linear layers read the user's weights where they are.
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded to buckets.
@@ -111,10 +110,9 @@ class Target:
         rejected: why a kernel of ours was tried and not used (:func:`~decoders.engine.model.self_check.target_of`), else None.
         longest: the longest texts for which its logits are the model's; None: any.
         precision: of the matrices and of the cache, where it is not the model's own.
-        groups: paths of layers that read the same input; they are multiplied as one if they are packed or quantized alike.
-        packing: the packed matrices.
+        groups: paths of layers that read the same input; they are multiplied as one if they are stored or quantized alike.
         quantized: the quantized matrices.
-        weights: state of the weights that were packed.
+        weights: state of the weights that kept texts and quantized matrices are of.
         samples: fingerprints of their values, to notice changes.
         rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
             last bit may change a rounded value.
@@ -163,7 +161,9 @@ class Target:
         self._watch_head()
         self.groups = shared_inputs(self.model, len(self.kinds))
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
-        self.packing = pack(self.model, groups=self.groups, exact_products=precision.exact_products)
+        multiply_few_rows(self.model, self.groups, precision.exact_products)
+        if precision.exact_products:
+            replace_norms(self.model)
         self.remember(model)
         layout = probe_layout(self.model, len(self.kinds))
         self.layout, self.counted = layout.layers, layout.counted
@@ -251,11 +251,8 @@ class Target:
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The tensors of all packed and quantized matrices."""
-        return [
-            *(tensor for weight in self.packing.weights for tensor in weight.tensors),
-            *(tensor for weight in self.quantized.weights for tensor in weight.tensors),
-        ]
+        """The tensors of all quantized matrices."""
+        return [tensor for weight in self.quantized.weights for tensor in weight.tensors]
 
     def takes_single_nodes(self, rows: int) -> bool:
         """Whether blocks of so many rows may have one node in each, with the same bits as in longer blocks.
@@ -274,7 +271,7 @@ class Target:
         self._head = HeadInputs(self.model.get_output_embeddings())
 
     def sibling(self) -> Target:
-        """The same model on another module tree with the same weights, packed ones included."""
+        """The same model on another module tree with the same weights, quantized ones included."""
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -317,14 +314,13 @@ class Target:
         twin.layers, twin._layer_states = layers, LayerStates(twin.model, layers)
         return twin
 
-    def repack(self, model: PreTrainedModel) -> None:
-        """Packs changed weights again, in place: compiled code and recorded steps see the new values."""
-        self.packing.repack()
-        self.quantized.repack()
+    def renew(self, model: PreTrainedModel) -> None:
+        """Quantizes changed weights again, in place: compiled code and recorded steps see the new values."""
+        self.quantized.renew()
         self.remember(model)
 
     def remember(self, model: PreTrainedModel) -> None:
-        """Notes that the packed weights are the present ones of `model`."""
+        """Notes that the weights are the present ones of `model`."""
         self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
 
     def _quick(self) -> AbstractContextManager:

@@ -111,7 +111,7 @@ class Threads:
 
     @staticmethod
     def now() -> Threads:
-        """The threads of a newly packed model: half as many at first if the machine is busy."""
+        """The threads of a new model: half as many at first if the machine is busy."""
         threads = Threads()
         if threads.most > 1 and waiting_share() > WAITING:
             threads.count = threads.most // 2

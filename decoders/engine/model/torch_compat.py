@@ -25,47 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
-# oneDNN's packed weights. Replaced by torch.ao's or torchao's prepacked linears, once these take bf16 and fp32 uncompiled.
+# The processor.
 
 
-def reorder_linear_weight(matrix: Tensor) -> Tensor:
-    """`matrix` ``[out, in]`` in the layout that oneDNN multiplies by."""
-    # The row count is a hint; the layout was the same for every count tried.
-    return torch.ops.mkldnn._reorder_linear_weight(matrix, 8)
-
-
-def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` with a weight of :func:`reorder_linear_weight`."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-
-
-def multiplies_packed(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed matrices of this type on this machine."""
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return dtype == torch.float32
-
-
-def packed_type(dtype: torch.dtype) -> torch.dtype | None:
-    """The type that matrices of `dtype` are packed in; None where oneDNN multiplies none of it.
-
-    float32 where the processor has no instructions for a type of 16 bits. oneDNN would convert the whole matrix in every product: on an
-    Intel Xeon whose bfloat16 is masked, 2 rows take 0.65 ms so and 0.37 in float32, 32 rows 4.9 and 1.1 (4864 x 896).
-    """
-    if dtype in (torch.bfloat16, torch.float16) and multiplies_packed(torch.float32) and not _computes_in(dtype):
-        return torch.float32
-    return dtype if multiplies_packed(dtype) else None
-
-
-def _computes_in(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for a type of 16 bits; oneDNN says whether it takes it."""
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_supported():  # where oneDNN takes it in any case
+def computes_bfloat16() -> bool:
+    """Whether this processor has instructions for bfloat16."""
+    if torch.cpu._is_avx512_supported():
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return multiplies_packed(dtype)
+    return _onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
 
 
 def instructions() -> str:
@@ -109,19 +80,12 @@ def lower_to_kernel(operator: Any, kernel: Any, arranged: Callable[..., tuple]) 
     return True
 
 
-def lower_to_packed_kernel(operator: Any) -> bool:
-    """:func:`lower_to_kernel` for an operator with the arguments of ``decoders::packed_linear``: oneDNN's product."""
-    kernel = torch.ops.mkldnn._linear_pointwise.default
-    return lower_to_kernel(operator, kernel, lambda x, packed, bias, _: (x, packed, bias, "none", [], ""))
-
-
 # Products with quantized weights. Replaced by torchao's, once these run uncompiled without dequantizing on the CPU.
 
 
 def multiplies_int8() -> bool:
     """Whether oneDNN has its fast product of unsigned and signed bytes here; without VNNI it is slower than bfloat16's."""
-    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return bool(onednn and torch.cpu._is_vnni_supported() and hasattr(torch.ops.onednn, "qlinear_prepack"))
+    return bool(_onednn() and torch.cpu._is_vnni_supported() and hasattr(torch.ops.onednn, "qlinear_prepack"))
 
 
 def reorder_int8(matrix: Tensor) -> Tensor:
@@ -198,9 +162,11 @@ def dequantized_type() -> torch.dtype | None:
 
     bfloat16 where the processor multiplies it by tiles (AMX), float32 where it has no instructions for bfloat16.
     """
-    if multiplies_packed(torch.bfloat16) and torch.cpu._is_amx_tile_supported():
+    if not _onednn():
+        return None
+    if torch.cpu._is_amx_tile_supported():
         return torch.bfloat16
-    return torch.float32 if packed_type(torch.bfloat16) == torch.float32 else None
+    return None if computes_bfloat16() else torch.float32
 
 
 def lower_to_quantized_kernels(int8: Any, weight_int8: Any, int4: Any) -> bool:
@@ -227,7 +193,7 @@ class EqualOnce(CustomGraphPass):
             # A node that is no pure function of its arguments equals no other.
             what: object = (node.target, repr(known)) if _is_function(node) else node
             number = number_of[node] = numbers.setdefault(what, len(numbers))
-            if getattr(node.target, "namespace", None) == "decoders" and first.setdefault(number, node) is not node:
+            if getattr(node.target, "namespace", "").startswith("decoders") and first.setdefault(number, node) is not node:
                 node.replace_all_uses_with(first[number])
         graph.eliminate_dead_code()
 
@@ -318,10 +284,6 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 # Tensors.
 
-#: Name of autograd's counter of writes, for a stand-in of a tensor that allows only some attributes.
-WRITE_COUNTER = "_version"
-
-
 def writes_counted(tensor: Tensor) -> int:
     """How many writes to the tensor PyTorch has counted; it counts none of inference tensors, nor of those through ``.data``.
 
@@ -367,11 +329,6 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
             flatten = getattr(tensor, "__tensor_flatten__", None)
             every += [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
     return every
-
-
-def as_plain_tensors() -> AbstractContextManager:
-    """Within it, torch does not call ``__torch_function__`` of tensor subclasses; torch's own documentation of subclasses uses it."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 # Dynamo.

@@ -28,6 +28,7 @@ from ...common.files import cache_folder, write_whole
 from ...common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, attention_of, is_of_training
 from ...common.version import __version__
 from .attention import NAME
+from .kernels import cpu
 from .target import Invariance, Target
 from .torch_compat import float32_precision, hooks_everywhere, hooks_of, instructions
 from .weights.state import global_names
@@ -113,7 +114,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
     seen.look(model)
     for value in (
         __version__, torch.__version__, transformers.__version__, platform.python_version(), processor_name(target.device),
-        instructions(), torch.get_num_threads(), torch.backends.mkldnn.enabled, float32_precision(target.device),
+        instructions(), cpu.chosen(), torch.get_num_threads(), torch.backends.mkldnn.enabled, float32_precision(target.device),
         torch.are_deterministic_algorithms_enabled(), target.dtype, target.attends, target.precision, attention_of(model.config),
     ):  # fmt: skip
         seen.note(str(value))

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from transformers.pytorch_utils import Conv1D
 
 import decoders
 from decoders.engine.model import self_check, torch_compat
-from decoders.engine.model.kernels import interpreted
+from decoders.engine.model.kernels import interpreted, products
 from decoders.engine.model.layout import shared_inputs
-from decoders.engine.model.weights import same_bits
-from decoders.engine.model.weights.freed import free_originals
-from decoders.engine.model.weights.packing import pack
+from decoders.engine.model.weights import few_rows
+from decoders.engine.model.weights.few_rows import multiply_few_rows
 from decoders.engine.model.weights.twin import share_weights
 from decoders.settings import RuntimeSettings
 from decoders.testing.exactness import decode, prompts
@@ -38,11 +38,11 @@ DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 AS_IT_IS = {"compile": False, "reuse": False}
 
 
-@pytest.fixture
-def on_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers on the CPU are taken for ones on CUDA, and none is packed."""
-    monkeypatch.setattr(same_bits, "has_kernel", lambda device: True)
-    monkeypatch.setattr(torch_compat, "packed_type", lambda dtype: None)
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is taken for a CUDA device: its products are Triton's, of 16 bits in models."""
+    monkeypatch.setitem(products._operators, "cpu", products.few_rows_on_cuda)
+    monkeypatch.setattr(few_rows, "multiplies", lambda weight, exact: exact and weight.dtype.itemsize == 2)
 
 
 class Products(torch_compat.TorchDispatchMode):
@@ -149,18 +149,16 @@ def test_the_operator_is_traced_with_any_number_of_rows() -> None:
     assert len(seen) == 1 and torch.ops.decoders.few_rows_linear.default in seen[0]
 
 
-@pytest.mark.usefixtures("on_our_kernel")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(name: str) -> None:
     model = tiny_model(name).bfloat16()
     twin = share_weights(model)
-    packing = pack(twin)
+    multiply_few_rows(twin)
     kinds = {type(module) for module in twin.modules()}
-    assert len(packing) == 0 and packing.layers == {}
-    assert kinds & set(same_bits.KINDS.values()) and not kinds & {nn.Linear, Conv1D}
-    assert not {type(module) for module in model.modules()} & set(same_bits.KINDS.values())
+    assert kinds & set(few_rows.KINDS.values()) and not kinds & {nn.Linear, Conv1D}
+    assert not {type(module) for module in model.modules()} & set(few_rows.KINDS.values())
     layer, own = next(
-        (a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in same_bits.KINDS
+        (a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in few_rows.KINDS
     )
     x = random(MOST_ROWS + 1, layer.matrix().shape[1], dtype=torch.bfloat16)
     assert torch.equal(layer(x), own(x))
@@ -173,14 +171,13 @@ def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(nam
         layer(x.float())
 
 
-@pytest.mark.usefixtures("on_our_kernel")
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # without biases, and with them
 def test_layers_that_read_the_same_input_are_one_product_and_nothing_is_copied(name: str) -> None:
     sizes = dict(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
     model = tiny_model(name, num_hidden_layers=1, **sizes).bfloat16()
     twin = share_weights(model)
     groups = shared_inputs(twin, 1)
-    pack(twin, groups=groups)
+    multiply_few_rows(twin, groups)
     own, ours = model.get_decoder().layers[0], share_weights(twin).get_decoder().layers[0]
     attention = [getattr(ours.self_attn, f"{part}_proj") for part in "qkv"]
     for layers, parent in ((attention, own.self_attn), ([ours.mlp.gate_proj, ours.mlp.up_proj], own.mlp)):
@@ -197,15 +194,14 @@ def test_layers_that_read_the_same_input_are_one_product_and_nothing_is_copied(n
             torch.testing.assert_close(result, plain[id(layer.weight)](x), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.usefixtures("on_our_kernel")
 def test_layers_of_another_kind_between_them_part_no_group() -> None:
     """As an adapter's, that read the same input; too narrow, of another type, or without a bias."""
     layers = nn.ModuleDict({name: nn.Linear(64, 64).bfloat16() for name in "qkv"})
     layers.update({"narrow": nn.Linear(64, 8).bfloat16(), "fp16": nn.Linear(64, 64).half()})
     layers["plain"] = nn.Linear(64, 64, bias=False).bfloat16()
     alone, order = share_weights(layers), ("q", "narrow", "k", "plain", "v")
-    pack(alone)
-    pack(layers, groups=[("q", "narrow", "k", "fp16", "plain", "v")])
+    multiply_few_rows(alone)
+    multiply_few_rows(layers, [("q", "narrow", "k", "fp16", "plain", "v")])
     x = random(3, 64, dtype=torch.bfloat16)
     with torch.no_grad(), Products() as products:
         results = [layers[name](x) for name in order]
@@ -213,10 +209,9 @@ def test_layers_of_another_kind_between_them_part_no_group() -> None:
     assert all(torch.equal(result, alone[name](x)) for name, result in zip(order, results, strict=True))
 
 
-@pytest.mark.usefixtures("on_our_kernel")
 def test_a_weight_that_is_given_other_strides_is_still_read_as_it_lies() -> None:
     layers = nn.ModuleList([nn.Linear(128, 64, bias=False).bfloat16() for _ in range(3)])
-    pack(layers, groups=[("0", "1", "2")])
+    multiply_few_rows(layers, [("0", "1", "2")])
     x = random(3, 128, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = [layer(x) for layer in layers]
@@ -228,24 +223,20 @@ def test_a_weight_that_is_given_other_strides_is_still_read_as_it_lies() -> None
         assert all(map(torch.equal, run(x), expected))
 
 
-@pytest.mark.usefixtures("on_our_kernel")
 def test_other_layers_and_float32_are_left_alone() -> None:
     layers = nn.ModuleDict(
         {"wide": nn.Linear(8, 8), "own": nn.Linear(8, 8).bfloat16(), "plain": nn.Linear(8, 8).bfloat16()}
     )
     layers["own"].forward = lambda x: x
-    pack(layers)
-    assert [type(layer) for layer in layers.values()] == [nn.Linear, nn.Linear, same_bits.FewRowsLinear]
-    unchanged = nn.ModuleList([nn.Linear(8, 8).bfloat16()])
-    pack(unchanged, exact_products=False)
-    assert type(unchanged[0]) is nn.Linear
+    multiply_few_rows(layers)
+    assert [type(layer) for layer in layers.values()] == [nn.Linear, nn.Linear, few_rows.FewRowsLinear]
 
 
-@pytest.mark.usefixtures("on_our_kernel")
-def test_what_is_written_into_weights_is_seen_at_once_and_nothing_is_freed() -> None:
+def test_what_is_written_into_weights_is_seen_at_once() -> None:
     model = tiny_model("llama").bfloat16()
     twin = share_weights(model)
-    packing, head = pack(twin), model.get_output_embeddings()
+    multiply_few_rows(twin)
+    head = model.get_output_embeddings()
     x = random(2, head.in_features, dtype=torch.bfloat16)
     before = twin.get_output_embeddings()(x)
     with torch.no_grad():
@@ -253,12 +244,9 @@ def test_what_is_written_into_weights_is_seen_at_once_and_nothing_is_freed() -> 
     assert torch.equal(twin.get_output_embeddings()(x), before * 2)
     head.weight.data = head.weight.data * 0.5
     assert torch.equal(twin.get_output_embeddings()(x), before)
-    assert free_originals(model, packing).nbytes == 0
-    assert all(parameter.stride() != (0, 0) for parameter in model.parameters())
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_our_kernel")
 def test_strategies_write_the_same_tokens_in_bfloat16() -> None:
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1).bfloat16())
     options: dict[str, Any] = dict(max_new_tokens=5, decoders_config=AS_IT_IS)
@@ -268,7 +256,16 @@ def test_strategies_write_the_same_tokens_in_bfloat16() -> None:
     assert out.report.same_bits
 
 
-@pytest.mark.usefixtures("on_our_kernel")
+def test_products_on_a_device_are_the_kernels_in_16_bits_and_if_they_have_to_be_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "has_kernel", lambda device: True)
+    with FakeTensorMode():
+        single, narrow = (torch.empty(4, 4, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16))
+    assert products.multiplies(narrow) and not products.multiplies(narrow, exact=False)
+    assert not products.multiplies(single)
+
+
 def test_a_setting_gives_exact_products_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_tree_logits", "brief_check"):  # interpreted, they take longest
         monkeypatch.setattr(self_check, check, lambda *_: None)
@@ -279,7 +276,7 @@ def test_a_setting_gives_exact_products_up(monkeypatch: pytest.MonkeyPatch) -> N
         decode(model, prompts(1, length=3), "autoregressive", max_new_tokens=1, decoders_config=settings)
         target = engine(RuntimeSettings(exact_products=exact)).target
         layers = [module for module in target.model.modules() if isinstance(module, nn.Linear)]
-        assert {isinstance(layer, same_bits.FewRowsLinear) for layer in layers} == {exact}
+        assert {isinstance(layer, few_rows.FewRowsLinear) for layer in layers} == {exact}
 
 
 LOWERED = """

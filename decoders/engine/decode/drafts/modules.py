@@ -1,4 +1,4 @@
-"""Drafting networks that are no language models: packed, with a slot cache and tree masks as a draft model has them."""
+"""Drafting networks that are no language models, with our products, a slot cache and tree masks as a draft model has them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from ...model import attention
 from ...model.blocks import causal_block
 from ...model.buckets import slots_for, view_bucket
 from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
-from ...model.compiled.regions import copied_whole, fixed, use_packed_kernels
+from ...model.compiled.regions import copied_whole, fixed
 from ...model.layout import reading_alike
 from ...model.static_inputs import SameObject
-from ...model.weights.packing import pack
+from ...model.weights.few_rows import multiply_few_rows
+from ...model.weights.same_bits import replace_norms
 from ...model.weights.twin import share_weights
 
 
 class ModuleTwin:
-    """A private copy of a module that shares its weights, with packed matrices and our attention.
+    """A private copy of a module that shares its weights, with our products and our attention.
 
     Args:
         example: its inputs for one node, ``[1, 1, …]`` each.
@@ -56,11 +57,8 @@ class ModuleTwin:
             if isinstance(layer, int) and layer < len(kind_of_layer):
                 setattr(part, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
         self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-        groups = reading_alike(self.module, lambda: self._run(example, LayoutProbe()))
-        self.packing = pack(self.module, groups=groups)
-        if device.type == "cpu":
-            use_packed_kernels()
-            fixed(*((t, tuple(range(t.dim()))) for weight in self.packing.weights for t in weight.tensors))
+        multiply_few_rows(self.module, reading_alike(self.module, lambda: self._run(example, LayoutProbe())))
+        replace_norms(self.module)
         self.layout = self._probe(example)
         self._functions: dict[tuple, Callable] = {}
 

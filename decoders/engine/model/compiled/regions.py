@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +56,7 @@ def _region(function: Callable) -> Callable:
 
 
 class RegionalForward:
-    """`function`, a forward pass over `model`, compiled with dynamic sizes and packed weights as inputs of the graph.
+    """`function`, a forward pass over `model`, compiled with dynamic sizes and weights as inputs of the graph.
 
     Layers are regions; if that fails, the pass is compiled as a whole, with the same inputs and results. Every size is dynamic, and
     equal sizes are taken for the same size: call :meth:`compile` first, on arguments whose sizes are pairwise different unless they
@@ -67,8 +66,8 @@ class RegionalForward:
         regional: whether layers are regions, None before the first compilation.
     """
 
-    def __init__(self, function: Callable, model: nn.Module, packed: Sequence[Tensor] = ()) -> None:
-        self.function, self.model, self.packed = function, model, packed
+    def __init__(self, function: Callable, model: nn.Module, quantized: Sequence[Tensor] = ()) -> None:
+        self.function, self.model, self.quantized = function, model, quantized
         self.regional: bool | None = None
         self._regions: list[Callable] = []
         self._compiled = self._wrap()
@@ -78,8 +77,8 @@ class RegionalForward:
 
     def compile(self, *args: Any) -> None:
         """Makes the graph for arguments like these; raises what the compiler raises if no way of compiling works."""
-        use_packed_kernels()
-        fixed(*((packed, tuple(range(packed.dim()))) for packed in self.packed))
+        use_quantized_kernels()
+        fixed(*((matrix, tuple(range(matrix.dim()))) for matrix in self.quantized))
         with torch_compat.floats_as_constants():
             if self.regional is not False:
                 try:
@@ -119,13 +118,6 @@ def copied_whole(tensor: Tensor) -> Tensor:
     because of one row it returns views unchanged.
     """
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def use_packed_kernels() -> None:
-    """Lets inductor call the kernels of packed and quantized linear layers directly."""
-    use_quantized_kernels()
-    torch_compat.lower_to_packed_kernel(torch.ops.decoders.packed_linear.default)
 
 
 def regional_forward(target: Target) -> RegionalForward:

@@ -52,10 +52,11 @@ def few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return few_rows_linears(x, [matrix], [] if bias is None else [bias])
 
 
-def multiplies(weight: Tensor) -> bool:
-    """Whether there is a kernel for products by `weight` ``[out, in]`` on its device.
+def multiplies(weight: Tensor, exact: bool = True) -> bool:
+    """Whether products by `weight` ``[out, in]`` are a kernel's on its device.
 
-    On CUDA in 16 bits alone: in float32 the order of a sum hardly matters, and the kernel would be slow.
+    On CUDA only those that have to be `exact`, and in 16 bits alone: in float32 the order of a sum hardly matters, and the kernel would
+    be slow. On the CPU the kernels are the fastest there are.
     """
     if weight.device.type == "cpu":
         kernels = cpu.chosen().kernels
@@ -63,7 +64,7 @@ def multiplies(weight: Tensor) -> bool:
             return False
         _operators["cpu"] = kernels.few_rows_linear
         return True
-    return weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device)
+    return exact and weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device)
 
 
 def has_kernel(device: torch.device) -> bool:

@@ -1,1 +1,1 @@
-"""The weights of a model: packed, fused, quantized and freed; and how changes to them are noticed."""
+"""The weights of a model: read where they are, multiplied as one, quantized; and how changes to them are noticed."""

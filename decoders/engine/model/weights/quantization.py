@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ....errors import UnsupportedError
 from .. import torch_compat
-from .fused import Group, columns_of, outputs_of, same_kind
-from .packing import SMALLEST, WeightCopy, packable, renew, shared_copy
+from .fingerprints import Snapshot
+from .fused import Group, columns_of, outputs_of, plain_weight, same_kind
 from .quantized import (
     GROUP,
     Int8Conv1D,
@@ -29,6 +29,10 @@ from .quantized import (
 )
 
 Scheme = Literal["int8", "int4"]
+#: Dense matrices with fewer elements are left alone: calling a kernel costs more than it saves.
+SMALLEST = 128 * 128
+#: Types of dense matrices that are quantized.
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def scheme_of(weights: str) -> Scheme | None:
@@ -41,7 +45,7 @@ class Precision:
     """The precision of what an engine holds for a model; None: the model's own.
 
     Attributes:
-        weights: of the packed matrices.
+        weights: of the matrices.
         cache: of keys and values.
         exact_products: on CUDA, whether products of few rows have the same bits for any number of rows (:mod:`.same_bits`).
     """
@@ -73,27 +77,33 @@ class Made:
     attributes: dict[str, Any]
 
 
-class QuantizedWeight(WeightCopy):
-    """A matrix in the form that a kernel takes.
+class QuantizedWeight:
+    """A copy of a matrix, or of several that are multiplied as one, in the form that a kernel takes. It is stale once they change.
 
     Attributes:
-        made: layer and attributes; its tensors are always the same objects.
+        sources: the parameters.
+        made: layer and attributes; its tensors are always the same objects, which graphs hold.
     """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], Made]) -> None:
-        super().__init__(sources)
-        self._make = make
-        self.made = make()
+        self.sources, self._make = tuple(sources), make
+        self._made_of, self.made = Snapshot(self.sources), make()
 
     @property
     def tensors(self) -> list[Tensor]:
         return [value for value in self.made.attributes.values() if isinstance(value, Tensor)]
 
-    def repack(self) -> None:
+    @property
+    def stale(self) -> bool:
+        """Whether a parameter has changed since it was quantized."""
+        return self._made_of.changed
+
+    def renew(self) -> None:
+        """Quantizes the parameters' present values into the same tensors."""
         for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
             if own.is_mkldnn or own.data_ptr() != new.data_ptr():
                 own.copy_(new)
-        self.settle()
+        self._made_of = Snapshot(self.sources)
 
 
 #: Copies in use anywhere in the process: two engines that share a parameter share its quantized copy.
@@ -111,9 +121,13 @@ class Quantized:
         """One per distinct matrix."""
         return list({id(weight): weight for _, weight in self.layers.values()}.values())
 
-    def repack(self) -> None:
+    @torch.no_grad()
+    def renew(self) -> None:
         """Quantizes weights that were written to again, in place."""
-        renew(self.weights)
+        with torch.inference_mode(False):
+            for weight in self.weights:
+                if weight.stale:
+                    weight.renew()
 
     @functools.cached_property
     def dequantizable(self) -> bool:
@@ -137,7 +151,7 @@ def quantize(
     sizes the kernel does not take, which get ``int8``.
 
     Args:
-        smallest: matrices with fewer elements are left alone; None: as for packing.
+        smallest: matrices with fewer elements are left alone; None: :data:`SMALLEST`.
         groups: layers that read the same input. They are multiplied as one if the `scheme` quantizes all alike.
     """
     smallest = SMALLEST if smallest is None else smallest
@@ -178,16 +192,27 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], Made]) -> QuantizedWeight:
-    return shared_copy(_in_use, sources, key, lambda: QuantizedWeight(sources, make))
+    """The copy of `sources` that is in use, else a new one by `make`. key: distinguishes different copies of the same sources."""
+    places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
+    key = (*key, *places)
+    copy = _in_use.get(key)
+    # The copy keeps its parameters, and thereby their memory, unless their data have been exchanged.
+    if copy is None or copy.stale or [s.data_ptr() for s in copy.sources] != [s.data_ptr() for s in sources]:
+        with torch.inference_mode(False):
+            copy = _in_use[key] = QuantizedWeight(sources, make)
+    return copy
 
 
-def _kind(module: Any, scheme: Scheme, smallest: int) -> tuple | None:
-    """A value that is equal for layers that can be quantized as one: how they are packed, their type, whether 4 bits are possible."""
-    kind = packable(module, smallest)
-    if kind is None:
+def _kind(module: nn.Module, scheme: Scheme, smallest: int) -> tuple | None:
+    """A value that is equal for layers that can be quantized as one: their class and type, and whether 4 bits are possible.
+
+    None for layers that are not quantized.
+    """
+    weight = plain_weight(module)
+    if weight is None or weight.device.type != "cpu" or weight.dtype not in TYPES or weight.numel() < smallest:
         return None
-    rows, columns = kind[1](module.weight).shape
-    return *kind, module.weight.dtype, scheme == "int4" and rows % 16 == 0 and columns % GROUP == 0
+    rows, columns = weight.t().shape if isinstance(module, Conv1D) else weight.shape
+    return type(module), weight.dtype, scheme == "int4" and rows % 16 == 0 and columns % GROUP == 0
 
 
 def _asked_for(modules: list[nn.Module], scheme: Scheme, smallest: int) -> QuantizedWeight | None:
@@ -195,15 +220,12 @@ def _asked_for(modules: list[nn.Module], scheme: Scheme, smallest: int) -> Quant
     kind = _kind(modules[0], scheme, smallest)
     if kind is None:
         return None
-    _, matrix, dtype, four_bits = kind
+    _, dtype, four_bits = kind
     sources, transposed = [cast(Tensor, module.weight) for module in modules], isinstance(modules[0], Conv1D)
 
     def whole() -> Tensor:
-        return (
-            torch.cat([matrix(source.detach()) for source in sources])
-            if len(sources) > 1
-            else matrix(sources[0].detach())
-        )
+        matrices = [source.detach().t() if transposed else source.detach() for source in sources]
+        return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
 
     def int8() -> Made:
         return _int8(*rounded_to_int8(whole()), dtype, transposed)

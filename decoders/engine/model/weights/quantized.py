@@ -21,6 +21,7 @@ first where that is faster (:func:`dequantized_products`).
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ def _(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], scales.shape[1]))
 
 
+@functools.cache
 def use_quantized_kernels() -> None:
     """Makes inductor call the kernels directly."""
     operators = torch.ops.decoders

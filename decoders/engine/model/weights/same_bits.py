@@ -1,108 +1,25 @@
-"""Layers that replace a model's own so that a row has the same bits whatever else is in its block."""
+"""Norms and activations that replace a model's own so that a row has the same bits whatever else is in its block."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
-from transformers.pytorch_utils import Conv1D
 
 from .. import torch_compat
-from ..kernels import runs_kernels
-from .fused import columns_of, outputs_of, share_of
+from ..kernels.products import has_kernel, rms_norm
 from .twin import share_weights
 
 #: ATen gives each thread at least GRAIN elements, and never computes whole multiples of TWO_VECTORS with scalar code.
 GRAIN, TWO_VECTORS = 32768, 64
 #: Elementwise activations of torch whose vector code and scalar code round differently.
 ELEMENTWISE = (nn.SiLU, nn.Sigmoid, nn.GELU, nn.Softplus, nn.Mish)
-
-
-class _FewRows:
-    """Base of the layers below. They read their parameters directly, so that there is no copy that could be stale.
-
-    Attributes:
-        group: the layers that read the same input and are multiplied as one (:mod:`.fused`), this one among them; None: it alone.
-        columns: this layer's columns of their product.
-    """
-
-    group: tuple[Any, ...] | None = None
-    columns: tuple[int, int] = 0, 0
-
-    def matrix(self) -> Tensor:
-        """``[out, in]``, of any strides."""
-        return cast(Tensor, self.weight)  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        from ..kernels.products import are_one_product, few_rows_linear, few_rows_linears  # imports Triton
-
-        matrix, group = self.matrix(), self.group
-        if x.dtype != matrix.dtype:
-            return super().forward(x)  # type: ignore[misc]  # of the layer that it replaces
-        matrices = [layer.matrix() for layer in group or ()]
-        # Asked every time: a weight may have been given other data since, of other strides.
-        if group is None or not are_one_product(matrices):
-            return few_rows_linear(x, matrix, self.bias)  # type: ignore[attr-defined]
-        biases = [] if group[0].bias is None else [layer.bias for layer in group]
-        return share_of(x, group[0].weight, self.columns, lambda x: few_rows_linears(x, matrices, biases))
-
-
-class FewRowsLinear(_FewRows, nn.Linear):
-    """An ``nn.Linear`` that multiplies few rows by our kernel."""
-
-
-class FewRowsConv1D(_FewRows, Conv1D):
-    """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
-
-    def matrix(self) -> Tensor:
-        return self.weight.t()
-
-
-#: Per kind of layer, the class that replaces it.
-KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
-
-
-def multiply_as_one(layers: Sequence[nn.Module]) -> None:
-    """Makes layers of one :func:`product_kind` that read the same input one product, or as few as the kernel can."""
-    from ..kernels.products import MOST_MATRICES  # imports Triton
-
-    for begin in range(0, len(layers), MOST_MATRICES):
-        group: tuple[Any, ...] = tuple(layers[begin : begin + MOST_MATRICES])
-        if len(group) > 1:
-            for layer, columns in zip(group, columns_of([outputs_of(layer) for layer in group]), strict=True):
-                layer.group, layer.columns = group, columns
-
-
-def product_kind(layer: Any) -> Hashable:
-    """A value that is equal for layers that the kernel multiplies as one; None for one that it multiplies alone, or not at all."""
-    if not multiplies(layer.weight):
-        return None
-    from ..kernels.products import are_one_product  # imports Triton
-
-    matrix: Tensor = KINDS[type(layer)].matrix(layer)  # type: ignore[attr-defined]
-    alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
-    return alike if are_one_product([matrix]) else None
-
-
-def multiplies(weight: Tensor) -> bool:
-    """Whether the kernel multiplies by a matrix: in 16 bits, on a device that has its instructions. On the CPU matrices are packed.
-
-    In float32 the order of a sum hardly matters, and the kernel would be slow.
-    """
-    return weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device)
-
-
-def has_kernel(device: torch.device) -> bool:
-    """Whether the kernel runs on `device`; NVIDIA GPUs since Ampere have its instructions."""
-    if device.type != "cuda" or not runs_kernels(device):
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 #: Names of the epsilon in norms of transformers and torch.
@@ -131,7 +48,7 @@ class Formula(NamedTuple):
 
 
 def norm_kind(module: nn.Module) -> type[nn.Module] | None:
-    """The class that replaces a root-mean-square norm in 16 bits on a device that has the kernel; None for other modules."""
+    """The class that replaces a root-mean-square norm in 16 bits on CUDA; None for other modules."""
     own, epsilons = (
         torch_compat.own_parameters(module),
         [vars(module)[name] for name in EPSILONS if name in vars(module)],
@@ -142,7 +59,8 @@ def norm_kind(module: nn.Module) -> type[nn.Module] | None:
     if (
         [type(epsilon) for epsilon in epsilons] != [float]
         or any(True for _ in module.children())
-        or not multiplies(weight)
+        or weight.dtype not in (torch.bfloat16, torch.float16)
+        or not has_kernel(weight.device)
     ):
         return None
     formula = formula_of(module, epsilons[0])
@@ -168,14 +86,18 @@ def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
 
 @functools.cache
 def _stand_in(plain: Any, formula: Formula) -> type[nn.Module]:
-    from ..kernels.products import rms_norm  # imports Triton
-
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
         if more or options or x.dtype != self.weight.dtype or not x.numel():
             return plain.forward(self, x, *more, **options)
         return rms_norm(x, self.weight, *formula)
 
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def replace_norms(model: nn.Module) -> None:
+    """Makes root-mean-square norms of a private twin on CUDA give a row the same bits for any number of rows."""
+    for module in model.modules():
+        module.__class__ = norm_kind(module) or type(module)
 
 
 def align_activations(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, Self
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -35,7 +36,7 @@ class WeightState:
     """A model's weights and modules at one time.
 
     Attributes:
-        modules: changes when a weight is replaced by another tensor, resized or cast, when a module is replaced, gets a hook or
+        modules: changes when a weight is replaced by another tensor, resized, cast or stored otherwise, when a module is replaced, gets a hook or
             another mode, and when an attribute of a module or a value of a config is set to something else.
         code: changes when a function that they run is replaced, or when a hook for all modules is registered.
         contents: changes when something is written into the objects that attributes hold (dicts, lists, tensors, helper objects), or
@@ -52,7 +53,7 @@ class WeightState:
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
         tensors = with_parts((*parameters_in(parts), *buffers_in(parts)))
-        shapes = tuple((id(t), t.dtype, t.device, t.shape) for t in tensors)
+        shapes = tuple((id(t), t.dtype, t.device, t.shape, strides_of(t)) for t in tensors)
         modules: list[object] = []
         held: list[object] = []
         loose: list[Tensor] = []
@@ -86,6 +87,11 @@ class WeightState:
     def replaces(self, other: WeightState) -> bool:
         """Whether only values and contents differ from `other`: the model then runs with them without further work."""
         return self.modules == other.modules and self.code == other.code
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """Those of a dense tensor; compiled code is for them."""
+    return tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:

@@ -29,13 +29,13 @@ DEPTH, HELPERS = 6, 3
 Tree = TypeVar("Tree", bound=nn.Module)
 
 
-def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
+def share_weights(model: Tree, quantized: Sequence[Tensor] = ()) -> Tree:
     """A copy of the module tree with its own config, in evaluation mode. Everything else is shared.
 
-    Parameters, buffers, `packed` weights, and what modules keep in attributes (tensors, dicts, helper objects) are the same objects,
+    Parameters, buffers, `quantized` weights, and what modules keep in attributes (tensors, dicts, helper objects) are the same objects,
     so that later writes to them have effect in both trees.
     """
-    twin = _Twin(model, packed).of(model)
+    twin = _Twin(model, quantized).of(model)
     # Attributes that other tools have set on the instance (an overridden generate, a lock) are not part of the network.
     for name in [name for name in vars(twin) if name in OF_GENERATION or name.startswith(OURS)]:
         del vars(twin)[name]
@@ -48,9 +48,9 @@ def share_weights(model: Tree, packed: Sequence[Tensor] = ()) -> Tree:
 class _Twin:
     """Copies a tree of modules. Containers are copied only if they hold modules, configs or bound methods of the tree."""
 
-    def __init__(self, model: nn.Module, packed: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, quantized: Sequence[Tensor]) -> None:
         self.own = {id(module) for module in model.modules()}
-        self.memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers(), *packed)}
+        self.memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers(), *quantized)}
 
     def of(self, value: Any) -> Any:
         """The twin's counterpart of `value`, or `value` itself."""

@@ -1,0 +1,97 @@
+"""Linear layers that multiply by the kernels of :mod:`~decoders.engine.model.kernels.products`, which read weights where they are.
+
+Nothing is copied: a changed weight counts because it is read. Layers that read the same input are one product (:mod:`.fused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..kernels.products import MOST_MATRICES, are_one_product, few_rows_linears, multiplies
+from .fused import Group, columns_of, outputs_of, plain_weight, same_kind, share_of
+
+
+class _FewRows:
+    """Base of the layers below.
+
+    Attributes:
+        group: the layers that read the same input and are multiplied as one, this one among them; None: it alone.
+        columns: this layer's columns of their product.
+    """
+
+    group: tuple[Any, ...] | None = None
+    columns: tuple[int, int] = 0, 0
+
+    def matrix(self) -> Tensor:
+        """``[out, in]``, of any strides."""
+        return cast(Tensor, self.weight)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = self.group
+        out = None if group is None else share_of(x, group[0], self.columns, lambda x: _product(x, group))
+        if out is None:
+            out = _product(x, (self,))
+        return super().forward(x) if out is None else out  # type: ignore[misc]  # of the layer that it replaces
+
+
+def _product(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
+    """``[…, out]`` of all `layers`; None where they are no one product, or none that a kernel computes.
+
+    Asked every time: a weight may have been given other data since, of another type or of other strides.
+    """
+    matrices = [layer.matrix() for layer in layers]
+    biases = [] if layers[0].bias is None else [layer.bias for layer in layers]
+    if x.dtype != matrices[0].dtype or 1 not in matrices[0].stride():
+        return None
+    if any(bias.dtype != x.dtype or not bias.is_contiguous() for bias in biases):
+        return None
+    if len(matrices) > 1 and not are_one_product(matrices):
+        return None
+    return few_rows_linears(x, matrices, biases)
+
+
+class FewRowsLinear(_FewRows, nn.Linear):
+    """An ``nn.Linear`` that multiplies few rows by our kernel."""
+
+
+class FewRowsConv1D(_FewRows, Conv1D):
+    """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
+
+    def matrix(self) -> Tensor:
+        return self.weight.t()
+
+
+#: Per kind of layer, the class that replaces it.
+KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1D: FewRowsConv1D}
+
+
+def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_products: bool = True) -> None:
+    """Makes the plain linear layers of `model`, a private tree, multiply by our kernels where there are some for their weights.
+
+    Args:
+        groups: layers that read the same input. Those of a group that are stored alike are multiplied as one.
+        exact_products: whether layers on CUDA do, too, in which a row then has the same bits for any number of rows.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    weights = {path: plain_weight(module) for path, module in modules.items()}
+    chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
+    as_one = list(same_kind(groups, lambda path: _product_kind(chosen[path]) if path in chosen else None))
+    for module in chosen.values():
+        module.__class__ = KINDS.get(type(module), type(module))  # one module may have two names
+    for paths in as_one:
+        for begin in range(0, len(paths), MOST_MATRICES):
+            group = tuple(modules[path] for path in paths[begin : begin + MOST_MATRICES])
+            if len(group) > 1:
+                for layer, columns in zip(group, columns_of([*map(outputs_of, group)]), strict=True):
+                    vars(layer).update(group=group, columns=columns)
+
+
+def _product_kind(layer: Any) -> Hashable:
+    """A value that is equal for layers that a kernel multiplies as one; None for one that it multiplies alone."""
+    matrix: Tensor = KINDS[type(layer)].matrix(layer)  # type: ignore[attr-defined]
+    alike = matrix.shape[1], matrix.stride(), matrix.dtype, matrix.device, layer.bias is None
+    return alike if are_one_product([matrix]) else None
