@@ -25,7 +25,7 @@ from torch import Tensor
 from .....common.files import cache_folder
 from .....errors import SettingsError
 from ...torch_compat import has_instructions
-from . import build
+from . import build, four_bits
 
 #: Names a variant, or "off", instead of the best one that the processor has.
 VARIABLE = "DECODERS_CPU_KERNELS"
@@ -43,11 +43,15 @@ class Kernels:
         variant: its name.
         path: of the shared object.
         few_rows_linear: see :mod:`~decoders.engine.model.kernels.products`.
+        quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
+        round_to_four_bits: the levels of a matrix, and its scales.
     """
 
     variant: str
     path: Path
     few_rows_linear: Callable[..., Tensor]
+    quantized_linear: Callable[..., Tensor]
+    round_to_four_bits: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
     def load(cls, variant: str, path: Path) -> Kernels:
@@ -56,11 +60,17 @@ class Kernels:
         torch.ops.load_library(str(path))
         operators: Any = getattr(torch.ops, namespace)
         torch.library.register_fake(f"{namespace}::few_rows_linear", _product_fake)
-        return cls(variant, path, operators.few_rows_linear.default)
+        torch.library.register_fake(f"{namespace}::quantized_linear", _quantized_fake)
+        names = "few_rows_linear", "quantized_linear", "round_to_four_bits"
+        return cls(variant, path, *(getattr(operators, name).default for name in names))
 
 
 def _product_fake(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))
+
+
+def _quantized_fake(x: Tensor, levels: list[Tensor], scales: list[Tensor], biases: list[Tensor], digits: int) -> Tensor:
+    return _product_fake(x, levels, biases)
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,12 @@ def loaded(variant: str) -> Kernels:
             return Kernels.load(variant, folder / name)
     started = time.perf_counter()
     path = build.compile_into(kept, variant)
-    _log.info("compiled the CPU kernels for %s in %.1f s, once on this machine: %s", variant, time.perf_counter() - started, path)
+    _log.info(
+        "compiled the CPU kernels for %s in %.1f s, once on this machine: %s",
+        variant,
+        time.perf_counter() - started,
+        path,
+    )
     return Kernels.load(variant, path)
 
 
@@ -152,6 +167,29 @@ def check(kernels: Kernels) -> str | None:
                 for rows in range(1, len(x)):
                     if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
                         return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
+    return _check_quantized(kernels)
+
+
+def _check_quantized(kernels: Kernels) -> str | None:
+    """Likewise of products by 8 and 4 bits."""
+    generator = torch.Generator().manual_seed(0)
+    for bits, inputs, groups in ((8, 77, 1), (8, 192, 2), (4, 416, 13), (4, 512, 4)):
+        x, outputs = torch.randn(11, inputs, generator=generator, device="cpu"), 27
+        values = torch.randint(-8, 8, (outputs, inputs), generator=generator, device="cpu")
+        steps, middles = torch.rand(2, outputs, groups, generator=generator, device="cpu").double()
+        whole = values.double().view(outputs, groups, -1) * steps[..., None]
+        if bits == 8:
+            levels, scales = values.to(torch.int8), steps.float()
+        else:
+            whole += middles[..., None]
+            levels, scales = four_bits.packed((values + 8).to(torch.uint8)), four_bits.with_room(steps, middles)
+        exact = x.double() @ whole.view(outputs, inputs).T
+        for digits, tolerance in ((1, 1e-3), (2, 1e-5)):
+            product = kernels.quantized_linear(x, [levels], [scales], [], digits)
+            if not (product.double() - exact).abs().max() <= tolerance * exact.abs().max():
+                return f"a wrong product of {bits} bits"
+            if not torch.equal(kernels.quantized_linear(x[5:6], [levels], [scales], [], digits), product[5:6]):
+                return f"a wrong product of {bits} bits: one row has other bits than among {len(x)}"
     return None
 
 
