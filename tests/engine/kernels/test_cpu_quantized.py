@@ -17,7 +17,18 @@ if not VARIANTS or build.compiler() is None:
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 #: Bits, inputs, groups of inputs: whole steps and blocks, and such that end within one.
-SHAPES = [(8, 64, 1), (8, 37, 1), (8, 9000, 1), (8, 192, 6), (8, 4, 1), (4, 32, 1), (4, 416, 13), (4, 512, 4), (4, 768, 3), (4, 704, 22)]
+SHAPES = [
+    (8, 64, 1),
+    (8, 37, 1),
+    (8, 9000, 1),
+    (8, 192, 6),
+    (8, 4, 1),
+    (4, 32, 1),
+    (4, 416, 13),
+    (4, 512, 4),
+    (4, 768, 3),
+    (4, 704, 22),
+]
 
 
 @pytest.fixture(
