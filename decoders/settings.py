@@ -110,7 +110,9 @@ def _without_packed(weights: Any) -> Any:
 
 @cache
 def _warn_of_packed() -> None:
-    warnings.warn("weights='packed' means 'keep' now: nothing is packed any more, weights are read where they are", stacklevel=2)
+    warnings.warn(
+        "weights='packed' means 'keep' now: nothing is packed any more, weights are read where they are", stacklevel=2
+    )
 
 
 class RuntimeSettings(Settings):
@@ -226,7 +228,7 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names after ``DECODERS_`` that are no settings: the file's path, the plugin lists, and the key of `decoders serve`.
+#: Names after ``DECODERS_`` that are no settings: the file's path, the plugin lists, the key of `decoders serve`, kernels.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)

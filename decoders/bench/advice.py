@@ -37,7 +37,7 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: New tokens of a text: most, as many as are taken for the sake of another prompt, and fewest on a slow machine; of a call that makes the model ready.
+#: New tokens of a text: most, as many as are taken for the sake of another prompt, and fewest on a slow machine; of a first call.
 MOST, SOME, FEWEST, FEW = 96, 48, 16, 2
 #: Share of the fastest method's speed that is about as fast, after so few texts.
 ABOUT = 0.9

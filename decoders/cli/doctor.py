@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from ..engine.model.target import Invariance
 
-STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
+STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination. A "warning" costs speed or attention, a "problem" breaks something."""
+    """One line of the examination. A "note" is for later, a "warning" costs speed or attention, a "problem" breaks something."""
 
     name: str
-    status: Literal["ok", "warning", "problem"]
+    status: Literal["ok", "note", "warning", "problem"]
     detail: str
 
 
@@ -179,7 +179,9 @@ def settings() -> Iterator[Finding]:
 def enabling() -> Iterator[Finding]:
     """What is said of a model that was never enabled, in words that are not ours."""
     unused = "The following `model_kwargs` are not used by the model: ['strategy']"
-    yield Finding("enable", "ok", f'where generate says "{unused}", decoders.enable(model) is missing')
+    yield Finding(
+        "enable", "note", f'should generate(strategy=…) say "{unused}", call decoders.enable(model) before it'
+    )
 
 
 def demo_models() -> Iterator[Finding]:

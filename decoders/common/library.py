@@ -106,16 +106,16 @@ def _folder() -> Traversable:
 
 
 #: A text with such an ending names a file; no specification ends so.
-_SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
+SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
 
 
 def check_file(name: str) -> None:
     """Raises GrammarError if `name` is clearly a file's, and there is no such file."""
     if Path(name).is_file() or name.replace("-", "_") in names():
         return
-    if name.endswith(_SUFFIXES) or os.sep in name:
+    if name.endswith(SUFFIXES) or os.sep in name:
         folder = Path(name).parent
-        others = sorted(file.name for file in folder.glob("*") if file.suffix in _SUFFIXES)
+        others = sorted(file.name for file in folder.glob("*") if file.suffix in SUFFIXES)
         near = difflib.get_close_matches(Path(name).name, others, n=1)
         hint = f" Did you mean {str(folder / near[0])!r}?" if near else ""
         raise GrammarError(
@@ -165,7 +165,7 @@ def file_named(text: str) -> Path | None:
     """The file that `text` names: an existing one, or any with a grammar's suffix. None if `text` is a specification itself."""
     if "\n" in text:
         return None
-    if text.endswith(_SUFFIXES):
+    if text.endswith(SUFFIXES):
         return Path(text)
     try:
         return Path(text) if Path(text).is_file() else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class TextPieces:
 
     Args:
         prompt: the tokens in front.
-        shown: special tokens that are written by their names.
+        shown: special tokens that are written by their names. Each ends a piece, and the rest of the text is what it is without them.
 
     Attributes:
         held: the text that was held back the last time; the next piece begins with it, or with what it turns out to be.
@@ -57,7 +58,7 @@ class TextPieces:
         if not ended and (not piece or text.endswith(UNFINISHED) or self._ends_in_bytes(window)):
             self.held = piece
             return ""
-        if len(self._window) >= AGAIN:
+        if len(self._window) >= AGAIN and self._plain(new):
             window, text = new, self._decoded(new)
         self._window, self._known, self._shown, self.held = window, text, len(tokens), ""
         return piece
@@ -67,29 +68,40 @@ class TextPieces:
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
-            if (is_byte := self._is_byte(prompt[begin])) or self._has_text(prompt[begin]):
+            if (is_byte := self._is_byte(prompt[begin])) or self._plain([prompt[begin]]):
                 count, in_bytes = count + 1, is_byte
         return list(prompt[begin:])
 
     def _ends_in_bytes(self, tokens: Sequence[int]) -> bool:
         """Whether the last token that has a text is one of byte fallback."""
         for token in reversed(tokens):
-            if (is_byte := self._is_byte(token)) or self._has_text(token):
+            if (is_byte := self._is_byte(token)) or self._decoded([token]):
                 return is_byte
         return False
 
     def _is_byte(self, token: int) -> bool:
         return bool(BYTE_TOKEN.fullmatch(self.tokenizer.convert_ids_to_tokens([token])[0] or ""))
 
-    def _has_text(self, token: int) -> bool:
-        """Whether it is no special token."""
-        return bool(self._decoded([token]))
+    def name(self, token: int) -> str:
+        """Of a special token that is written by its name; of others nothing."""
+        name: str = self.tokenizer.convert_ids_to_tokens([token])[0] if token in self._special else ""
+        return name
 
     def _decoded(self, tokens: list[int]) -> str:
-        place = next((place for place, token in enumerate(tokens) if token in self._special), None)
-        if place is not None:
-            name: str = self.tokenizer.convert_ids_to_tokens([tokens[place]])[0]
-            return self._decoded(tokens[:place]) + name + self._decoded(tokens[place + 1 :])
+        """The text of `tokens`; a name stands where the text in front of it ends."""
+        text, before, known = "", list[int](), ""
+        marks = (place for place, token in enumerate(tokens) if token in self._special)
+        for mark, end in pairwise([-1, *marks, len(tokens)]):
+            part = tokens[mark + 1 : end]
+            whole = self._plain(before + part)
+            if not whole.startswith(known):  # the name cuts a character
+                before, known, whole = [], "", self._plain(part)
+            text += whole[len(known) :] + "".join(map(self.name, tokens[end : end + 1]))
+            before, known = before + part, whole
+        return text
+
+    def _plain(self, tokens: list[int]) -> str:
+        """The text of `tokens`, special ones left out."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[assignment]
         return text
 
@@ -97,6 +109,19 @@ class TextPieces:
 def text_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
     """The whole text of `tokens` behind `prompt`, see :class:`TextPieces`."""
     return TextPieces(tokenizer, prompt).next(tokens, ended=True)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The tokens that are no text, by their names. Takes milliseconds where thousands were added."""
+    added = tokenizer.added_tokens_decoder
+    ids = sorted({*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)})
+    return dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))
+
+
+def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
+    """Those of the tokens `special` whose whole names are in one of `texts`."""
+    texts = tuple(texts)
+    return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 
 
 def common(one: str, other: str) -> int:

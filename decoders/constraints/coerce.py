@@ -115,7 +115,11 @@ def spec_of_library(name: str) -> Spec:
 
 
 def unknown_grammar(name: str, choices: Iterable[str]) -> UnknownNameError:
-    """The error that no grammar has that name."""
+    """The error that no grammar has that name. Raises GrammarError where it is clearly the name of a file."""
+    if name.endswith(library.SUFFIXES) and len(name) < 256 and "\n" not in name:
+        library.check_file(name)
+        message = f"grammar={name!r}: a string names a grammar of the library, and this is a file: give pathlib.Path({name!r})"
+        raise GrammarError(message, "path")
     hint = (
         "Other texts: decoders.regex(pattern), decoders.grammar(lark), decoders.json_schema(schema), decoders.choice(list), "
         "and pathlib.Path(name) for a file."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from ..common.pieces import BYTE_TOKEN
+from ..common.pieces import BYTE_TOKEN, special_tokens
 from ..errors import UnsupportedError, shortened
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class Vocabulary:
         parts: dict = json.loads(backend.to_str()) if backend is not None else {}
         spell = _spelling(tokenizer, parts)
         added = tokenizer.added_tokens_decoder
-        special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+        special = special_tokens(tokenizer)
         texts = sorted(
-            token for token in {*tokenizer.get_vocab().values(), *added} if token < size and token not in special
+            token for token in {*tokenizer.get_vocab().values(), *added} - {*special.values()} if token < size
         )
         tokens: list[bytes | None] = [None] * size
         # These are the names that the tokenizer decodes; names in its vocabulary may have been normalised.
@@ -81,8 +81,7 @@ class Vocabulary:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids
 
-        own = sorted(token for token in special if token < size)
-        names = dict(zip(tokenizer.convert_ids_to_tokens(own), own, strict=True))
+        names = {name: token for name, token in special.items() if token < size}
         return Vocabulary(tokens, stops, encode, _rules(parts), names)
 
     def __len__(self) -> int:

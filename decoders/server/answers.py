@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from ..constraints import LEFT_OUT
 from ..engine.decode.request import TokenLogprobs
+from .arguments import Stops
 from .bodies import Body
 from .limits import Receive, Scope, Send
 from .refusals import Refusal, client_gone
@@ -53,7 +54,7 @@ class Growing:
     """
 
     def __init__(
-        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], spelling: Spelling | None,
+        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Stops, spelling: Spelling | None,
         special: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0

@@ -243,7 +243,7 @@ def _card(service: Service) -> dict[str, Any]:
     return {
         "id": service.name, "object": "model", "created": service.created, "owned_by": "decoders",
         "decoders": {
-            "context": service.slots, "strategy": service.pool.default, "strategies": service.strategies,
+            "context": service.slots, "strategy": service.pool.default, "strategies": service.offered.names,
             "chat": service.conversations.has_template, "max_tokens": service.limits.new_tokens,
         },
     }  # fmt: skip

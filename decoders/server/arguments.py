@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
 
-from ..common.pieces import TextPieces
+from ..common.pieces import TextPieces, named_tokens
 from .bodies import Body
 from .refusals import Refusal
 
@@ -45,11 +46,30 @@ def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
     return options | ({"min_p": min_p} if min_p else {}) | more
 
 
-def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Stops:
+    """Strings that end a text.
+
+    Attributes:
+        strings: each of them.
+        special: the special tokens that they name. These are looked for by their names, where other special tokens are no text.
+    """
+
+    strings: tuple[str, ...] = ()
+    special: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(strings: Iterable[str], special: Mapping[str, int]) -> Stops:
+        """Stop strings beside the special tokens of a model, by their names."""
+        strings = tuple(strings)
+        return Stops(strings, named_tokens(special, strings))
+
+
+def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: Stops) -> dict[str, Any]:
     """Stop strings, penalties and biases, for a prompt of so many tokens."""
     arguments: dict[str, Any] = {}
-    if body.stops:
-        arguments["stopping_criteria"] = [StopStrings(tokenizer, body.stops, prompt)]
+    if stops.strings:
+        arguments["stopping_criteria"] = [StopStrings(tokenizer, stops, prompt)]
     bias = _bias(body, len(tokenizer))
     if body.frequency_penalty or body.presence_penalty or bias:
         penalties = TokenPenalties(prompt, body.frequency_penalty or 0.0, body.presence_penalty or 0.0, bias)
@@ -107,13 +127,13 @@ class StopStrings(StoppingCriteria):
         prompt: tokens of the prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt: int) -> None:
-        self.tokenizer, self.stops, self.prompt = tokenizer, tuple(stops), prompt
-        self.longest = max(map(len, stops))
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Stops, prompt: int) -> None:
+        self.tokenizer, self.stops, self.prompt = tokenizer, stops, prompt
+        self.longest = max(map(len, stops.strings))
         self._begin([])
 
     def _begin(self, prompt: list[int]) -> None:
-        self._pieces, self._tokens, self._tail = TextPieces(self.tokenizer, prompt), list[int](), ""
+        self._pieces, self._tokens, self._tail = TextPieces(self.tokenizer, prompt, self.stops.special), list[int](), ""
 
     def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
         count = input_ids.shape[1] - self.prompt
@@ -122,6 +142,6 @@ class StopStrings(StoppingCriteria):
         self._tokens += input_ids[0, self.prompt + len(self._tokens) :].tolist()
         piece = self._pieces.next(self._tokens, False)
         text = self._tail + piece
-        stops_here = any(stop in text + self._pieces.held for stop in self.stops)
+        stops_here = any(stop in text + self._pieces.held for stop in self.stops.strings)
         self._tail = text[-self.longest :]
         return torch.full((len(input_ids),), stops_here, device=input_ids.device)

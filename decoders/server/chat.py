@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..common.pieces import named_tokens
 from .answers import Answer, ChoicesAnswer, Growing, TextToken
 from .bodies import ChatBody
 from .grammars import Calling, wanted_of
+from .histories import JOINT
 from .limits import Arrival
-from .reasoning import Reasoning, special_ids
+from .reasoning import Reasoning
 from .refusals import Refusal
 from .service import Service
 from .texts import Choice, Job, named
-from .turns import JOINT, Piece, Turn
+from .turns import Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
@@ -72,7 +74,7 @@ class Conversing(Answer):
         texts = [*calling.style.format.texts] if calling is not None else []
         if reasoning is not None:
             texts += map(str, (reasoning.markers.begin, reasoning.markers.end, reasoning.markers.closing or ""))
-        self.special = special_ids(service.spelling, *texts) if texts else frozenset()
+        self.special = named_tokens(service.conversations.special, texts)
         self._turns: dict[int, Turn] = {}
 
     def turn(self, growing: Growing) -> Turn:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from ..errors import SettingsError, suggest
+from ..errors import SettingsError, shortened, suggest
 from ..registry.registry import registry
 from ..settings import Settings
 from ..strategies.merged import Merged
@@ -42,20 +42,25 @@ class ClientSettings:
             raise SettingsError("--client-settings none stands alone: it lets clients set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that is the operator's, or that is out of the operator's limits.
+        """Raises Refusal for a setting in `config` that there is not, that is the operator's, or that is out of the operator's limits.
 
         Args:
-            strategy: a name, or several joined by ``+``. Unknown settings are refused when the strategy is made.
+            strategy: a name, or several joined by ``+``. Settings of others than these are refused when the strategy is made.
         """
         for cls, values, place in _parts(strategy, config):
-            fields = cls.settings_class.model_fields
             for name, value in values.items():
-                if name in fields:
-                    self._check(cls, name, value, f"{place}.{name}")
+                if name not in cls.settings_class.model_fields:
+                    shown = shortened(repr(name))
+                    message = f"{place}: {cls.name!r} has no setting {shown} that clients may set. {suggest(name, self._open(cls))}"
+                    raise Refusal(400, message, param=f"{place}.{name[:60]}", code="invalid_value")
+                self._check(cls, name, value, f"{place}.{name}")
+
+    def _open(self, cls: type[Strategy]) -> list[str]:
+        return [name for name in cls.settings_class.model_fields if self._allows(cls, name)]
 
     def _check(self, cls: type[Strategy], name: str, value: Any, place: str) -> None:
         if not self._allows(cls, name):
-            able = [other for other in cls.settings_class.model_fields if self._allows(cls, other)]
+            able = self._open(cls)
             listed = f"may set {', '.join(able)}" if able else "may set nothing"
             message = f"{place} is the operator's: of {cls.name!r} clients {listed} (--client-settings says so)"
             raise Refusal(400, message, param=place, code="operators_setting")

@@ -59,7 +59,7 @@ class Completion(ChoicesAnswer):
 
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
         spans, tokens = growing.read(ended)
-        if not spans and not ended:
+        if not spans and not tokens and not ended:
             return []
         reason = growing.finish_reason if ended else None
         warnings = self.warnings(growing.choice) if ended else {}

@@ -38,7 +38,7 @@ from .bodies import (
     Tool,
     ToolChoice,
 )
-from .refusals import Refusal
+from .refusals import Refusal, refusal
 from .templates import CallStyle
 
 
@@ -51,7 +51,7 @@ def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
     try:
         return _spec(wanted)
     except GrammarError as error:
-        raise Refusal(400, str(error), param="response_format", code="invalid_grammar") from error
+        raise refusal(error) from error
 
 
 def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
@@ -131,7 +131,7 @@ class Calling:
             tools = tuple(tool for tool in tools if tool.function.name in chosen)
         elif choice is not None:
             mode = choice
-        several = body.parallel_tool_calls is not False and mode != "named"
+        several = body.parallel_tool_calls is not False and mode != "named" and not style.one_call
         format = _format_beside_calls(body, style) if mode == "auto" else None
         return Calling(tools, style, mode != "auto", several, mode == "named", format)
 

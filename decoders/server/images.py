@@ -48,6 +48,7 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
 
 def _decoded(data: bytes, param: str, most: int) -> Image:
     from PIL import Image
+    from transformers.image_utils import load_image
 
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the head alone
@@ -56,7 +57,7 @@ def _decoded(data: bytes, param: str, most: int) -> Image:
             raise _refusal(
                 param, f"the image has {width} x {height} pixels; the limit is {PIXELS} in all images of a request"
             )
-        return image.convert("RGB")
+        return load_image(image)  # as in other programs: upright, in RGB
     except Refusal:
         raise
     except Exception as error:  # a decoder raises what it likes

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..errors import SettingsError
 from ..plugins import resolve_strategy
 from ..serving.generation import Generation
 from ..serving.scheduler import Scheduler
-from .client_settings import ClientSettings, refuse_files
+from .client_settings import ClientSettings
 from .refusals import Refusal
 
 if TYPE_CHECKING:
@@ -135,16 +136,19 @@ class SchedulerPool:
         """Name and settings in force.
 
         Raises:
-            UnknownNameError, SettingsError, PluginError: there is no such strategy, or setting. Refusal: it is not for clients to set.
+            UnknownNameError, PluginError: there is no such strategy. Refusal: a setting is not for clients, or has a wrong value.
         """
         given = dict(config or {})
         if strategy is None and not given:
             return self.default, self.config
-        refuse_files(given)
         name = resolve_strategy(strategy or self.strategy).name
         self.client.check(name, given)
         settings = {**self.config, **given} if name == self.default else given
-        resolve_strategy(strategy or self.strategy, settings)
+        try:
+            resolve_strategy(strategy or self.strategy, settings)
+        except SettingsError as error:
+            message = f"strategy_config.{str(error).partition(': ')[2]}"  # behind the name of the class of settings
+            raise Refusal(400, message, param="strategy_config", code="invalid_value") from error
         return name, settings
 
     def _make_room(self) -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..common.pieces import special_tokens
 from ..constraints import ThinkingMarkers, known_markers
 from ..errors import shortened
 from .bodies import Message, Tool
+from .histories import JOINT, Links, answers_as_texts, call_of, one_by_one
 from .images import image_of
 from .refusals import Refusal, log
 from .templates import CallStyle, MessageStyle, call_style, format_named, message_style
@@ -32,6 +34,7 @@ class Conversations:
         style: how it writes calls.
         thinking: the markers of thoughts; None where none are known.
         messages: which messages it takes.
+        special: the special tokens by their names.
     """
 
     def __init__(
@@ -43,8 +46,8 @@ class Conversations:
         self.tokenizer, self.template, self.processor = tokenizer, template, processor
         self.thinking = ThinkingMarkers(*thinking) if thinking is not None else known_markers(tokenizer, template)
         self.style, self.messages = CallStyle(), MessageStyle()
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        specials = [token for token in dict.fromkeys([*tokenizer.all_special_tokens, *added]) if token]
+        self.special = special_tokens(tokenizer)
+        specials = [name for name in self.special if name]
         if self.has_template:
             self.messages = message_style(self._render)
             source = str(template or tokenizer.chat_template)
@@ -88,7 +91,12 @@ class Conversations:
             tool["function"].setdefault("description", "")  # templates join it to other text
         if self.processor is None or "user" in self.messages.unread:
             images = None
-        plain = [self._plain(message, place, images) for place, message in enumerate(messages)]
+        links = Links(self.style)
+        plain = [self._plain(message, place, images, links) for place, message in enumerate(messages)]
+        if self.style.one_call:
+            plain = one_by_one(plain)
+        if not self.style.reads_calls or "tool" in self.messages.unread:
+            plain = answers_as_texts(plain)
         if listed and not self.style.reads_tools:
             plain = _introduced(plain, listed, self.style)
             listed = []
@@ -143,13 +151,13 @@ class Conversations:
         text: Any = self.tokenizer.apply_chat_template(messages, **options)
         return str(text)
 
-    def _plain(self, message: Message, place: int, images: list[Any] | None) -> dict[str, Any]:
+    def _plain(self, message: Message, place: int, images: list[Any] | None, links: Links) -> dict[str, Any]:
         role = "system" if message.role == "developer" else message.role
         content = _text_of(message.content, place, images if role == "user" else None)
         plain: dict[str, Any] = {"role": role, "content": content}
-        calls = [_call_of(call, place, number) for number, call in enumerate(message.tool_calls or [])]
+        calls = [call_of(call, place, number) for number, call in enumerate(message.tool_calls or [])]
         if calls and not self.style.reads_calls:
-            texts = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments, _ in calls]
+            texts = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments, _, _ in calls]
             try:
                 written = self.style.format.written(texts)
             except RecursionError as error:
@@ -157,16 +165,21 @@ class Conversations:
                 refused = f"{param}: the arguments are nested too deeply"
                 raise Refusal(400, refused, param=param, code="invalid_value") from error
             plain["content"] = f"{content}\n{written}".strip()
-        if role == "tool" and (not self.style.reads_calls or "tool" in self.messages.unread):
-            return {"role": "user", "content": f"Result of the function call: {content}"}
+        if role == "assistant" and not content and not calls and self.messages.needs_text:
+            plain["content"] = " "
         if not self.style.reads_calls:
             return plain
+        thought = message.reasoning_content
         if calls:
-            plain["tool_calls"] = [self.style.call(name, arguments, id) for name, arguments, id in calls]
-        if message.reasoning_content is not None:  # as templates call it
-            plain |= {"reasoning_content": message.reasoning_content, "thinking": message.reasoning_content}
-        if message.tool_call_id is not None:
-            plain["tool_call_id"] = message.tool_call_id
+            plain["tool_calls"] = [
+                self.style.call(name, arguments, links.called(name, id), text) for name, arguments, text, id in calls
+            ]
+            if self.style.one_text and thought and content:
+                thought, plain["content"] = f"{thought}{JOINT}{content}", ""
+        if thought is not None:  # as templates call it
+            plain |= {"reasoning_content": thought, "thinking": thought}
+        if role == "tool":
+            plain |= links.answered(message.tool_call_id)
         if message.name is not None:
             plain["name"] = message.name
         return plain
@@ -226,20 +239,3 @@ def _text_of(
     if any(part["type"] == "image" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
-
-
-def _call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, Any, Any]:
-    """Name, arguments and id of a call in an assistant's message."""
-    function: Any = call.get("function")
-    try:
-        name, arguments = str(function["name"]), function.get("arguments") or "{}"
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(arguments, dict):
-            raise TypeError("the arguments are no object")
-        # Templates write them again: nothing that UTF-8 or JSON do not have.
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-        return name, arguments, call.get("id")
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
-        param = f"messages.{place}.tool_calls.{number}"
-        message = f'{param}: {{"function": {{"name": …, "arguments": "{{…}}"}}}} is needed, the arguments an object'
-        raise Refusal(400, message, param=param, code="invalid_value") from error

@@ -138,9 +138,3 @@ def _kind(head: str) -> Literal["thought", "answer", "text"]:
     if "<|channel|>analysis" in head:
         return "thought"
     return "answer" if " to=" in head else "text"
-
-
-def special_ids(spelling: Spelling, *texts: str) -> frozenset[int]:
-    """The special tokens that are named in `texts`: they are looked for in what is written, where others are left out."""
-    special = spelling.vocabulary.special if spelling.vocabulary is not None else {}
-    return frozenset(token for name, token in special.items() if any(name in text for text in texts))

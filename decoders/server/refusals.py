@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -79,6 +80,28 @@ def client_gone() -> Refusal:
     return Refusal(499, "the client closed the connection", code="client_gone")
 
 
+#: What Python's callers are told, and what a request says in its place.
+_WORDS = {
+    r" of decoders\.constraints[\w.]*": "",
+    r"decoders\.json_schema(?!\w)": 'a response_format of type "json_schema"',
+    r"decoders\.(grammar|regex|choice)(?!\w)": r'a response_format of type "\1"',
+    r"(?<!\w)strict=False": '"strict": false',
+    r"(?<!\w)grammar=": "response_format",
+    r"(?<!\w)thinking=": "thinking_budget",
+    r"(?<!\w)assistant_model=": "a draft model (--assistant)",
+    r"(?<!\w)max_new_tokens=?(?!\w)": "max_tokens",
+    r"raise the setting or": "or",
+    r", or free what decoders\.release.*": "",
+}
+
+
+def in_words_of_requests(text: str) -> str:
+    """A message for callers of Python in the words of requests."""
+    for pattern, words in _WORDS.items():
+        text = re.sub(pattern, words, text)
+    return text
+
+
 def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
     """The refusal for `error`. Of an unexpected one the client learns only that it happened; the log has the rest.
 
@@ -87,7 +110,7 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
     """
     if isinstance(error, Refusal):
         return error
-    text = str(error)
+    text = in_words_of_requests(str(error))
     if isinstance(error, QueueFull):
         return Refusal(429, text, code="queue_full", headers={"Retry-After": str(retry_after)})
     if isinstance(error, DeadlineError):

@@ -244,7 +244,7 @@ class Response(Conversing):
                 return content + self._event("reasoning_text.delta", **place, content_index=0, delta=piece.text)
         entries = self._told(self.turn(growing), piece.number, ended)
         item["content"][0]["text"] += piece.text
-        if not piece.text:
+        if not piece.text and not entries:
             return content
         return content + self._event("output_text.delta", **place, content_index=0, delta=piece.text, logprobs=entries)
 
@@ -285,22 +285,22 @@ class Response(Conversing):
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None
-        if kind == "text":
-            self._told(turn, number, ended)
-        item, index = self.output[-1], len(self.output) - 1
+        item, index, content = self.output[-1], len(self.output) - 1, b""
         item["status"] = status
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        if kind == "text" and (entries := self._told(turn, number, ended)):  # of tokens without text
+            content = self._event("output_text.delta", **place, content_index=0, delta="", logprobs=entries)
         if kind == "arguments":
-            content = self._event(
+            content += self._event(
                 "function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
             )
         else:
             part, place = item["content"][0], place | {"content_index": 0}
             if kind == "text":
                 part["logprobs"] = self._logprobs
-                content = self._event("output_text.done", **place, text=part["text"], logprobs=self._logprobs)
+                content += self._event("output_text.done", **place, text=part["text"], logprobs=self._logprobs)
             else:
-                content = self._event("reasoning_text.done", **place, text=part["text"])
+                content += self._event("reasoning_text.done", **place, text=part["text"])
             content += self._event("content_part.done", **place, part=part)
         return content + self._event("output_item.done", output_index=index, item=item)
 

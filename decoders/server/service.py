@@ -14,22 +14,20 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..constraints import Backend, Regex, Vocabulary
 from ..engine.model.layout import context_length
 from ..engine.model.threads import release_threads
 from ..errors import QueueFull, UnsupportedError, shortened
 from ..generate import OwnDefaults, enable, enabled
-from ..plugins import registry, resolve_strategy
+from ..plugins import resolve_strategy
 from ..serving.generation import Generation
-from ..strategy import Strategy
-from .arguments import callbacks, sampling, wrapped
+from .arguments import Stops, callbacks, sampling, wrapped
 from .bodies import Asked, Body
 from .client_settings import ClientSettings
 from .grammars import wanted_of
 from .limits import LONGEST_HOLD, Arrival, Limits, Pace, digest
 from .metrics import Metrics
+from .offered import Offered
 from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
@@ -66,6 +64,7 @@ class Service:
         processor: of a model that sees.
 
     Attributes:
+        offered: the strategies that requests can name.
         pace: of requests with large bodies.
         keys: how many tell clients apart.
         draining: whether no more requests are taken.
@@ -98,6 +97,7 @@ class Service:
             model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
             ClientSettings(limits.client_settings),
         )  # fmt: skip
+        self.offered = Offered(model, self.pool)
         self.metrics = Metrics(self.pool, limits.rows, name)
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
         release_threads()  # of the thread that has loaded the model, which decodes nothing
@@ -129,36 +129,13 @@ class Service:
         """The bytes of tokens. Takes a moment for a large vocabulary, the first time."""
         return Spelling(self.tokenizer)
 
-    @cached_property
-    def strategies(self) -> list[str]:
-        """Names of the strategies that requests can name here: none whose draft model, heads or network are not there.
-
-        Those that need heads or the like are tried, on one token.
-        """
-        able = {name for name, entry in registry().strategies().items() if self._can_run(name, entry.cls)}
-        return sorted(able | {self.pool.default} & registry().strategies().keys())
-
-    def _can_run(self, name: str, cls: type[Strategy]) -> bool:
-        if cls.needs_assistant:
-            return self.pool.assistant is not None
-        if not cls.needs:
-            return True
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        model: Any = self.model
-        options = dict(max_new_tokens=1, pad_token_id=0, decoders_config={"compile": False})
-        try:
-            model.generate(token, attention_mask=torch.ones_like(token), strategy=name, **options)
-        except Exception:  # whatever it is, requests would meet it as well
-            return False
-        return True
-
     def warm_up(self) -> None:
         """Decodes a token, so that the first request finds the model ready; begins what compiles; finds out which strategies run."""
         grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
         with suppress(UnsupportedError):  # tokens that are no bytes: grammars are refused when they are asked for
             self.workshop.begin()
-        _ = self.strategies
+        _ = self.offered.names
         release_threads()
 
     def check(self, body: Asked) -> None:
@@ -260,6 +237,7 @@ class Service:
             Refusal, and what :meth:`decoders.Scheduler.submit` raises.
         """
         count = self.check_count(body, len(prompts))
+        self.offered.check(body.strategy, body.strategy_config or {}, wanted is not None)
         new = [self.new_tokens(body, prompt, default_tokens) for prompt in prompts]
         shared = sampling(body, self.model)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
@@ -269,7 +247,8 @@ class Service:
             prepared = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
         grammar, to_judge = (prepared.grammar, prepared.judges) if prepared is not None else (None, False)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
-        job = Job(f"{kind}{secrets.token_hex(12)}", [], body.stops, arrival, seconds)
+        stops = Stops.of(body.stops, self.conversations.special)
+        job = Job(f"{kind}{secrets.token_hex(12)}", [], stops, arrival, seconds)
         try:
             for index in range(count):
                 arrival.check(seconds)
@@ -279,7 +258,7 @@ class Service:
                     body.strategy, body.strategy_config, prompt, self._ended, arrival.client if self.keys > 1 else job.id,
                     deadline=arrival.left(seconds), cache_salt=salt,
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared, **images,
-                    **callbacks(body, self.tokenizer, len(prompt)),
+                    **callbacks(body, self.tokenizer, len(prompt), stops),
                 )  # fmt: skip
                 job.choices.append(Choice(index, own, generation, prompt, to_judge))
             arrival.check(seconds)

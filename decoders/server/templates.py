@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import secrets
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +46,9 @@ def read_template(path: Path) -> str:
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe value", "probed text"
-_ID = "call00000"
+_ID, _OTHER_ID, _LONG_ID = "call00000", "call00001", f"call_{'0f' * 12}"
+#: What ids of calls are made of where a template counts their letters, and how many these are.
+_LETTERS, _SHORT = string.ascii_letters + string.digits, 9
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
 
 
@@ -67,6 +73,10 @@ class CallStyle:
         reads_tools: whether the template shows the model which functions there are.
         reads_calls: whether it takes messages with calls.
         as_text: whether it takes the arguments of a call as text in JSON; else as an object.
+        values_as_text: whether the values of that object are text in JSON, but for strings, since it would write Python's ``True``.
+        short_ids: whether it takes only ids of nine letters and digits.
+        one_call: whether it takes only one call in a message.
+        one_text: whether it takes no text beside a thought in a message with calls.
         special: whether special tokens are in the marks of calls.
     """
 
@@ -74,12 +84,40 @@ class CallStyle:
     reads_tools: bool = False
     reads_calls: bool = False
     as_text: bool = False
+    values_as_text: bool = False
+    short_ids: bool = False
+    one_call: bool = False
+    one_text: bool = False
     special: bool = False
 
-    def call(self, name: str, arguments: Any, id: Any) -> dict[str, Any]:
-        """A call of a function as the template takes it."""
-        text = json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments
-        return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+    def call(self, name: str, arguments: dict[str, Any], id: str, text: str | None = None) -> dict[str, Any]:
+        """A call of a function as the template takes it.
+
+        Args:
+            text: its arguments as they were written.
+        """
+        given: Any = arguments
+        if self.as_text:
+            given = text if text is not None else json.dumps(arguments, ensure_ascii=False)
+        elif self.values_as_text:
+            given = {
+                key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                for key, value in arguments.items()
+            }
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": given}}
+
+    def new_id(self) -> str:
+        """An id for a call that the model has written."""
+        if self.short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT))
+        return f"call_{secrets.token_hex(12)}"
+
+    def id_of(self, id: str) -> str:
+        """`id` as the template takes it: the same one for the same id."""
+        if not self.short_ids or (len(id) == _SHORT and set(id) <= {*_LETTERS}):
+            return id
+        number = int.from_bytes(hashlib.sha256(id.encode(errors="surrogatepass")).digest())
+        return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(_SHORT))
 
 
 @dataclass(frozen=True)
@@ -89,10 +127,12 @@ class MessageStyle:
     Attributes:
         parts: roles whose content is a list of parts; that of others is a string.
         unread: roles whose messages it refuses, or leaves out silently.
+        needs_text: whether it refuses an assistant's message of nothing, of which a thought may be all.
     """
 
     parts: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    needs_text: bool = False
 
     def content(self, role: str, text: str) -> str | list[dict[str, str]]:
         """`text` as the content of a message of `role`."""
@@ -111,7 +151,9 @@ def message_style(render: Render) -> MessageStyle:
             (form for form in forms if any(_TEXT in _rendered(render, each) for each in _conversations(role, form))),
             MessageStyle(style.parts, style.unread | {role}),
         )
-    return style
+    user, answers = style.message("user", "probe"), [style.message("assistant", text) for text in (_TEXT, "")]
+    taken, taken_empty = (bool(_rendered(render, [user, answer, user], None, True)) for answer in answers)
+    return replace(style, needs_text=taken and not taken_empty)
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -128,11 +170,68 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
 
 
 #: Ways in which a template may take messages with calls.
-_STYLES = tuple(CallStyle(reads_calls=True, as_text=as_text) for as_text in (False, True))
+_STYLES = (
+    CallStyle(reads_calls=True),
+    CallStyle(reads_calls=True, as_text=True),
+    CallStyle(reads_calls=True, values_as_text=True),
+)
+_ARGUMENTS = {_KEY: _VALUE}
+#: Arguments that Python writes otherwise than JSON, and the words of Python.
+_FLAG = {"probe_flag": True}
+_TELLING, _PYTHON = _ARGUMENTS | _FLAG | {"probe_list": [False, None]}, re.compile("True|False|None")
 
 
-def _probe(style: CallStyle) -> dict[str, Any]:
-    return style.call(_NAME, {_KEY: _VALUE}, _ID)
+@dataclass(frozen=True)
+class _CallProbe:
+    """Renders conversations in which a user's message is answered with a call.
+
+    Attributes:
+        render: renders conversations.
+        messages: which messages the template takes.
+        style: how it is given calls.
+    """
+
+    render: Render
+    messages: MessageStyle
+    style: CallStyle
+
+    def call(self, arguments: dict[str, Any] = _ARGUMENTS, id: str = _ID) -> dict[str, Any]:
+        return self.style.call(_NAME, arguments, id)
+
+    def rendered(self, arguments: dict[str, Any] = _ARGUMENTS) -> str:
+        messages = self.messages
+        answer = messages.message("assistant", "", tool_calls=[self.call(arguments)])
+        return _rendered(self.render, [messages.message("user", "probe"), answer])
+
+    @property
+    def rank(self) -> int:
+        """The less, the better for the model: 0 where JSON comes of arguments, not what Python writes of them."""
+        telling = self.rendered(_TELLING)
+        if self.style.as_text:
+            return 1 if json.dumps(_TELLING) in telling else 4
+        if self.style.values_as_text:  # nothing but the words may change: strings may have marks
+            given = replace(self, style=_STYLES[0]).rendered(_FLAG)
+            return 2 if self.rendered(_FLAG) == given.replace("True", "true") else 4
+        return 0 if len(_PYTHON.findall(telling)) == len(_PYTHON.findall(self.rendered())) else 3
+
+    def takes(self, *ids: str, text: str = "", **more: Any) -> bool:
+        """Whether the template takes calls with these ids, beside a text and `more`, and what the functions answer."""
+        answer = self.messages.message("assistant", text, tool_calls=[self.call(id=id) for id in ids], **more)
+        results = [self.messages.message("tool", _TEXT, tool_call_id=id, name=_NAME) for id in ids]
+        told = results if "tool" not in self.messages.unread else []
+        return bool(_rendered(self.render, [self.messages.message("user", "probe"), answer, *told], None, True))
+
+    @property
+    def limited(self) -> CallStyle:
+        """The style with what the template does not take, of what models write and of what conversations hold."""
+        if not self.takes(_ID):
+            return self.style
+        return replace(
+            self.style,
+            short_ids=not self.takes(_LONG_ID),
+            one_call=not self.takes(_ID, _OTHER_ID),
+            one_text=not self.takes(_ID, text=_TEXT, reasoning_content=_TEXT, thinking=_TEXT),
+        )
 
 
 def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], source: str = "") -> CallStyle:
@@ -145,11 +244,12 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], 
     user = messages.message("user", "probe")
     reads_tools = _NAME in _rendered(render, [user], [_TOOL], True)
     prompt = _rendered(render, [user], None, True)
-    for style in _STYLES:
-        answered = _rendered(render, [user, messages.message("assistant", "", tool_calls=[_probe(style)])])
+    probes = [_CallProbe(render, messages, style) for style in _STYLES]
+    for probe in sorted(probes, key=lambda probe: probe.rank):
+        answered = probe.rendered()
         known = next((each for each in FORMATS if each.trigger and each.shows(answered, _NAME)), None)
-        if known is not None:
-            return replace(style, format=known, reads_tools=reads_tools)
+        if known is not None and (known.notation is None or not probe.style.as_text):
+            return replace(probe.limited, format=known, reads_tools=reads_tools)
         place = _find_call(answered, prompt) if prompt else None
         if place is not None:
             break
@@ -166,7 +266,7 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], 
         f"}}{suffix[:cut].rstrip()}",
         between="\n" if prefix else None,
     )
-    return replace(style, format=own, reads_tools=reads_tools)
+    return replace(probe.limited, format=own, reads_tools=reads_tools)
 
 
 def _conversations(role: str, style: MessageStyle) -> Iterator[list[dict[str, Any]]]:
@@ -181,7 +281,7 @@ def _conversations(role: str, style: MessageStyle) -> Iterator[list[dict[str, An
             yield [text, user]
         case _:
             for calls in _STYLES:
-                call = style.message("assistant", "", tool_calls=[_probe(calls)])
+                call = style.message("assistant", "", tool_calls=[calls.call(_NAME, _ARGUMENTS, _ID)])
                 yield [user, call, text | {"tool_call_id": _ID, "name": _NAME}]
 
 

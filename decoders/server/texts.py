@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..report import GrammarUse, Report
 from ..report.figures import mean_length
 from ..serving.generation import Generation
+from .arguments import Stops
 from .limits import Arrival
 
 if TYPE_CHECKING:
@@ -65,14 +66,14 @@ class Job:
         id: of the answer.
         created: seconds since 1970.
         choices: its texts.
-        stops: stop strings.
+        stops: what ends each text.
         arrival: when it came.
         seconds: that it may take.
     """
 
     id: str
     choices: list[Choice]
-    stops: tuple[str, ...]
+    stops: Stops
     arrival: Arrival
     seconds: float
     created: int = field(default_factory=lambda: int(time.time()))
@@ -199,6 +200,24 @@ def named(data: bytes) -> str:
     return data.decode(errors="backslashreplace")
 
 
+@dataclass(frozen=True)
+class _Held:
+    """The text of a token that is held back, and how stop strings see it: a special token's name may be in either or in both."""
+
+    text: str
+    matched: str
+    drafted: bool
+
+    def at(self, place: int) -> tuple[_Held, _Held | None]:
+        """What is in front of a place in `matched`, and the rest, if any."""
+        if place >= len(self.matched):
+            return self, None
+        return (
+            _Held(self.text[:place], self.matched[:place], self.drafted),
+            _Held(self.text[place:], self.matched[place:], self.drafted),
+        )
+
+
 class ChoiceText:
     """Tokens in, text out, up to the first stop string.
 
@@ -215,15 +234,15 @@ class ChoiceText:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), prompt: Sequence[int] = (),
+        self, tokenizer: PreTrainedTokenizerBase, stops: Stops = Stops(), prompt: Sequence[int] = (),
         special: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.stops, self.stopped, self.shown = tuple(stops), False, ""
+        self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
-        self._pieces, self._tokens = TextPieces(tokenizer, prompt, special), list[int]()
+        self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
         # What the text that is held back was with each of its tokens, and whether a draft had that token.
         self._unsettled: list[tuple[str, bool]] = []
-        self._held: list[Span] = []
+        self._held: list[_Held] = []
 
     def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool = False) -> list[Span]:
         """The text that may be shown now, in spans of tokens.
@@ -237,37 +256,49 @@ class ChoiceText:
             piece = self._pieces.next(self._tokens, False)
             self._unsettled.append((piece or self._pieces.held, flag))
             if piece:
-                self._settle(piece)
+                self._settle(piece, token)
         if ended:
             self._settle(self._pieces.next(self._tokens, True))
         return self._released(ended)
 
-    def _settle(self, piece: str) -> None:
-        """Divides `piece`, the text of the tokens that are still open, among them: a token begins where the text before it ended."""
+    def _settle(self, piece: str, token: int | None = None) -> None:
+        """Divides `piece`, the text of the tokens that are still open, among them: a token begins where the text before it ended.
+
+        Args:
+            token: the last of them. A special one may be written, or matched, by its name.
+        """
+        name = self._pieces.name(token) if token is not None else ""
+        piece = piece.removesuffix(name)
+        written, matched = (name if token in tokens else "" for tokens in (self.special, self.stops.special))
         before, begin = len(self.written), 0
-        self.written += piece
+        self.written += piece + written
         for place, (text, flag) in enumerate(self._unsettled, 1):
-            last = place == len(self._unsettled)
-            end = len(piece) if last else max(common(text, piece), begin)
-            self.places.append((before + begin, before + max(min(len(text), len(piece)), end)))
-            if end > begin and not self.stopped:
-                self._held.append(Span(piece[begin:end], flag))
+            if place < len(self._unsettled):
+                end = max(common(text, piece), begin)
+                held = _Held(piece[begin:end], piece[begin:end], flag)
+                self.places.append((before + begin, before + max(min(len(text), len(piece)), end)))
+            else:
+                end, held = len(piece), _Held(piece[begin:] + written, piece[begin:] + matched, flag)
+                self.places.append((before + begin, len(self.written)))
+            if (held.text or held.matched) and not self.stopped:
+                self._held.append(held)
             begin = end
         self._unsettled = []
 
     def _released(self, ended: bool) -> list[Span]:
-        text = "".join(span.text for span in self._held)
-        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        text, stops = "".join(each.matched for each in self._held), self.stops.strings
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
         if places:
             self.stopped, count = True, min(places)
         else:
-            count = len(text) if ended else len(text) - unfinished(text, self.stops)
-        spans, left = [], []
-        for span in self._held:
-            now, later = span.text[:count], span.text[count:]
-            count = max(count - len(span.text), 0)
-            spans += [Span(now, span.drafted)] if now else []
-            left += [Span(later, span.drafted)] if later else []
+            count = len(text) if ended else len(text) - unfinished(text, stops)
+        spans, left = list[Span](), list[_Held]()
+        for each in self._held:
+            now, later = each.at(count) if not left else (None, each)
+            if now is not None:
+                count -= len(now.matched)
+                spans += [Span(now.text, now.drafted)] if now.text else []
+            left += [later] if later is not None else []
         self._held = [] if self.stopped else left
         self.shown += "".join(span.text for span in spans)
         return spans

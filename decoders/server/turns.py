@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ..constraints import Call, Progress
 from .answers import Growing, TextToken, joined
 from .grammars import Calling
+from .histories import JOINT
 from .reasoning import Part, Reasoning
 from .texts import Span
-
-#: Between thoughts, and between texts, where they are told as one.
-JOINT = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -40,15 +37,15 @@ class TurnCall:
 
     Attributes:
         name: of the function.
+        id: of the call.
         arguments: so far.
         complete: whether that is all of them.
-        id: of the call.
     """
 
     name: str
+    id: str
     arguments: str = ""
     complete: bool = False
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
 class Turn:
@@ -102,7 +99,8 @@ class Turn:
                 pieces += self._grown("thought", self.thoughts, number, text)
                 continue
             if part.kind == "answer" and self._calling is not None:
-                written = self._calling.read(text, ended, self._known.setdefault(number, {}))
+                over = ended or number < len(parts) - 1
+                written = self._calling.read(text, over, self._known.setdefault(number, {}))
                 text, calls = written.text, [*written.calls]
             pieces += self._grown("text", self.texts, number, text)
             self.places[number] = part.begin, part.begin + len(text)
@@ -111,7 +109,8 @@ class Turn:
         for number, call in enumerate(calls):
             first = number >= len(self.calls)
             if first:
-                self.calls.append(TurnCall(call.name))
+                assert self._calling is not None
+                self.calls.append(TurnCall(call.name, self._calling.style.new_id()))
             own = self.calls[number]
             new, own.complete = call.arguments[len(own.arguments) :], call.complete
             own.arguments = call.arguments

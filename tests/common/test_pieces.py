@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import decoders
-from decoders.common.pieces import UNFINISHED, TextPieces, text_behind
+from decoders.common.pieces import UNFINISHED, TextPieces, special_tokens, text_behind
 from decoders.testing.models import ARCHITECTURES, Architecture
 
 from ..tokenizer_kinds import BYTE_KINDS, KINDS, tokenizer_of
@@ -58,6 +59,36 @@ def test_pieces_are_what_decoding_prompt_and_tokens_adds(
         assert text.startswith(shown)
         assert expected(tokenizer, prompt, tokens[:count]) == shown + pieces.held
     assert shown + pieces.next(tokens, ended=True) == text == text_behind(tokenizer, prompt, tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
+@given(before=PARTS, behind=PARTS, cuts=st.lists(st.integers(1, 4), max_size=40))
+@example(before=["<|im_start|>"] * 20, behind=[" true"], cuts=[1] * 40)
+@example(before=["a"], behind=["a", *[" true", "<|im_start|>"] * 20], cuts=[1] * 40)
+@example(before=["a"], behind=[*["<|im_start|>"] * 20, " true"], cuts=[1] * 40)
+def test_names_of_special_tokens_are_written_into_the_text_that_would_be_there_without(
+    kind: str, before: list[str | int], behind: list[str | int], cuts: list[int]
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt, tokens = tokens_of(tokenizer, before), tokens_of(tokenizer, behind)
+    special = special_tokens(tokenizer)
+    pieces, count, shown = TextPieces(tokenizer, prompt, frozenset(special.values())), 0, ""
+    whole = TextPieces(tokenizer, prompt, frozenset(special.values())).next(tokens, ended=True)
+    for cut in [*cuts, len(tokens)]:
+        count = min(count + cut, len(tokens))
+        shown += pieces.next(tokens[:count], ended=count == len(tokens))
+        assert whole.startswith(shown)
+        if count == len(tokens):
+            break
+    assert shown == whole
+    names = [name for token in tokens for name, own in special.items() if own == token]
+    assert re.findall("|".join(map(re.escape, special)), whole) == names
+    bare = whole
+    for name in names:
+        bare = bare.replace(name, "", 1)
+    if UNFINISHED not in whole + expected(tokenizer, prompt, tokens):  # a name may stand within a character
+        assert bare == expected(tokenizer, prompt, tokens)
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)

@@ -20,6 +20,7 @@ from decoders.constraints.patterns.python import whole_text
 from decoders.constraints.patterns.tree import quoted
 from decoders.constraints.specs import CHOICES_LIMIT
 from decoders.errors import GrammarError, UnknownNameError
+from decoders.plugins import resolve_grammar
 
 SHORT_TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab", repeat=size)]
 
@@ -370,3 +371,19 @@ def test_keys_are_those_of_the_language() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'canonical'"):
         decoders.choice(["a"], policy="cannonical")  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_given_as_a_string_is_named(tmp_path: Path) -> None:
+    there = tmp_path / "rules.lark"
+    there.write_text('start: "a"')
+    for name, message in (
+        (str(there), "this is a file: give pathlib.Path"),
+        (str(tmp_path / "ruls.lark"), r"there is no file '.*ruls\.lark', .* Did you mean '.*rules\.lark'"),
+        ("missing.json", "there is no file 'missing.json'"),
+        ("./missing.regex", r"there is no file './missing\.regex'"),
+    ):
+        for read in (as_spec, resolve_grammar):
+            with pytest.raises(GrammarError, match=message):
+                read(name)
+    with pytest.raises(GrammarError, match="the schema 'missing' is not JSON"):
+        decoders.json_schema("missing").language()

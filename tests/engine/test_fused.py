@@ -16,8 +16,8 @@ from decoders.common.transformers_compat import set_attention
 from decoders.engine.decode.drafts.modules import ModuleTwin
 from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
-from decoders.engine.model.self_check import target_of
 from decoders.engine.model.kernels import cpu
+from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights import few_rows, fused, quantized
 from decoders.engine.model.weights.few_rows import multiply_few_rows
 from decoders.engine.model.weights.quantization import Scheme, quantize

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 import decoders
 from decoders.common import devices
 from decoders.engine.decode.core import Core
-from decoders.engine.model import invariance, target
+from decoders.engine.model import invariance
 from decoders.engine.model.blocks import Blocks, NodeBlock
 from decoders.engine.model.buckets import row_multiple, slots_for, view_bucket
 from decoders.engine.model.self_check import target_of

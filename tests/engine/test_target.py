@@ -66,7 +66,7 @@ def test_an_engine_serves_no_model_whose_products_torch_rounds_otherwise_since()
     engine, usual = Engine(model), matmul.fp32_precision
 
     def served() -> tuple[bool, bool]:
-        return engine.serves(model, "auto", Precision(), "keep"), engine.refresh(model, "auto")
+        return engine.serves(model, "auto", Precision()), engine.refresh(model, "auto")
 
     assert served() == (True, True)
     try:

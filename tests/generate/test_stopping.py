@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AddedToken,
     EosTokenCriteria,
     GenerationConfig,
     PreTrainedModel,
@@ -296,6 +297,27 @@ def test_stop_strings_end_a_row(llama: PreTrainedModel, letters: Any, rows: int,
     )
     assert given.tolist() == expected.tolist()
     assert config.stop_strings == strings, "the user's config is left alone"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stop_string_that_names_a_special_token_ends_a_row(
+    llama: PreTrainedModel, letters: PreTrainedTokenizerFast, strategy: str
+) -> None:
+    tokenizer, text = copy.deepcopy(letters), unstopped(1)[0, P:].tolist()
+    place = next(n for n, token in enumerate(text) if n >= 3 and token not in text[:n])
+    before, mark = (letters.convert_ids_to_tokens(token) for token in text[place - 1 : place + 1])
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False)], special_tokens=True)
+    assert not tokenizer.decode([text[place]], skip_special_tokens=True)
+    options = dict(do_sample=False, max_new_tokens=NEW, eos_token_id=UNUSED, tokenizer=tokenizer)
+    for stop in (mark, before + mark):
+        expected = tiny_model("llama").generate(**prompts(), stop_strings=[stop], **options)
+        ours = llama.generate(**prompts(), stop_strings=[stop], strategy=named(strategy, 1), **options, **EAGER)
+        assert ours.tolist() == expected.tolist() == [prompts()["input_ids"][0].tolist() + text[: place + 1]]
+        with decoders.Scheduler(llama, tokenizer=tokenizer, strategy=named(strategy, 1), **EAGER) as scheduler:
+            prompt = prompts()["input_ids"][0].tolist()
+            request = scheduler.submit(prompt, max_new_tokens=NEW, eos_token_id=UNUSED, stop_strings=[stop])
+            request.result()
+            assert request.tokens == text[: place + 1]
 
 
 def test_the_tokenizer_of_enable_serves_stop_strings(letters: PreTrainedTokenizerFast) -> None:

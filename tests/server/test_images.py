@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
+from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from decoders.cli import models
 from decoders.server import prompts
+from decoders.server.images import image_of
 from decoders.testing.images import SEEING
 
 from .conftest import EAGER, SIZE
@@ -122,6 +125,34 @@ def test_formats_and_streams(seeing: Any) -> None:
     with seeing.stream("POST", CHAT, json=asked("Hm?", url_of((9, 200, 90)), stream=True)) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     assert len(lines) > 2
+
+
+def saved(image: Any, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def kinds_of_images() -> dict[str, bytes]:
+    """Files of every format, mode and orientation, by what they are."""
+    colours = Image.frombytes("RGB", (4, 3), bytes(range(7, 43)))
+    palette = colours.quantize(8)
+    files = {mode: saved(colours.convert(mode), "PNG") for mode in ("1", "L", "LA", "P", "RGBA", "I;16")}
+    files |= {"CMYK": saved(colours.convert("CMYK"), "JPEG"), "BMP": saved(colours, "BMP")}
+    files |= {kind: saved(palette, kind, transparency=2) for kind in ("PNG", "GIF")}
+    files["frames"] = saved(palette, "GIF", save_all=True, append_images=[palette.rotate(180)])
+    for kind, turn in itertools.product(("JPEG", "PNG", "WEBP"), range(1, 9)):
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        files[f"{kind} {turn}"] = saved(colours, kind, exif=exif)
+    return files
+
+
+def test_models_see_what_load_image_gives() -> None:
+    for name, data in kinds_of_images().items():
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"  # whatever it is called
+        ours, expected = image_of({"image_url": {"url": url}}, "p", []), load_image(url)
+        assert (ours.mode, ours.size, ours.tobytes()) == (expected.mode, expected.size, expected.tobytes()), name
 
 
 @pytest.mark.parametrize(

@@ -87,5 +87,5 @@ def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any) -> None:
 
 def test_strategies_with_a_draft_model_are_listed_where_there_is_one(service_of: Any, llama: Any) -> None:
     service = service_of(assistant=llama)
-    assert {"speculative", "threshold", "staged", "grammar"} <= {*service.strategies}
+    assert {"speculative", "threshold", "staged", "grammar"} <= {*service.offered.names}
     service.close()

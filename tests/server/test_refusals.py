@@ -50,12 +50,15 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "not supported"),
     (COMPLETE, {"prompt": "a", "model": "tinny"}, 404, "model", "only 'tiny'"),
     (COMPLETE, {"prompt": "a", "strategy": "prompt-lokup"}, 400, "strategy", "Did you mean 'prompt_lookup'"),
-    (COMPLETE, {"prompt": "a", "strategy_config": {"max_ngrm": 3}}, 400, None, "max_ngram"),
+    (COMPLETE, {"prompt": "a", "strategy_config": {"max_ngrm": 3}}, 400, "strategy_config.max_ngrm", "Did you mean 'max_ngram'"),
+    (COMPLETE, {"prompt": "a", "strategy_config": {"max_ngram": -3}}, 400, "strategy_config", "strategy_config.max_ngram: Input"),
+    (COMPLETE, {"prompt": "a", "strategy": "grammar"}, 400, "strategy", "needs response_format or tools"),
+    (COMPLETE, {"prompt": "a", "strategy": "prompt_lookup+medusa"}, 400, "strategy", "without the heads for it. Choose from: auto"),
     (COMPLETE, {"prompt": "a", "strategy": "medusa", "strategy_config": {"heads": "x"}}, 400, "strategy_config.heads", "operator"),
     (COMPLETE, {"prompt": "a", "strategy": "auto", "strategy_config": {"config": {"ngram": {"table": "x"}}}}, 400,
      "strategy_config.config.ngram.table", "operator"),
     (COMPLETE, {"prompt": "a", "strategy": "staged", "strategy_config": {"stage": "/etc/x"}}, 400, "strategy_config.stage", "path"),
-    (COMPLETE, {"prompt": "a", "strategy": "speculative"}, 400, None, "assistant_model"),
+    (COMPLETE, {"prompt": "a", "strategy": "speculative"}, 400, "strategy", "without a draft model (--assistant). Choose"),
     (COMPLETE, {"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "json_schema"),
     (COMPLETE, {"prompt": "a", "response_format": {"type": "regex"}}, 400, "response_format.regex", "missing"),
     (COMPLETE, {"prompt": "a", "response_format": {"type": "regex", "regex": "("}}, 400, "response_format", ""),
@@ -102,6 +105,54 @@ def test_a_wrong_field_is_named(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error" and error["param"] == param
     assert words in error["message"]
+
+
+#: Words of Python's callers, which mean nothing in a request.
+OF_PYTHON = re.compile(r"decoders\.\w|\w=(?!=)|generate\(|enable\(|Settings:|max_new_tokens|assistant_model")
+
+
+@pytest.mark.parametrize("format", [
+    {"type": "regex", "regex": "(?<=a)b"},
+    {"type": "regex", "regex": "a{9999999}"},
+    {"type": "choice", "choices": ["a" * 90, "b"] * 70_000},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "array", "uniqueItems": True}}},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "number", "multipleOf": 1.0e-70}}},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(?<=a)b"}}},
+    {"type": "grammar", "grammar": "start: x"},
+])  # fmt: skip
+def test_errors_of_grammars_speak_of_requests(service_of: Any, served: Any, format: dict[str, Any]) -> None:
+    with served(service_of(body=40 << 20)) as client:
+        response = client.post(COMPLETE, json={"prompt": "a", "max_tokens": 1, "response_format": format})
+        error = response.json()["error"]
+        assert response.status_code == 400 and not OF_PYTHON.search(error["message"]), error
+
+
+@pytest.mark.parametrize("default", ["prompt_lookup", "grammar"])
+def test_strategies_that_a_server_lacks_are_not_named_to_clients(default: str, service_of: Any, served: Any) -> None:
+    service = service_of(default)
+    with served(service) as client:
+        assert "lookahead" in service.offered.names and not {"medusa", "speculative"} & {*service.offered.names}
+        for strategy in [
+            "nothing",
+            "speculativ",
+            "medusa",
+            "staged",
+            "lookahead+eagle3",
+            "mtp",
+            "dflash",
+            "grammar",
+            None,
+        ]:
+            response = client.post(COMPLETE, json={"prompt": "a", "max_tokens": 1, "strategy": strategy})
+            if strategy is None and default == "prompt_lookup":
+                assert response.status_code == 200
+                continue
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "strategy") and not OF_PYTHON.search(
+                error["message"]
+            )
+            listed = error["message"].partition("Choose from: ")[2]
+            assert "medusa" not in listed and ("lookahead" in listed or "response_format" in error["message"])
 
 
 NULLABLE = "stream n stop seed logprobs functions function_call modalities audio prediction reasoning_effort drafted verbosity best_of"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from decoders.common.pieces import text_behind
+from decoders.common.pieces import special_tokens, text_behind
 from decoders.constraints.calls import not_beginning
 from decoders.engine.decode.request import TokenLogprobs
 from decoders.server.answers import Growing
-from decoders.server.arguments import StopStrings
+from decoders.server.arguments import Stops, StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
 from decoders.testing.models import ARCHITECTURES, Architecture
 
@@ -40,7 +42,7 @@ def test_pieces_are_the_text_before_the_first_stop(
     tokens = tokenizer(text).input_ids
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     expected = text[: min(places)] if places else text
-    growing, shown, place = ChoiceText(tokenizer, stops), "", 0
+    growing, shown, place = ChoiceText(tokenizer, Stops(tuple(stops))), "", 0
     for count in cuts:
         new = tokens[place : place + count]
         place += len(new)
@@ -84,7 +86,9 @@ def test_tokens_with_log_probabilities_are_those_of_the_text(
     generation: Any = SimpleNamespace(
         tokens=[], drafted=[], logprobs=[], call=SimpleNamespace(request=SimpleNamespace(stop_tokens=()))
     )
-    growing = Growing(SimpleNamespace(generation=generation, prompt=[]), joining, stops, Spelling(joining))  # type: ignore[arg-type]
+    growing = Growing(
+        SimpleNamespace(generation=generation, prompt=[]), joining, Stops(tuple(stops)), Spelling(joining)
+    )  # type: ignore[arg-type]
     shown, data = "", b""
     for count in [*cuts, len(ids)]:
         new, ended = ids[len(generation.tokens) :][:count], count == len(ids)
@@ -119,7 +123,9 @@ def test_tokens_stand_at_their_places_with_their_bytes(
         tokens=ids, drafted=[token % 2 > 0 for token in ids], logprobs=[TokenLogprobs(token, 0.0, ()) for token in ids],
         call=SimpleNamespace(request=SimpleNamespace(stop_tokens=())),
     )  # fmt: skip
-    growing = Growing(SimpleNamespace(generation=generation, prompt=prompt), tokenizer, stops, Spelling(tokenizer))  # type: ignore[arg-type]
+    growing = Growing(
+        SimpleNamespace(generation=generation, prompt=prompt), tokenizer, Stops(tuple(stops)), Spelling(tokenizer)
+    )  # type: ignore[arg-type]
     spans, tokens = growing.read(ended=True)
     whole, shown = text_behind(tokenizer, prompt, ids), "".join(span.text for span in spans)
     assert shown == min((whole.partition(stop)[0] for stop in stops), key=len, default=whole)
@@ -135,9 +141,9 @@ def test_tokens_stand_at_their_places_with_their_bytes(
 def test_a_stop_string_with_a_blank_in_front_ends_the_text_where_it_comes_first(kind: str) -> None:
     tokenizer, stop = tokenizer_of(kind), " true"
     a, true = tokenizer("a", add_special_tokens=False).input_ids, tokenizer(stop, add_special_tokens=False).input_ids
-    criterion = StopStrings(tokenizer, [stop], len(a))
+    criterion = StopStrings(tokenizer, Stops((stop,)), len(a))
     assert bool(criterion(torch.tensor([a + true]), None))
-    growing = ChoiceText(tokenizer, [stop], a)
+    growing = ChoiceText(tokenizer, Stops((stop,)), a)
     growing.add(true + a, [False] * len(true + a), ended=True)
     assert growing.stopped and not growing.shown.strip()
 
@@ -145,7 +151,7 @@ def test_a_stop_string_with_a_blank_in_front_ends_the_text_where_it_comes_first(
 def test_a_stop_string_of_bytes_ends_the_text_at_its_last_byte() -> None:
     tokenizer = tokenizer_of("byte fallback, prefix")
     a, newline = tokenizer.convert_tokens_to_ids(["a", "<0x0A>"])
-    assert bool(StopStrings(tokenizer, ["\n"], 1)(torch.tensor([[a, a, newline]]), None))
+    assert bool(StopStrings(tokenizer, Stops(("\n",)), 1)(torch.tensor([[a, a, newline]]), None))
 
 
 @pytest.mark.parametrize("kind", ["byte fallback, prefix", "metaspace"])
@@ -181,11 +187,95 @@ def test_bytes_that_are_no_text_have_a_name() -> None:
 
 def test_a_stop_string_ends_the_text_where_it_is_complete(tokenizer: Any) -> None:
     prompt, text = tokenizer("stop").input_ids, tokenizer("a sto🙂p stopp").input_ids
-    criterion = StopStrings(tokenizer, ["never", "stop"], len(prompt))
+    criterion = StopStrings(tokenizer, Stops(("never", "stop")), len(prompt))
     told = [bool(criterion(torch.tensor([prompt + text[:n]]), None)) for n in range(1, len(text) + 1)]
     assert told.index(True) == len(tokenizer("a sto🙂p stop").input_ids) - 1
-    fresh = StopStrings(tokenizer, ["stop"], len(prompt))
+    fresh = StopStrings(tokenizer, Stops(("stop",)), len(prompt))
     assert fresh(torch.tensor([prompt + text]), None).tolist() == [True]  # asked of any place
+
+
+MARKS = ("<|user|>", "<think>", "</think>", "<|x")
+
+
+@pytest.fixture(scope="module")
+def marked(byte_tokenizer: Any) -> Any:
+    """A tokenizer with marks as special tokens."""
+    tokenizer = byte_tokenizer(["<pad>"], pad_token="<pad>")
+    tokenizer.add_tokens([*MARKS], special_tokens=True)
+    return tokenizer
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    elements=st.lists(st.sampled_from("ab") | st.sampled_from(MARKS), max_size=12),
+    stops=st.lists(st.lists(st.sampled_from("ab") | st.sampled_from(MARKS), min_size=1, max_size=3), min_size=1, max_size=2),
+    shown=st.sets(st.sampled_from(MARKS)),
+    cuts=st.lists(st.integers(1, 3), max_size=12),
+)  # fmt: skip
+@example(elements=["a", "<|user|>", "a", "b"], stops=[["<|user|>", "b"]], shown=set(), cuts=[1] * 12)
+@example(elements=["a", "<think>", "b"], stops=[["a", "b"]], shown={"<think>"}, cuts=[1] * 12)
+def test_stop_strings_end_texts_at_the_special_tokens_that_they_name(
+    marked: Any, elements: list[str], stops: list[list[str]], shown: set[str], cuts: list[int]
+) -> None:
+    tokenizer, special = marked, special_tokens(marked)
+    given = Stops.of(["".join(stop) for stop in stops], special)
+    assert given.special == {special[mark] for mark in MARKS if any(mark in stop for stop in given.strings)}
+    ids, criterion = tokenizer.convert_tokens_to_ids(elements), StopStrings(tokenizer, given, 1)
+
+    def text_of(count: int, seen: Callable[[str], bool]) -> str:
+        return "".join(each for each in elements[:count] if each not in MARKS or seen(each))
+
+    def matched(count: int) -> str:
+        return text_of(count, lambda mark: special[mark] in given.special)
+
+    ends = (count for count in range(1, len(ids) + 1) if any(stop in matched(count) for stop in given.strings))
+    end = next(ends, None)
+    told = [bool(criterion(torch.tensor([[0, *ids[:count]]]), None)) for count in range(1, (end or len(ids)) + 1)]
+    assert told == [False] * (len(told) - 1) + [end is not None] * bool(told)
+    ids = ids[:end]
+    # The text is that of the tokens in front of the place where the stop string begins.
+    place = min((at for stop in given.strings if (at := matched(len(ids)).find(stop)) >= 0), default=None)
+    lengths = [len(matched(count)) for count in range(len(ids) + 1)]
+    before = len(ids) if place is None else max(n for n, length in enumerate(lengths) if length <= place)
+    expected = text_of(before, shown.__contains__)
+    growing, pieces, begin = ChoiceText(tokenizer, given, [], frozenset(special[mark] for mark in shown)), "", 0
+    for count in [*cuts, len(ids)]:
+        new, ended = ids[begin : begin + count], count == len(ids)
+        begin += len(new)
+        pieces += "".join(span.text for span in growing.add(new, [False] * len(new), ended))
+        assert expected.startswith(pieces)
+        if ended:
+            break
+    assert (pieces, growing.shown, growing.stopped) == (expected, expected, place is not None)
+    assert [growing.written[first:last] for first, last in growing.places] == [
+        each if each not in MARKS or each in shown else "" for each in elements[: len(ids)]
+    ]
+
+
+@pytest.mark.parametrize("stop", ["<|user|>", "<|user|><|user|>"])
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
+def test_a_request_ends_at_the_special_token_that_its_stop_string_names(
+    strategy: str, stop: str, service_of: Any, tokenizer: Any, served: Any, stream: Any
+) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.add_tokens([*MARKS], special_tokens=True)
+    mark = own.convert_tokens_to_ids("<|user|>")
+    shared = {"stop": stop, "max_tokens": 9, "temperature": 0, "logit_bias": {str(mark): 100}}
+    with served(service_of(strategy, tokenizer=own)) as client:
+        bodies = {
+            "/v1/completions": {"prompt": "<|user|>" * 9, **shared},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "<|user|>" * 9}], **shared},
+        }
+        for route, body in bodies.items():
+            answer = client.post(route, json=body).json()
+            assert answer["usage"]["completion_tokens"] == stop.count("<|user|>")
+            choice = answer["choices"][0]
+            assert (
+                choice["finish_reason"] == "stop"
+                and not (choice.get("message") or {"content": choice["text"]})["content"]
+            )
+            *_, last = stream(client, route, **body)
+            assert last["choices"][0]["finish_reason"] == "stop"
 
 
 @settings(deadline=None)

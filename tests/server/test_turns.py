@@ -12,9 +12,11 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from decoders.common.pieces import special_tokens
 from decoders.constraints import FORMATS, ThinkingMarkers, call_arguments
 from decoders.constraints.tags.thinking import KNOWN
 from decoders.engine.decode.request import TokenLogprobs
+from decoders.server.arguments import Stops
 from decoders.server.bodies import ChatBody
 from decoders.server.chat import Chat
 from decoders.server.grammars import Calling
@@ -70,6 +72,7 @@ def test_a_stream_tells_what_the_whole_answer_does(name: str, cut: bool, byte_to
     ids = tokenizer(text, add_special_tokens=False).input_ids
     ids = ids[: len(ids) * 3 // 4] if cut else ids
     service: Any = SimpleNamespace(tokenizer=tokenizer, spelling=Spelling(tokenizer), name="tiny")
+    service.conversations = SimpleNamespace(special=special_tokens(tokenizer))
     arguments = (
         Calling(tuple(TOOLS), CallStyle(format_named(style)), False, True),
         Reasoning(KNOWN[0] if harmony else THINK, None),
@@ -79,7 +82,7 @@ def test_a_stream_tells_what_the_whole_answer_does(name: str, cut: bool, byte_to
 
     def answers(tokens: list[int]) -> list[Any]:
         own = [
-            Job("id", [Choice(0, 0, generation(tokens, len(ids) if cut else 999), [])], (), Arrival("me"), 1)
+            Job("id", [Choice(0, 0, generation(tokens, len(ids) if cut else 999), [])], Stops(), Arrival("me"), 1)
             for _ in bodies
         ]
         return [Response(Kept(), service, bodies[0], own[0], *arguments), Chat(service, bodies[1], own[1], *arguments)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...errors import GrammarError
+from ...errors import GrammarError, shortened
 from . import limits
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def document(text: str) -> Place | bool:
     try:
         contents = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise GrammarError(f"the schema is not JSON: {problem}", path="$") from problem
+        raise GrammarError(f"the schema {shortened(repr(text))} is not JSON: {problem}", path="$") from problem
     from referencing.jsonschema import DRAFT202012
 
     specification = _specification(contents, DRAFT202012, "$")

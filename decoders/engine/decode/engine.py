@@ -127,7 +127,11 @@ class Engine:
 
         False where processes share the weights: they have to agree on it first.
         """
-        if (attention, precision) != (self.attention, self.precision) or self._rounds_otherwise or self.target.ranks.several:
+        if (
+            (attention, precision) != (self.attention, self.precision)
+            or self._rounds_otherwise
+            or self.target.ranks.several
+        ):
             return False
         return WeightState.of(model) == self.target.weights and not self.target.samples.changed
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ...common.devices import host_reads
+from .kernels import cpu
 
 
 @dataclass(frozen=True)
@@ -287,8 +288,11 @@ class SlotCache(Cache):
         if self.buffers.key_scales:
             key_scales, value_scales = self.buffers.key_scales[layer_idx], self.buffers.value_scales[layer_idx]
             return self._quantized(keys, key_scales, key_states), self._quantized(values, value_scales, value_states)
-        write_slots(keys, self.slots, key_states)
-        write_slots(values, self.slots, value_states)
+        if (write := _operator(keys, key_states, value_states)) is not None:
+            write(keys, values, self.slots, key_states, value_states)
+        else:
+            write_slots(keys, self.slots, key_states)
+            write_slots(values, self.slots, value_states)
         return keys[:, :, : self.view], values[:, :, : self.view]
 
     def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor:
@@ -316,6 +320,17 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
         (states.abs().amax(-1, keepdim=True).float() / 127).clamp_min(torch.finfo(states.dtype).tiny).to(states.dtype)
     )
     return (states.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
+    """The kernel that writes both; None where there is none. Compiled code writes by itself."""
+    if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
+        return None
+    kernels = cpu.chosen().kernels
+    fits = (
+        kernels is not None and keys.dtype == values.dtype == buffer.dtype and keys.stride(-1) == values.stride(-1) == 1
+    )
+    return kernels.write_to_cache if kernels is not None and fits else None
 
 
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

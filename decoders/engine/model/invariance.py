@@ -3,8 +3,8 @@
 Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads; :func:`check` measures a given model:
 
 - Our products (:mod:`~decoders.engine.model.kernels.products`), and those with quantized weights
-  (:mod:`~decoders.engine.model.weights.quantized`), give a row the same bits for any number of rows. torch's, where there are no kernels
-  of ours, do so from two rows up at best.
+  (:mod:`~decoders.engine.model.weights.quantized`), give a row the same bits for any number of rows. torch's, where ours do not
+  run, do so from two rows up at best.
 - Fused attention works on 32 query rows of a head at a time; a remainder of one to three is summed in another order. Blocks
   and chunks of text therefore have a multiple of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
 - Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
@@ -14,7 +14,8 @@ Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads
 - Softmax sums by slot modulo 16, and the product with the values by groups of slots. A path therefore has the same bits only if its
   nodes are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches are run again
   in front of the next block (:func:`branch_length`); the token chosen there may be the other one of a near-tie.
-- Experts are multiplied by torch's kernels, which take another one for a single row, and how many rows an expert sees depends on the block.
+- Experts are multiplied by torch's kernels, of which another one takes a single row, and how many rows an expert sees depends on the
+  block.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 def _takes_single(target: Target) -> bool:
     """Whether a block of one node may have the same bits; otherwise attention is not given spare queries."""
-    return bool(target.quantized.layers) and target.dtype != torch.float32
+    return bool(target.quantized.layers or target.few_rows) and target.dtype != torch.float32
 
 
 def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:

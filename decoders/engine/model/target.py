@@ -37,6 +37,7 @@ from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
 from .weights.fingerprints import Fingerprints
+from .weights.fused_layers import fuse_layers
 from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.same_bits import align_activations, replace_norms
 from .weights.state import WeightState, tensors_of
@@ -111,6 +112,7 @@ class Target:
         precision: of the matrices and of the cache, where it is not the model's own.
         groups: paths of layers that read the same input; they are multiplied as one if they are stored or quantized alike.
         quantized: the quantized matrices.
+        few_rows: number of layers that multiply by our kernels, for which one row costs less than three.
         weights: state of the weights that kept texts and quantized matrices are of.
         samples: fingerprints of their values, to notice changes.
         rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
@@ -160,9 +162,10 @@ class Target:
         self._watch_head()
         self.groups = shared_inputs(self.model, len(self.kinds))
         self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
-        multiply_few_rows(self.model, self.groups, precision.exact_products)
+        self.few_rows = multiply_few_rows(self.model, self.groups, precision.exact_products)
         if precision.exact_products:
             replace_norms(self.model)
+        fuse_layers(self.model)
         self.remember(model)
         layout = probe_layout(self.model, len(self.kinds))
         self.layout, self.counted = layout.layers, layout.counted
@@ -243,6 +246,8 @@ class Target:
         """
         if self.static:
             return False
+        if (rows > 1 or self.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
+            return True
         return (rows > 1 and not self.rounds) or (self.invariance is not None and self.invariance.single)
 
     def buffers(self, rows: int, slots: int) -> CacheBuffers:

@@ -157,9 +157,7 @@ def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(nam
     kinds = {type(module) for module in twin.modules()}
     assert kinds & set(few_rows.KINDS.values()) and not kinds & {nn.Linear, Conv1D}
     assert not {type(module) for module in model.modules()} & set(few_rows.KINDS.values())
-    layer, own = next(
-        (a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in few_rows.KINDS
-    )
+    layer, own = next((a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in few_rows.KINDS)
     x = random(MOST_ROWS + 1, layer.matrix().shape[1], dtype=torch.bfloat16)
     assert torch.equal(layer(x), own(x))
     assert torch.equal(layer(x[None, :-1]), few_rows_linear(x[None, :-1], layer.matrix(), own.bias))

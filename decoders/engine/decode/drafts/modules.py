@@ -22,6 +22,7 @@ from ...model.compiled.regions import copied_whole, fixed
 from ...model.layout import reading_alike
 from ...model.static_inputs import SameObject
 from ...model.weights.few_rows import multiply_few_rows
+from ...model.weights.fused_layers import fuse_layers
 from ...model.weights.same_bits import replace_norms
 from ...model.weights.twin import share_weights
 
@@ -59,6 +60,7 @@ class ModuleTwin:
         self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         multiply_few_rows(self.module, reading_alike(self.module, lambda: self._run(example, LayoutProbe())))
         replace_norms(self.module)
+        fuse_layers(self.module)
         self.layout = self._probe(example)
         self._functions: dict[tuple, Callable] = {}
 

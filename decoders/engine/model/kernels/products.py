@@ -98,10 +98,21 @@ def _norm_fake(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, round
     return x.new_empty(x.shape)
 
 
-#: ``x / sqrt(mean(x²) + epsilon) * weight`` along the last dimension, computed in float32. x: ``[…, H]``, weight: ``[H]``, of one type.
-#: one_added: the factor is ``1 + weight``; rounded_first: the quotient is rounded to that type before it is multiplied.
-rms_norm = operator(
+rms_norm_on_cuda = operator(
     "rms_norm(Tensor x, Tensor weight, float epsilon, bool one_added, bool rounded_first) -> Tensor",
     _norm_on_cuda,
     _norm_fake,
 )
+
+
+def rms_norm_for(weight: Tensor) -> Callable[..., Tensor] | None:
+    """The operator of norms with `weight` ``[H]`` on its device; None where the model's own modules compute them.
+
+    It takes x ``[…, H]`` of the weight's type, the weight, epsilon, one_added and rounded_first, and gives
+    ``x / sqrt(mean(x²) + epsilon) * weight`` along the last dimension, computed in float32. one_added: the factor is ``1 + weight``;
+    rounded_first: the quotient is rounded to the type of `x` before it is multiplied.
+    """
+    if weight.device.type == "cpu":
+        kernels = cpu.chosen().kernels
+        return kernels.rms_norm if kernels is not None and weight.dtype in cpu.TYPES else None
+    return rms_norm_on_cuda if weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device) else None

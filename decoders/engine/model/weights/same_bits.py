@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from .. import torch_compat
-from ..kernels.products import has_kernel, rms_norm
+from ..kernels.products import rms_norm_for
 from .twin import share_weights
 
 #: ATen gives each thread at least GRAIN elements, and never computes whole multiples of TWO_VECTORS with scalar code.
@@ -48,7 +48,7 @@ class Formula(NamedTuple):
 
 
 def norm_kind(module: nn.Module) -> type[nn.Module] | None:
-    """The class that replaces a root-mean-square norm in 16 bits on CUDA; None for other modules."""
+    """The class that replaces a root-mean-square norm where there is a kernel for it; None for other modules."""
     own, epsilons = (
         torch_compat.own_parameters(module),
         [vars(module)[name] for name in EPSILONS if name in vars(module)],
@@ -59,12 +59,11 @@ def norm_kind(module: nn.Module) -> type[nn.Module] | None:
     if (
         [type(epsilon) for epsilon in epsilons] != [float]
         or any(True for _ in module.children())
-        or weight.dtype not in (torch.bfloat16, torch.float16)
-        or not has_kernel(weight.device)
+        or (operator := rms_norm_for(weight)) is None
     ):
         return None
     formula = formula_of(module, epsilons[0])
-    return None if formula is None else _stand_in(cast(Hashable, type(module)), formula)
+    return None if formula is None else _stand_in(cast(Hashable, type(module)), formula, operator)
 
 
 @torch.no_grad()
@@ -85,7 +84,7 @@ def formula_of(module: nn.Module, epsilon: float) -> Formula | None:
 
 
 @functools.cache
-def _stand_in(plain: Any, formula: Formula) -> type[nn.Module]:
+def _stand_in(plain: Any, formula: Formula, rms_norm: Callable[..., Tensor]) -> type[nn.Module]:
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
         if more or options or x.dtype != self.weight.dtype or not x.numel():
             return plain.forward(self, x, *more, **options)
@@ -95,7 +94,7 @@ def _stand_in(plain: Any, formula: Formula) -> type[nn.Module]:
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Makes root-mean-square norms of a private twin on CUDA give a row the same bits for any number of rows."""
+    """Makes root-mean-square norms of a private twin run our kernel, which gives a row the same bits for any number of rows."""
     for module in model.modules():
         module.__class__ = norm_kind(module) or type(module)
 

@@ -36,8 +36,8 @@ class WeightState:
     """A model's weights and modules at one time.
 
     Attributes:
-        modules: changes when a weight is replaced by another tensor, resized, cast or stored otherwise, when a module is replaced, gets a hook or
-            another mode, and when an attribute of a module or a value of a config is set to something else.
+        modules: changes when a weight is replaced by another tensor, resized, cast or stored otherwise, when a module is replaced,
+            gets a hook or another mode, and when an attribute of a module or a value of a config is set to something else.
         code: changes when a function that they run is replaced, or when a hook for all modules is registered.
         contents: changes when something is written into the objects that attributes hold (dicts, lists, tensors, helper objects), or
             when a plain value that a hook reads changes.

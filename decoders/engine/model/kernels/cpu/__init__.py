@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .....common.files import cache_folder
@@ -42,7 +44,8 @@ class Kernels:
     Attributes:
         variant: its name.
         path: of the shared object.
-        few_rows_linear: see :mod:`~decoders.engine.model.kernels.products`.
+        few_rows_linear, rms_norm: see :mod:`~decoders.engine.model.kernels.products`.
+        gated_activation, rotary, write_to_cache: see :mod:`~decoders.engine.model.kernels.elementwise`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
         round_to_four_bits: the levels of a matrix, and its scales.
     """
@@ -50,6 +53,10 @@ class Kernels:
     variant: str
     path: Path
     few_rows_linear: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_activation: Callable[..., Tensor]
+    rotary: Callable[..., Tensor]
+    write_to_cache: Callable[..., None]
     quantized_linear: Callable[..., Tensor]
     round_to_four_bits: Callable[..., tuple[Tensor, Tensor]]
 
@@ -59,18 +66,27 @@ class Kernels:
         namespace = f"decoders_{variant}"
         torch.ops.load_library(str(path))
         operators: Any = getattr(torch.ops, namespace)
-        torch.library.register_fake(f"{namespace}::few_rows_linear", _product_fake)
-        torch.library.register_fake(f"{namespace}::quantized_linear", _quantized_fake)
-        names = "few_rows_linear", "quantized_linear", "round_to_four_bits"
-        return cls(variant, path, *(getattr(operators, name).default for name in names))
+        for name, fake in _FAKES.items():
+            torch.library.register_fake(f"{namespace}::{name}", fake)
+        return cls(
+            variant,
+            path,
+            *(getattr(operators, name).default for name in _FAKES),
+            round_to_four_bits=operators.round_to_four_bits.default,
+        )
 
 
-def _product_fake(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(matrix.shape[0] for matrix in matrices)))
-
-
-def _quantized_fake(x: Tensor, levels: list[Tensor], scales: list[Tensor], biases: list[Tensor], digits: int) -> Tensor:
-    return _product_fake(x, levels, biases)
+#: Per operator, in the order of :class:`Kernels`: a result without values.
+_FAKES: dict[str, Callable[..., Tensor | None]] = {
+    "few_rows_linear": lambda x, matrices, biases: x.new_empty(
+        (*x.shape[:-1], sum(len(matrix) for matrix in matrices))
+    ),
+    "rms_norm": lambda x, *_: x.new_empty(x.shape),
+    "gated_activation": lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+    "rotary": lambda x, *_: x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])),
+    "write_to_cache": lambda *_: None,
+    "quantized_linear": lambda x, levels, *_: x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in levels))),
+}
 
 
 @dataclass(frozen=True)
@@ -79,14 +95,14 @@ class Choice:
 
     Attributes:
         kernels: None where torch multiplies.
-        refused: per variant that was tried and not taken, the reason.
+        refused: per variant that was tried and not taken, the reason; or why none was tried.
     """
 
     kernels: Kernels | None
     refused: dict[str, str]
 
     def __str__(self) -> str:
-        said = "torch's products" if self.kernels is None else f"{self.kernels.variant} ({self.kernels.path})"
+        said = "none: torch multiplies" if self.kernels is None else f"{self.kernels.variant} ({self.kernels.path})"
         return "; ".join([said, *(f"{variant}: {reason}" for variant, reason in self.refused.items())])
 
 
@@ -112,7 +128,9 @@ def _chosen() -> Choice:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise SettingsError(f"{VARIABLE}={asked!r}: this machine knows {', '.join([*known, 'off'])}.{hint}")
     refused: dict[str, str] = {}
-    for variant in [] if asked == "off" else [asked] if asked else known:
+    if asked == "off" or not known:
+        return Choice(None, {"off": VARIABLE} if known else {sys.platform: "there are kernels for Linux and macOS"})
+    for variant in [asked] if asked else known:
         if not has_instructions(variant):
             if asked:
                 refused[variant] = "the processor does not have its instructions"
@@ -142,32 +160,63 @@ def loaded(variant: str) -> Kernels:
             return Kernels.load(variant, folder / name)
     started = time.perf_counter()
     path = build.compile_into(kept, variant)
-    _log.info(
-        "compiled the CPU kernels for %s in %.1f s, once on this machine: %s",
-        variant,
-        time.perf_counter() - started,
-        path,
-    )
+    seconds = time.perf_counter() - started
+    _log.info("compiled the CPU kernels for %s in %.1f s, once on this machine: %s", variant, seconds, path)
     return Kernels.load(variant, path)
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares products with those in float64 for several sizes; what is wrong, None if nothing is."""
+    """Compares results with those in float64 for several sizes; what is wrong, None if nothing is."""
+    found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
+    return next(filter(None, found), None) or _check_quantized(kernels)
+
+
+def _drawn(*sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    for dtype in TYPES:
-        for inputs, outputs in ((80, 27), (37, 9)):
-            sizes = (11, inputs), (outputs, inputs), (outputs,)
-            x, matrix, bias = (torch.randn(*size, generator=generator, device="cpu").to(dtype) for size in sizes)
-            exact = x.double() @ matrix.double().T + bias.double()
-            tolerance = max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max()
-            for stored in (matrix, matrix.t().contiguous().t()):
-                whole, name = kernels.few_rows_linear(x, [stored], [bias]), str(dtype).removeprefix("torch.")
-                if not (whole.double() - exact).abs().max() <= tolerance:  # a NaN is wrong, too
-                    return f"a wrong product of {name}"
-                for rows in range(1, len(x)):
-                    if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
-                        return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
-    return _check_quantized(kernels)
+    return [torch.randn(*size, generator=generator, device="cpu").to(dtype) for size in sizes]
+
+
+def _is_close(result: Tensor, exact: Tensor) -> bool:
+    tolerance = max(torch.finfo(result.dtype).eps, 1e-5) * exact.abs().max()
+    return bool((result.double() - exact).abs().max() <= tolerance)  # False for a NaN
+
+
+def _check_products(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    for inputs, outputs in ((80, 27), (37, 9)):
+        x, matrix, bias = _drawn((11, inputs), (outputs, inputs), (outputs,), dtype=dtype)
+        exact = x.double() @ matrix.double().T + bias.double()
+        for stored in (matrix, matrix.t().contiguous().t()):
+            whole = kernels.few_rows_linear(x, [stored], [bias])
+            if not _is_close(whole, exact):
+                return f"a wrong product of {name}"
+            for rows in range(1, len(x)):
+                if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
+                    return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
+    return None
+
+
+def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    x, weight, heads, angles = _drawn((5, 54), (54,), (2, 3, 4, 10), (2, 4, 10), dtype=dtype)
+    wide = x.double()
+    norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    if not _is_close(kernels.rms_norm(x, weight, 1e-5, False, False), norm):
+        return f"a wrong norm of {name}"
+    gate, up = wide.chunk(2, -1)
+    for kind, activated in enumerate((F.silu(gate), F.gelu(gate, approximate="tanh"))):
+        if not _is_close(kernels.gated_activation(x, kind, True), activated * up):
+            return f"a wrong activation of {name}"
+    cos, sin = angles.cos(), angles.sin()
+    first, second = heads.double().chunk(2, -1)
+    turned = heads.double() * cos.double()[:, None] + torch.cat([-second, first], -1) * sin.double()[:, None]
+    if not _is_close(kernels.rotary(heads, cos, sin).transpose(1, 2), turned):
+        return f"wrong rotary positions of {name}"
+    cache, slots = torch.zeros_like(heads), torch.tensor([[2, 0, 3, 1], [0, 1, -1, 2]], device="cpu")
+    kernels.write_to_cache(cache, cache, slots, heads, heads)
+    if not torch.equal(cache.gather(2, (slots % 4)[:, None, :, None].expand_as(heads)), heads):
+        return f"a wrong write of {name} to the cache"
+    return None
 
 
 def _check_quantized(kernels: Kernels) -> str | None:

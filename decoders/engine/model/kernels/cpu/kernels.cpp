@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "elementwise.h"
 #include "products.h"
 #include "quantized.h"
 
@@ -54,6 +55,32 @@ const void* bias_of(const Tensor& bias, const Tensor& matrix, const Tensor& x) {
     return bias.data_ptr();
 }
 
+// From so many rows on torch multiplies by float32, faster by a third. In 16 bits it is slower, and the bits of a row would be others.
+constexpr int64_t MANY_ROWS = 96;
+
+// The same by torch's products. x: [R, K], out: [R, all outputs].
+void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& biases, Tensor& out) {
+    int64_t rows = x.size(0), outputs = out.size(1), first = 0;
+    for (size_t m = 0; m < matrices.size(); m++) {
+        int64_t own = matrices[m].size(0);
+        Tensor weights = torch::stable::transpose(matrices[m], 0, 1), part = torch::stable::narrow(out, 1, first, own);
+        std::array<StableIValue, 3> stack{
+            torch::stable::detail::from(x), torch::stable::detail::from(weights), torch::stable::detail::from(part)};
+        TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+        torch::stable::detail::to<Tensor>(stack[0]);  // the result, which is `part`
+        if (!biases.empty()) {
+            const float* bias = data<float>(biases[m]);
+            in_threads(threads(), [&](int thread, int of) {
+                long begin, end;
+                share_of(rows, 1, thread, of, begin, end);
+                for (float* y = data<float>(out) + begin * outputs + first; begin < end; begin++, y += outputs)
+                    for (int64_t o = 0; o < own; o++) y[o] += bias[o];
+            });
+        }
+        first += own;
+    }
+}
+
 // x: [..., K], matrices: up to three of [O, K], all stored by rows or all by columns, biases: as many of [O], or none.
 Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tensor> biases) {
     constexpr size_t MOST = 3;
@@ -73,11 +100,88 @@ Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tenso
     }
     Tensor out = with_last_size(x, outputs), rows = without_gaps(x);
     int64_t number = inputs ? x.numel() / inputs : 0;
+    if (number >= MANY_ROWS && x.scalar_type() == torch::headeronly::ScalarType::Float) {
+        Tensor flat = torch::stable::view(out, {number, outputs});
+        many_rows_linear(torch::stable::view(rows, {number, inputs}), matrices, biases, flat);
+        return out;
+    }
     with_type(x, [&](auto type) {
         using T = decltype(type);
         multiply(data<T>(rows), number, inputs, all, count, data<T>(out), threads());
     });
     return out;
+}
+
+Tensor like(const Tensor& x) { return with_last_size(x, x.size(x.dim() - 1)); }
+
+void check_types(const Tensor& x, std::initializer_list<const Tensor*> others) {
+    for (const Tensor* other : others) STD_TORCH_CHECK(other->scalar_type() == x.scalar_type(), "tensors of one type are needed");
+}
+
+// x: [..., H], weight: [H].
+Tensor norm(Tensor x, Tensor weight, double epsilon, bool one_added, bool rounded_first) {
+    int64_t width = x.size(x.dim() - 1);
+    check_types(x, {&weight});
+    STD_TORCH_CHECK(weight.numel() == width && weight.is_contiguous(), "a weight for every number of a row is needed");
+    Tensor out = like(x), given = without_gaps(x);
+    with_type(x, [&](auto type) {
+        using T = decltype(type);
+        rms_norm(data<T>(given), width ? x.numel() / width : 0, width, data<T>(weight), float(epsilon), one_added, rounded_first, data<T>(out), threads());
+    });
+    return out;
+}
+
+// x: [..., 2 I], gates and what they multiply side by side. Returns [..., I].
+Tensor gated_activation(Tensor x, int64_t kind, bool gate_first) {
+    int64_t width = x.size(x.dim() - 1) / 2;
+    STD_TORCH_CHECK(kind == SILU || kind == GELU_TANH, "activation 0 or 1, not ", kind);
+    Tensor out = with_last_size(x, width), given = without_gaps(x);
+    with_type(x, [&](auto type) {
+        using T = decltype(type);
+        int64_t rows = width ? out.numel() / width : 0;
+        if (kind == SILU) gated<SILU>(data<T>(given), rows, width, gate_first, data<T>(out), threads());
+        if (kind == GELU_TANH) gated<GELU_TANH>(data<T>(given), rows, width, gate_first, data<T>(out), threads());
+    });
+    return out;
+}
+
+Heads heads_of(const Tensor& x) {
+    STD_TORCH_CHECK(x.dim() == 4 && (x.stride(3) == 1 || x.size(3) == 1), "[B, h, N, d] without gaps in d is needed");
+    return {x.data_ptr(), x.size(0), x.size(1), x.size(2), x.size(3), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+// x: [B, h, N, d], cos, sin: [B or 1, N, R]. Returns [B, N, h, d].
+Tensor rotary(Tensor x, Tensor cos, Tensor sin) {
+    Heads heads = heads_of(x);
+    int64_t turned = cos.size(2);
+    check_types(x, {&cos, &sin});
+    STD_TORCH_CHECK(cos.dim() == 3 && cos.is_contiguous() && sin.is_contiguous() && sin.numel() == cos.numel() && cos.size(1) == heads.nodes &&
+                        (cos.size(0) == 1 || cos.size(0) == heads.rows) && turned <= heads.width && turned % 2 == 0,
+                    "cos and sin of every token are needed");
+    int64_t sizes[] = {heads.rows, heads.nodes, heads.heads, heads.width};
+    Tensor out = torch::stable::new_empty(x, {sizes, 4});
+    with_type(x, [&](auto type) {
+        using T = decltype(type);
+        rotate(heads, data<T>(cos), data<T>(sin), turned, cos.size(0) == 1 ? 0 : heads.nodes * turned, data<T>(out), threads());
+    });
+    return out;
+}
+
+// keys, values: [B, h, L, d], written in place; slots: [B, N] int64, negative ones counted from the end, new ones: [B, h, N, d].
+void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, Tensor new_values) {
+    STD_TORCH_CHECK(slots.scalar_type() == torch::headeronly::ScalarType::Long && slots.is_contiguous(), "slots are int64 without gaps");
+    for (auto [buffer, states] : {std::pair(&keys, &new_keys), std::pair(&values, &new_values)}) {
+        check_types(*buffer, {states});
+        Heads own = heads_of(*states), all = heads_of(*buffer);
+        STD_TORCH_CHECK(own.rows == all.rows && own.heads == all.heads && own.width == all.width && slots.numel() == own.rows * own.nodes,
+                        "new keys and values have the sizes of the cache, and a slot each");
+        for (int64_t i = 0; i < slots.numel(); i++)
+            STD_TORCH_CHECK(-all.nodes <= data<int64_t>(slots)[i] && data<int64_t>(slots)[i] < all.nodes, "a slot outside the cache");
+        with_type(*buffer, [&, buffer = buffer](auto type) {
+            using T = decltype(type);
+            write_slots<T>(own, data<int64_t>(slots), all, threads());
+        });
+    }
 }
 
 // Bytes behind the last element of a contiguous tensor.
@@ -159,9 +263,17 @@ DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor");
     m.def("quantized_linear(Tensor x, Tensor[] levels, Tensor[] scales, Tensor[] biases, int digits) -> Tensor");
     m.def("round_to_four_bits(Tensor matrix, int group) -> (Tensor, Tensor)");
+    m.def("rms_norm(Tensor x, Tensor weight, float epsilon, bool one_added, bool rounded_first) -> Tensor");
+    m.def("gated_activation(Tensor x, int kind, bool gate_first) -> Tensor");
+    m.def("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+    m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values) -> ()");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("few_rows_linear", TORCH_BOX(&few_rows_linear));
     m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
     m.impl("round_to_four_bits", TORCH_BOX(&round_to_four_bits));
+    m.impl("rms_norm", TORCH_BOX(&norm));
+    m.impl("gated_activation", TORCH_BOX(&gated_activation));
+    m.impl("rotary", TORCH_BOX(&rotary));
+    m.impl("write_to_cache", TORCH_BOX(&write_to_cache));
 }

@@ -91,20 +91,28 @@ struct Steps<bfloat16> {
 
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int MOST_ROWS = 6;  // rows of x in a tile of four outputs, so that all sums are in registers
+constexpr int FEW_ROWS = 3;   // the same for eight outputs: more weights are on their way from memory at a time
 constexpr int COLUMNS = 4;    // vectors of outputs in a tile of four rows
 #elif defined(__AVX2__)
 constexpr int MOST_ROWS = 3;
+constexpr int FEW_ROWS = 1;
 constexpr int COLUMNS = 2;
 #else
 constexpr int MOST_ROWS = 2;
+constexpr int FEW_ROWS = 1;
 constexpr int COLUMNS = 1;
 #endif
-constexpr long ROWS_AT_ONCE = 64;  // rows of x that stay in the second-level cache while all weights pass by
+constexpr long MOST_ROWS_AT_ONCE = 192;
+constexpr long CACHE = 512 << 10;  // bytes of rows of x that stay in the second-level cache while all weights pass by
 
-template <class S>
-constexpr int most_rows() {
-    if constexpr (requires { S::MOST_ROWS; }) return S::MOST_ROWS;
-    else return MOST_ROWS;
+// Outputs whose weights stay in the first-level cache while all rows pass by.
+template <class T>
+constexpr long PANEL = sizeof(T) == 4 ? 8 : 16;
+
+// Rows of x that are multiplied at once: whole tiles.
+inline long rows_at_once(long bytes_of_row) {
+    long rows = std::clamp(CACHE / std::max(bytes_of_row, 1L), 48L, MOST_ROWS_AT_ONCE);
+    return rows - rows % MOST_ROWS;
 }
 
 // The lanes of every sum are added.
@@ -121,21 +129,22 @@ inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
     }
 }
 
-// N rows of x times R outputs of a matrix, from `output` on.
-template <class S, int R, int N>
+// N rows of x times R outputs of a matrix, from `output` on. FIRST: the weights come from memory, and those of the next outputs are asked
+// for.
+template <class S, int R, int N, bool FIRST>
 inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     using T = typename S::Weight;
-    const T* weights = (const T*)matrix.weights + output * matrix.stride;
     Vec sums[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) sums[r][n] = zeros();
+    const long stride = matrix.stride;
     const T* w[R];
-    for (int r = 0; r < R; r++) w[r] = weights + r * matrix.stride;
+    for (int r = 0; r < R; r++) w[r] = (const T*)matrix.weights + (output + r) * stride;
     long whole = inputs - inputs % S::STEP, k = 0;
     for (; k < whole; k += S::STEP) {
         S::template add<R, N>(w, x + k, ldx, sums);
         for (int r = 0; r < R; r++) {
-            if constexpr (N == 1) prefetch((const char*)w[r] + 1024);
+            if constexpr (FIRST) prefetch(w[r] + R * stride);
             w[r] += S::STEP;
         }
     }
@@ -150,32 +159,44 @@ inline void multiply_dense_tile(const Matrix& matrix, long output, const typenam
     add_lanes(sums, y, ldy);
 }
 
-template <class S, int R, int N>
+template <class S, int R, int N, bool FIRST>
 inline void multiply_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     if constexpr (requires { S::QUANTIZED; })
-        S::template multiply_tile<R, N>(matrix, output, x, ldx, inputs, y, ldy);
+        S::template multiply_tile<R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
     else
-        multiply_dense_tile<S, R, N>(matrix, output, x, ldx, inputs, y, ldy);
+        multiply_dense_tile<S, R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
 }
 
-// All rows times R outputs. The rows that are left over by whole tiles are a tile of their own.
-template <class S, int R, int N>
-inline void multiply_rest(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+// Up to N rows of x times R outputs, in a tile of just that many rows.
+template <class S, int R, int N, bool FIRST>
+inline void multiply_rows(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
     if constexpr (N > 0) {
-        if (rows == N) return multiply_tile<S, R, N>(matrix, output, x, ldx, inputs, y, ldy);
-        multiply_rest<S, R, N - 1>(matrix, output, x, ldx, rows, inputs, y, ldy);
+        if (rows == N) return multiply_tile<S, R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
+        multiply_rows<S, R, N - 1, FIRST>(matrix, output, x, ldx, rows, inputs, y, ldy);
     }
 }
 
-// All rows times `wide` outputs, R at a time, so that rows that are in the first-level cache are used again.
+template <class S>
+constexpr int most_rows() {
+    if constexpr (requires { S::MOST_ROWS; }) return S::MOST_ROWS;
+    else return MOST_ROWS;
+}
+
+// All rows times some outputs, R at a time. The rows of a tile are used for all outputs while they are in the first-level cache.
 template <class S, int R>
-void multiply_outputs(const Matrix& matrix, long output, long wide, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, long outputs, float* y, long ldy) {
     constexpr int MOST = most_rows<S>();
-    long row = 0;
-    for (; row + MOST <= rows; row += MOST)
-        for (long o = 0; o < wide; o += R) multiply_tile<S, R, MOST>(matrix, output + o, x + row * ldx, ldx, inputs, y + row * ldy + o, ldy);
-    for (long o = 0; o < wide; o += R)
-        multiply_rest<S, R, MOST - 1>(matrix, output + o, x + row * ldx, ldx, rows - row, inputs, y + row * ldy + o, ldy);
+    for (long row = 0; row < rows; row += MOST) {
+        long some = std::min(rows - row, long(MOST));
+        for (long o = 0; o < outputs; o += R) {
+            float* to = y + row * ldy + o;
+            if (row == 0) {
+                multiply_rows<S, R, MOST, true>(matrix, output + o, x, ldx, some, inputs, to, ldy);
+            } else {
+                multiply_rows<S, R, MOST, false>(matrix, output + o, x + row * ldx, ldx, some, inputs, to, ldy);
+            }
+        }
+    }
 }
 
 // Rounds outputs of all rows and puts them where they belong.
@@ -215,7 +236,7 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     in_threads(threads, [&](int thread, int of) {
         long begin, end;
         share_of(matrix.outputs, WIDE, thread, of, begin, end);
-        alignas(64) float y[ROWS_AT_ONCE * WIDE];
+        alignas(64) float y[MOST_ROWS_AT_ONCE * WIDE];
         const T* bias = (const T*)matrix.bias;
         for (long o = begin; o < end; o += WIDE) {
             const T* w = (const T*)matrix.weights + o;
@@ -236,28 +257,31 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     });
 }
 
-// rows: at most ROWS_AT_ONCE. Of `parts`, each with as many rows, the products are added.
+// rows: at most MOST_ROWS_AT_ONCE, in all `parts`, each of which has as many. Products of parts are added.
 template <class S, class T>
 void multiply_block(const typename S::Row* x, long ldx, long rows, int parts, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
+    constexpr long WIDE = PANEL<typename S::Weight>;
     long outputs = 0;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     in_threads(threads, [&](int thread, int of) {
         long begin, end, first = 0, all = rows * parts;
-        share_of(outputs, 8, thread, of, begin, end);
-        alignas(64) float y[ROWS_AT_ONCE * 8];
+        share_of(outputs, WIDE, thread, of, begin, end);
+        alignas(64) float y[MOST_ROWS_AT_ONCE * WIDE];
         for (int m = 0; m < count; first += matrices[m].outputs, m++) {
             const Matrix& matrix = matrices[m];
             const T* bias = (const T*)matrix.bias;
             for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrix.outputs); o < last;) {
-                long wide = last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
-                if (wide == 8 && all == 1)
-                    multiply_tile<S, 8, 1>(matrix, o, x, ldx, inputs, y, 8);
-                else if (wide > 1)
-                    multiply_outputs<S, 4>(matrix, o, wide, x, ldx, all, inputs, y, 8);
-                else
-                    multiply_outputs<S, 1>(matrix, o, 1, x, ldx, all, inputs, y, 8);
-                for (float *to = y, *end = y + rows * 8; parts == 2 && to < end; to++) *to += to[rows * 8];
-                finish(y, 8, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
+                long wide = last - o >= WIDE ? WIDE : last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
+                if (wide >= 8 && all <= FEW_ROWS) {
+                    wide = 8;
+                    multiply_rows<S, 8, FEW_ROWS, true>(matrix, o, x, ldx, all, inputs, y, WIDE);
+                } else if (wide >= 4) {
+                    multiply_outputs<S, 4>(matrix, o, x, ldx, all, inputs, wide, y, WIDE);
+                } else {
+                    multiply_outputs<S, 1>(matrix, o, x, ldx, all, inputs, 1, y, WIDE);
+                }
+                for (float *to = y, *end = y + rows * WIDE; parts == 2 && to < end; to++) *to += to[rows * WIDE];
+                finish(y, WIDE, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
                 o += wide;
             }
         }
@@ -307,8 +331,9 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
     long outputs = 0, ldx;
     bool columns = matrices[0].input_stride != 1;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
-    for (long row = 0; row < rows; row += ROWS_AT_ONCE, x += ROWS_AT_ONCE * inputs, out += ROWS_AT_ONCE * outputs) {
-        long some = std::min(rows - row, ROWS_AT_ONCE);
+    const long most = rows_at_once(inputs * sizeof(typename S::Row));
+    for (long row = 0; row < rows; row += most, x += most * inputs, out += most * outputs) {
+        long some = std::min(rows - row, most);
         if (columns) {
             auto widened = [](const T* from, float* to) { *to = widen(*from); };
             const float* wide = prepare_rows<float, 1, sizeof(T) == sizeof(float)>(x, some, inputs, ldx, threads, widened);

@@ -123,6 +123,7 @@ inline void scale_rows(const int16_t* x, long ldx, float* y, long ldy, int outpu
 
 // Weights [outputs, inputs] as they lie. Scales are [outputs, groups], float32, of groups that are whole vectors unless there is one.
 struct Bytes {
+    using Weight = int8_t;
     using Row = int16_t;
     static constexpr bool QUANTIZED = true;
     static constexpr long STEP = SHORTS;
@@ -130,9 +131,9 @@ struct Bytes {
     static constexpr bool HAS_OFFSETS = false;
     static constexpr long MOST = 256 * LANES;  // inputs whose products fit sums of 32 bits: 256 pairs in a lane
 
-    // A function of its own, so that the sums are in registers. inputs: whole steps.
-    template <int R, int N>
-    __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
+    // A function of its own, so that the sums are in registers. inputs: whole steps; next: bytes to the weights of the next outputs.
+    template <int R, int N, bool FIRST>
+    __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], long next, const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
         Sums sums[R][N];
         for (int r = 0; r < R; r++)
             for (int n = 0; n < N; n++) sums[r][n] = no_sums();
@@ -141,7 +142,7 @@ struct Bytes {
             for (int n = 0; n < N; n++) rows[n] = load_shorts(x + n * ldx + k);
             for (int r = 0; r < R; r++) {
                 Shorts weights = widen(w[r] + k);
-                if constexpr (N == 1) prefetch(w[r] + k + 1024);
+                if constexpr (FIRST) prefetch(w[r] + k + next);
                 for (int n = 0; n < N; n++) sums[r][n] = add_products(weights, rows[n], sums[r][n]);
             }
         }
@@ -149,7 +150,7 @@ struct Bytes {
             for (int n = 0; n < N; n++) to[r][n] = sums[r][n];
     }
 
-    template <int R, int N>
+    template <int R, int N, bool FIRST>
     static inline void multiply_tile(const Matrix& matrix, long output, const int16_t* x, long ldx, long inputs, float* y, long ldy) {
         Vec sums[R][N];
         for (int r = 0; r < R; r++)
@@ -162,7 +163,7 @@ struct Bytes {
             for (long left = group; left > 0;) {
                 Sums part[R][N];
                 long some = std::min(left, MOST), whole = some / STEP * STEP;
-                add_chunk<R, N>(w, row, ldx, whole, part);
+                add_chunk<R, N, FIRST>(w, R * matrix.stride, row, ldx, whole, part);
                 for (int r = 0; r < R; r++) {
                     if (whole < some) {  // what is left is not read past its end; x has zeros there
                         int8_t rest[STEP] = {};
@@ -189,6 +190,7 @@ struct Bytes {
 // Scales are [outputs, 2, groups] of float32 or bfloat16: a group's step and the value that its 8 stands for. SIXTEENS more may be read.
 template <class Scale>
 struct Fours {
+    using Weight = uint8_t;
     using Row = int16_t;
     static constexpr bool QUANTIZED = true;
     static constexpr long STEP = 128;
@@ -226,7 +228,7 @@ struct Fours {
 #endif
     };
 
-    template <int R, int N>
+    template <int R, int N, bool FIRST>
     static inline void multiply_tile(const Matrix& matrix, long output, const int16_t* x, long ldx, long inputs, float* y, long ldy) {
         Vec sums[R][N];
         for (int r = 0; r < R; r++)
@@ -245,7 +247,7 @@ struct Fours {
         for (long b = 0; b < blocks; b++) {
             for (int r = 0; r < R; r++) {
                 const Scale* of_block = steps[r] + (b * 4 >> shift);
-                if constexpr (N == 1) prefetch(w[r] + b * 64 + 1024);
+                if constexpr (FIRST) prefetch(w[r] + b * 64 + R * matrix.stride);
                 for (int part = 0; part < PARTS; part++) {
                     Shorts packed = load_shorts(w[r] + b * 64 + part * 2 * SHORTS);
                     Shorts first = four_bits<0>(packed), second = four_bits<1>(packed), third = four_bits<2>(packed), fourth = four_bits<3>(packed);
@@ -310,8 +312,9 @@ float round_row(const float* from, long inputs, long groups, int16_t* to) {
 // digits: one or two integers per number of x; two are as exact as float32.
 template <class S, class T>
 void multiply_quantized(const T* x, long rows, long inputs, int digits, const Matrix* matrices, int count, T* out, int threads) {
-    long outputs = 0, padded = rounded_up(inputs, S::STEP), groups = matrices[0].groups, at_once = ROWS_AT_ONCE / digits;
+    long outputs = 0, padded = rounded_up(inputs, S::STEP), groups = matrices[0].groups;
     long ldx = HEADER + padded + (S::HAS_OFFSETS ? 2 * rounded_up(groups, SIXTEENS) : 0);
+    const long at_once = rows_at_once(ldx * sizeof(int16_t)) / digits;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     for (long row = 0; row < rows; row += at_once, x += at_once * inputs, out += at_once * outputs) {
         long some = std::min(rows - row, at_once);

@@ -37,16 +37,6 @@ inline Vec load(const bfloat16* from) { return _mm512_castsi512_ps(_mm512_slli_e
 inline Bits load_pairs(const bfloat16* from) { return _mm512_loadu_si512(from); }
 inline Vec first_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline Vec second_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000))); }
-inline Vec add_halves(Vec a, Vec b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
-inline Vec add_pairs(Vec a, Vec b) {
-    __m512d p = _mm512_castps_pd(a), q = _mm512_castps_pd(b);
-    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
-}
-inline __m128 quarter(Vec v) {
-    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
 #elif defined(__AVX2__)
 
 constexpr int LANES = 8;
@@ -63,12 +53,6 @@ inline Vec load(const bfloat16* from) { return _mm256_castsi256_ps(_mm256_slli_e
 inline Bits load_pairs(const bfloat16* from) { return _mm256_loadu_si256((const __m256i*)from); }
 inline Vec first_of_pairs(Bits pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline Vec second_of_pairs(Bits pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))); }
-inline Vec add_halves(Vec a, Vec b) { return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
-inline Vec add_pairs(Vec a, Vec b) {
-    __m256d p = _mm256_castps_pd(a), q = _mm256_castps_pd(b);
-    return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(p, q)), _mm256_castpd_ps(_mm256_unpackhi_pd(p, q)));
-}
-inline __m128 quarter(Vec v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
 
 #elif defined(__ARM_NEON)
 
@@ -203,10 +187,18 @@ inline float multiply_add(float a, float b, float c) {
 
 // The sum of each of four vectors. Always the same additions, so that a sum does not depend on its neighbours.
 inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
-#if defined(__AVX2__)
-    // Of each quarter of a vector its halves, and then the two numbers that are left, of all four at once.
-    Vec first = add_halves(a, b), second = add_halves(c, d);
-    _mm_storeu_ps(to, quarter(add_pairs(first, second)));
+#if defined(__AVX512F__)
+    Vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    Vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    Vec all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
+#elif defined(__AVX2__)
+    Vec ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    Vec cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    Vec all = _mm256_hadd_ps(_mm256_hadd_ps(ab, cd), zeros());
+    _mm_storeu_ps(to, _mm_unpacklo_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 #elif defined(__ARM_NEON)
     vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 #else

@@ -1,0 +1,173 @@
+"""Parts of layers that a kernel for CPUs computes in one call: gated feed-forward layers, and rotary positions.
+
+What surrounds the products of a small layer costs as much as they do, most of it in calls. A part is recognized by what it computes:
+it is tried on random numbers, and left alone where the result differs by more than rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels import cpu
+from ..torch_compat import hooks_of
+from .few_rows import FewRowsConv1D, FewRowsLinear, product_of
+from .fused import outputs_of
+
+#: First parameters of functions for rotary positions.
+_ROTATED = ["q", "k", "cos", "sin"]
+#: Activations by their number in the kernel.
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
+
+
+@torch.no_grad()
+def fuse_layers(model: nn.Module) -> None:
+    """Makes parts of the layers of `model`, a private twin on the CPU whose linear layers are replaced already, run fused."""
+    kernels = cpu.chosen().kernels
+    if kernels is None:
+        return
+    rotating: dict[type[nn.Module], type[nn.Module] | None] = {}
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        kind = type(module)
+        if kind not in rotating:
+            rotating[kind] = _rotating(kind, kernels.rotary)
+        if (gated := _gated(module, kernels)) is not None:
+            module.__class__, vars(module)["decoders_gated"] = gated
+        elif (replaced := rotating[kind]) is not None:
+            module.__class__ = replaced
+
+
+def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tuple] | None:
+    """The class that replaces a gated feed-forward layer, ``down(activation(gate(x)) * up(x))``, and its linear layers."""
+    children = list(module.children())
+    linear: list[Any] = [child for child in children if isinstance(child, FewRowsLinear | FewRowsConv1D)]
+    others = [child for child in children if not isinstance(child, FewRowsLinear | FewRowsConv1D)]
+    pair = next((child.group for child in linear if child.group is not None), None)
+    if (
+        len(linear) != 3
+        or pair is None
+        or len(pair) != 2
+        or not all(any(each is one for each in linear) for one in pair)
+    ):
+        return None
+    if len(others) != 1 or any(True for _ in others[0].parameters()) or any(any(hooks_of(child)) for child in children):
+        return None
+    down = next(each for each in linear if each is not pair[0] and each is not pair[1])
+    if outputs_of(pair[0]) != outputs_of(pair[1]) or (kind := _activation(others[0])) is None:
+        return None
+    inputs, weight = pair[0].matrix().shape[1], pair[0].weight
+    x = torch.randn(4, inputs, generator=torch.Generator().manual_seed(0), device="cpu").to(weight.dtype)
+    expected = module(x)
+    for gate_first in (True, False):
+        stand_in = _gated_class(cast(Hashable, type(module)), kernels.gated_activation, kind, gate_first)
+        tried = stand_in.compute((pair, down), x)  # type: ignore[attr-defined]
+        if tried is not None and _close(tried, expected):
+            return stand_in, (pair, down)
+    return None
+
+
+@functools.cache
+def _gated_class(plain: Any, gated_activation: Callable, kind: int, gate_first: bool) -> type[nn.Module]:
+    def compute(parts: tuple, x: Tensor) -> Tensor | None:
+        pair, down = parts
+        both = product_of(x, pair)
+        return None if both is None else product_of(gated_activation(both, kind, gate_first), (down,))
+
+    def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
+        # The parts' own calls are left out, and with them what hooks on them would do: a model with such is not fused.
+        out = None if more or options else compute(self.decoders_gated, x)
+        return plain.forward(self, x, *more, **options) if out is None else out
+
+    namespace = {"forward": forward, "compute": staticmethod(compute), "__module__": plain.__module__}
+    return type(plain.__name__, (plain,), namespace)
+
+
+def _activation(module: nn.Module) -> int | None:
+    """The number of the activation that `module` computes."""
+    x = torch.linspace(-12, 12, 1001, device="cpu")
+    try:
+        out = module(x)
+    except Exception:  # it is none
+        return None
+    if not isinstance(out, Tensor):
+        return None
+    return next((n for n, known in enumerate(ACTIVATIONS) if torch.allclose(out, known(x), rtol=1e-6, atol=1e-7)), None)
+
+
+def _close(ours: Tensor, other: Tensor) -> bool:
+    error = (ours.float() - other.float()).abs().max()
+    return bool(error <= 8 * torch.finfo(other.dtype).eps * other.float().abs().max().clamp(min=1e-6))
+
+
+def _rotating(plain: Any, rotary: Callable) -> type[nn.Module] | None:
+    """The class that replaces one whose ``forward`` calls a function for rotary positions: the same code with our function.
+
+    It is made anew for every model, since it has the functions that the code refers to now.
+    """
+    function = inspect.unwrap(plain.forward)
+    if not isinstance(function, FunctionType):
+        return None
+    rotates = {name for name in function.__code__.co_names if _is_rotary(function.__globals__.get(name))}
+    if not rotates:
+        return None
+    spaces = function.__globals__ | {name: _rotary(function.__globals__[name], rotary) for name in rotates}
+    forward = FunctionType(function.__code__, spaces, function.__name__, function.__defaults__, function.__closure__)
+    forward.__kwdefaults__ = function.__kwdefaults__
+
+    def either(self: Any, *given: Any, **options: Any) -> Any:
+        # Dynamo looks for a function's globals in the module that they came from. The bits are the same.
+        run = plain.forward if torch.compiler.is_dynamo_compiling() else forward
+        return run(self, *given, **options)
+
+    return type(plain.__name__, (plain,), {"forward": either, "__module__": plain.__module__})
+
+
+def _is_rotary(function: Any) -> bool:
+    """Whether ``function(q, k, cos, sin)`` turns the halves of every head against each other."""
+    if not isinstance(function, FunctionType) or list(inspect.signature(function).parameters)[:4] != _ROTATED:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    q, k, angles = (
+        torch.randn(*size, generator=generator, device="cpu") for size in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8))
+    )
+    cos, sin = angles.cos(), angles.sin()
+    try:
+        turned = function(q, k, cos, sin)
+    except Exception:  # it does something else
+        return False
+    if not isinstance(turned, tuple) or len(turned) != 2:
+        return False
+    return all(
+        _close(ours, own * cos[:, None] + _half_turned(own) * sin[:, None])
+        for ours, own in zip(turned, (q, k), strict=True)
+    )
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _rotary(plain: Callable, rotary: Callable) -> Callable:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        fits = (
+            q.dtype == k.dtype == cos.dtype == sin.dtype
+            and cos.dim() == 3
+            and q.dim() == k.dim() == 4
+            and q.shape[-1] == cos.shape[-1]
+        )
+        if more or options or not fits or q.stride(-1) != 1 or k.stride(-1) != 1:
+            return plain(q, k, cos, sin, *more, **options)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        return rotary(q, cos, sin).transpose(1, 2), rotary(k, cos, sin).transpose(1, 2)
+
+    return apply

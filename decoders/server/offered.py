@@ -1,0 +1,78 @@
+"""The strategies that requests can name on a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import UnknownNameError, shortened, suggest
+from ..registry.registry import registry
+from ..strategy import Strategy
+from .client_settings import refuse_files
+from .pool import SchedulerPool
+from .refusals import Refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Offered:
+    """Those that run with what the server has.
+
+    Args:
+        model: that is served.
+        pool: its schedulers.
+    """
+
+    def __init__(self, model: PreTrainedModel, pool: SchedulerPool) -> None:
+        self._model: Any = model
+        self._pool = pool
+
+    @cached_property
+    def names(self) -> list[str]:
+        """None whose draft model, heads or network are not there. Those that need heads or the like are tried, on one token."""
+        known = registry().strategies()
+        able = {name for name, entry in known.items() if self._can_run(name, entry.cls)}
+        return sorted(able | {self._pool.default} & known.keys())
+
+    def _can_run(self, name: str, cls: type[Strategy]) -> bool:
+        if cls.needs_assistant:
+            return self._pool.assistant is not None
+        if not cls.needs:
+            return True
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
+        options = dict(max_new_tokens=1, pad_token_id=0, decoders_config={"compile": False})
+        try:
+            self._model.generate(token, attention_mask=torch.ones_like(token), strategy=name, **options)
+        except Exception:  # whatever it is, requests would meet it as well
+            return False
+        return True
+
+    def check(self, asked: str | None, config: Mapping[str, Any], constrained: bool) -> None:
+        """Checks the strategy of a request.
+
+        Args:
+            asked: its name, or several joined by ``+``; None: the server's own.
+            config: its settings.
+            constrained: whether the request says what may be written.
+
+        Raises:
+            Refusal: there is none of that name, it lacks something here, or a setting names a file.
+        """
+        refuse_files(config)
+        for name in map(str.strip, (asked or self._pool.default).split("+")):
+            try:
+                cls = registry().strategy(name)
+            except UnknownNameError as error:
+                message = f"there is no strategy {shortened(repr(name))} here. {suggest(name, self.names)}"
+                raise Refusal(400, message, param="strategy", code="unknown_strategy") from error
+            if cls.needs_grammar and not constrained:
+                message = f"strategy {cls.name!r} needs response_format or tools, which say what may be written"
+                raise Refusal(400, message, param="strategy", code="invalid_value")
+            if asked is not None and (cls.needs_assistant or cls.needs) and cls.name not in self.names:
+                lacks = "a draft model (--assistant)" if cls.needs_assistant else f"the {cls.needs} for it"
+                message = f"strategy {cls.name!r} does not run here: the server was started without {lacks}. {suggest('', self.names)}"
+                raise Refusal(400, message, param="strategy", code="strategy_unavailable")

@@ -1,0 +1,88 @@
+"""Parts of layers that run fused on a CPU: found by what they compute, and left alone where they compute more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+
+import decoders
+from decoders.engine.model.kernels import cpu
+from decoders.engine.model.layout import shared_inputs
+from decoders.engine.model.weights.few_rows import multiply_few_rows
+from decoders.engine.model.weights.fused_layers import fuse_layers
+from decoders.engine.model.weights.twin import share_weights
+from decoders.testing.exactness import decode, prompts
+from decoders.testing.models import tiny_model
+
+pytestmark = pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are no kernels for this CPU")
+
+
+def fused(model: Any) -> nn.Module:
+    twin = share_weights(model)
+    multiply_few_rows(twin, shared_inputs(twin, 1))
+    fuse_layers(twin)
+    return twin
+
+
+def changed(model: nn.Module, twin: nn.Module, kind: str) -> list[bool]:
+    """Of the modules whose class name ends so, which are of another class in the twin."""
+    pairs = zip(model.modules(), twin.modules(), strict=True)
+    return [type(one) is not type(other) for one, other in pairs if type(one).__name__.endswith(kind)]
+
+
+@pytest.mark.parametrize("design", ["llama", "gemma3", "qwen3", "olmo2"])
+def test_feed_forward_layers_and_rotary_positions_run_fused(design: str) -> None:
+    model = tiny_model(design)
+    twin = fused(model)
+    assert all(changed(model, twin, "MLP")) and all(changed(model, twin, "Attention"))
+    tokens = torch.arange(5, 17).view(2, 6)
+    with torch.no_grad():
+        ours, plain = twin(input_ids=tokens).logits, model(input_ids=tokens).logits
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_other_designs_stay_as_they_are() -> None:
+    model = tiny_model("gpt2")
+    assert not any(changed(model, fused(model), "MLP"))
+
+
+class Clamped(modeling_llama.LlamaMLP):
+    """Looks like the layer that it is made of, and computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-1e-3, 1e-3)
+
+
+def test_a_layer_that_computes_more_is_left_alone() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.__class__ = Clamped
+    twin = fused(model)
+    assert changed(model, twin, "Clamped") == [False] and changed(model, twin, "LlamaMLP") == [True]
+
+
+def test_a_layer_with_a_hook_on_a_part_is_left_alone() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, given, out: 2 * out)
+    assert changed(model, fused(model), "MLP") == [True, False]
+
+
+def test_a_function_for_rotary_positions_that_turns_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: plain(q, k, cos, -sin))
+    model = tiny_model("llama")
+    assert not any(changed(model, fused(model), "Attention"))
+
+
+def test_a_weight_of_a_fused_layer_counts_in_the_next_call() -> None:
+    model = decoders.enable(tiny_model("llama"))
+    inputs = prompts(2)
+    before = decode(model, inputs, "autoregressive", max_new_tokens=8).sequences
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.weight.mul_(-3)
+    after = decode(model, inputs, "autoregressive", max_new_tokens=8).sequences
+    assert not torch.equal(after, before)
+    assert torch.equal(after, decode(model, inputs, max_new_tokens=8).sequences)
