@@ -155,8 +155,7 @@ class RuntimeSettings(Settings):
     prefill_chunk: int | None = Field(
         None,
         ge=1,
-        description="Most prompt tokens per forward pass of the prefill; by default 512, and 2048 where each pass makes wider "
-        "matrices of int4 weights.",
+        description="Most prompt tokens per forward pass of the prefill; by default 512.",
     )
     attention: Attention = Field(
         "auto",

@@ -94,21 +94,15 @@ MUTATIONS = (
         ("strategies/test_auto_choosing.py", "engine/test_worth.py"),
     ),
     Mutation(
-        "the-end-of-a-long-text-has-the-bits-of-other-products", "decoders/engine/decode/prompts.py",
-        "        end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last\n",
-        "        end = last\n",
-        ("engine/test_quantization.py",),
+        "halves-of-a-byte-of-4-bits-are-taken-for-each-other", "decoders/engine/model/kernels/cpu/four_bits.py",
+        "(low | high << 4)",
+        "(high | low << 4)",
+        ("engine/kernels/test_cpu_quantized.py",),
     ),
     Mutation(
-        "halves-of-a-block-of-4-bits-are-taken-for-each-other", "decoders/engine/model/torch_compat.py",
-        "torch.cat([pairs & 15, pairs >> 4], dim=2)",
-        "torch.cat([pairs >> 4, pairs & 15], dim=2)",
-        ("engine/test_compat.py",),
-    ),
-    Mutation(
-        "an-expert-of-few-tokens-dequantizes-its-matrix", "decoders/engine/model/weights/quantized.py",
-        "self.dequantizable and x.numel() >= LONG_TEXT * x.shape[-1]",
-        "self.dequantizable",
+        "layers-of-other-groups-of-inputs-are-multiplied-as-one", "decoders/engine/model/weights/quantized.py",
+        "scales = layer.scales.dtype, layer.scales.shape[1:]",
+        "scales = layer.scales.dtype",
         ("engine/test_quantization.py",),
     ),
     Mutation(

@@ -31,45 +31,6 @@ def version_of(library: ModuleType) -> tuple[int, ...]:
     return tuple(int(part) for part in library.__version__.split(".")[:2])
 
 
-def test_quantized_products_multiply_as_dense_ones() -> None:
-    x, levels = torch.randn(3, 64), torch.randint(-127, 128, (32, 64), dtype=torch.int8)
-    scale, zero = torch.rand(32) + 0.5, torch.zeros(32, dtype=torch.int32)
-    product = torch_compat.multiply_weight_int8(x, levels, scale)
-    torch.testing.assert_close(product, x @ levels.float().T * scale, atol=1e-2, rtol=1e-4, msg=VERSION)
-    nibbles, scales = torch.randint(0, 16, (32, 64), dtype=torch.int32), torch.rand(2, 32, 2)
-    step, offset = (part.T.repeat_interleave(32, dim=1) for part in scales.unbind(-1))
-    product = torch_compat.multiply_int4(x, torch_compat.reorder_int4(nibbles), 32, scales)
-    torch.testing.assert_close(product, x @ ((nibbles - 8) * step + offset).T, atol=1e-2, rtol=1e-4, msg=VERSION)
-    if torch_compat.multiplies_int8():
-        rows = torch.randint(0, 256, (3, 64), dtype=torch.uint8)
-        product = torch_compat.multiply_int8(rows, torch_compat.reorder_int8(levels), scale, zero, 32)
-        torch.testing.assert_close(product, (rows.float() - 128) @ levels.float().T * scale, msg=VERSION)
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="4 bits lie otherwise without vectors")
-def test_matrices_of_4_bits_multiply_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_compat.int4_block(), VERSION
-    x = torch.randn(3, 64)
-    nibbles, scales = torch.randint(0, 16, (192, 64), dtype=torch.int32), torch.rand(2, 192, 2)
-    step, offset = (part.T.repeat_interleave(32, dim=1) for part in scales.unbind(-1))
-    # The last part is a smaller one.
-    monkeypatch.setattr(torch_compat, "_DEQUANTIZED", 2 * 64 * torch_compat.int4_block())
-    product = torch_compat.multiply_dequantized_int4(x[None], torch_compat.reorder_int4(nibbles), 32, scales)
-    torch.testing.assert_close(product[0], x @ ((nibbles - 8) * step + offset).T, atol=1e-2, rtol=1e-4, msg=VERSION)
-
-
-def test_inductor_has_lowerings_for_the_quantized_kernels() -> None:
-    library = torch.library.Library("decoders_test_quantized", "FRAGMENT")
-    library.define("int8(Tensor x, Tensor packed, Tensor scale, Tensor zero, int out_features) -> Tensor")
-    library.define("weight_int8(Tensor x, Tensor weight, Tensor scale) -> Tensor")
-    library.define("int4(Tensor x, Tensor packed, int group, Tensor scales) -> Tensor")
-    operators = torch.ops.decoders_test_quantized
-    made = torch_compat.lower_to_quantized_kernels(
-        operators.int8.default, operators.weight_int8.default, operators.int4.default
-    )
-    assert made, VERSION
-
-
 def test_writes_in_place_are_counted_and_inference_tensors_are_none() -> None:
     tensor = torch.zeros(2)
     before = torch_compat.writes_counted(tensor)

@@ -174,26 +174,3 @@ def test_a_pass_is_mixed_where_its_tier_allows_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(forward, "ready", lambda kind: not kind.mixed)
     with forward.during("auto", report):
         assert not forward.mixes(2, single=True)  # compiled passes mix by a graph of their own
-
-
-def test_a_long_piece_that_other_products_read_faster_has_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows(target_of(tiny_model("llama")), [5, 40, 23])
-    forward = ForwardPass(rows.target)
-    assert forward.mixes(2, single=False)
-    nodes, base, tree, view = rows.block(*BLOCKS["chain"])
-    read: list[int] = []
-    monkeypatch.setattr(Target, "dequantizes", lambda _, tokens: tokens >= 20)
-    monkeypatch.setattr(Target, "prefill", lambda _, tokens, *rest: read.append(tokens.numel()))
-    monkeypatch.setattr(mixed, "forward", lambda *given: given[-1])
-    with forward.during(False, Report(strategy="autoregressive")):
-        for count in (19, 20):
-            own = rows.buffers.of_rows(0, 2)
-            forward(nodes, base, tree, own, view, LeadingText(), rows.piece(count))
-    assert read == [20]
-
-
-def test_compiled_code_reads_no_text_that_other_products_read_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ForwardPass(target_of(tiny_model("llama")))
-    monkeypatch.setattr(forward, "runs_compiled", lambda several: True)
-    monkeypatch.setattr(Target, "dequantizes", lambda _, tokens: tokens >= 20)
-    assert [forward._reads_compiled(torch.zeros(1, count)) for count in (19, 20)] == [True, False]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import decoders
-from decoders.engine.decode.prompts import PrefillPlan
-from decoders.engine.model import cache, invariance, self_check, target, torch_compat
+from decoders.engine.model import cache, invariance, self_check, target
 from decoders.engine.model.cache import CacheBuffers, LayerSpec, SlotCache
 from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.tiers import PassKind
+from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
-from decoders.engine.model.weights import quantized
+from decoders.engine.model.weights import quantization, quantized
 from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.settings import RuntimeSettings
@@ -32,24 +31,10 @@ STRATEGIES = ["prompt_lookup", "lookahead", "speculative"]
 AS_IT_IS = {"compile": False, "reuse": False}
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
-def dequantized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """As where long texts are multiplied by wider matrices than 4-bit ones; the shapes that were."""
-    shapes: list[tuple[int, ...]] = []
-    multiply = torch_compat.multiply_dequantized_int4
-
-    def noted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
-        assert x.dtype == request.param
-        shapes.append(tuple(x.shape[:-1]))
-        return multiply(x, *weight)
-
-    monkeypatch.setattr(torch_compat, "dequantized_type", lambda: request.param)
-    monkeypatch.setattr(torch_compat, "multiply_dequantized_int4", noted)
-    return shapes
-
-
 @pytest.fixture(autouse=True)
 def tiny_matrices_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not quantized.has_kernels():
+        pytest.skip("weights are quantized where there is a compiler")
     monkeypatch.setattr(target, "quantize", lambda *given, **named: quantize(*given, smallest=0, **named))
     monkeypatch.setattr(self_check, "quantize", lambda *given, **named: quantize(*given, smallest=0, **named))
 
@@ -101,107 +86,6 @@ def test_draft_models_compute_in_a_number_format_of_their_own(
     assert all(torch.equal(before[name], value) for name, value in draft.state_dict().items())
 
 
-@pytest.mark.in_turns(2)
-@pytest.mark.parametrize(("chunk", "read"), [(512, {(2, 116)}), (96, {(2, 96)})], ids=["at once", "in chunks"])
-def test_long_texts_are_read_with_wider_matrices_but_for_their_ends(
-    chunk: int, read: set[tuple[int, int]], dequantized: list[tuple[int, ...]]
-) -> None:
-    model = decoders.enable(tiny_model("llama", hidden_size=64, intermediate_size=128).bfloat16())
-    draft = tiny_draft("llama").bfloat16()
-    settings, texts = AS_IT_IS | {"weights": "int4", "prefill_chunk": chunk}, prompts(2, length=121)
-    expected = decode(model, texts, "autoregressive", max_new_tokens=16, decoders_config=settings)
-    assert set(dequantized) == read and expected.report.same_bits is True
-    for strategy in STRATEGIES:
-        extra = {"assistant_model": draft} if strategy == "speculative" else {}
-        written = decode(model, texts, strategy, max_new_tokens=16, decoders_config=settings, **extra)
-        assert torch.equal(written.sequences, expected.sequences), strategy
-    assert set(dequantized) == read
-
-
-def test_strategies_that_read_prompts_are_shown_the_same_of_long_texts(
-    dequantized: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("llama", hidden_size=64, intermediate_size=128).bfloat16()
-    quantized_target = target_of(model, precision=Precision("int4"))
-    assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 116), (116, 4)]
-    assert PrefillPlan.of([121], [0], 512, quantized_target, leave_last_chunk=True).chunks == [(0, 116)]
-    assert PrefillPlan.of([90], [0], 512, quantized_target).chunks == [(0, 92)]
-    assert PrefillPlan.of([2001], [0], None, quantized_target).chunks == [(0, 1996), (1996, 4)]
-    assert PrefillPlan.of([2001], [0], None, target_of(model)).chunks[0] == (0, 512)
-    monkeypatch.setattr(quantized_target, "multiple", 1)  # as with recurrent layers, which run no text again
-    assert PrefillPlan.of([121], [0], 512, quantized_target).chunks == [(0, 120)]
-    keys = []
-    for run in (quantized_target.prefill, functools.partial(quantized_target.features, logits=False)):
-        buffers = CacheBuffers.allocate(quantized_target.layout, 1, 192)
-        tokens = prompts(1, length=116)["input_ids"]
-        run(tokens, torch.zeros(1, dtype=torch.int64), buffers, torch.arange(128), 0)
-        keys.append(buffers.keys[-1][:, :, :116])
-    assert torch.equal(*keys) and set(dequantized) == {(1, 116)}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_short_texts_and_those_in_float32_are_multiplied_by_the_kernel(
-    dequantized: list[tuple[int, ...]], dtype: torch.dtype
-) -> None:
-    model = decoders.enable(tiny_model("llama", hidden_size=64, intermediate_size=128).to(dtype))
-    settings = AS_IT_IS | {"weights": "int4"}
-    decode(model, prompts(1, 90), "autoregressive", max_new_tokens=4, decoders_config=settings)
-    assert not dequantized
-    decode(model, prompts(1, 120), "autoregressive", max_new_tokens=4, decoders_config=settings)
-    assert bool(dequantized) == (dtype != torch.float32)  # where a text has the same bits whatever is read beside it
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("scheme", "kernel"), [("int4", "multiply_int4"), ("int8", "multiply_weight_int8")])
-def test_pytorchs_kernels_multiply_bfloat16_alone(
-    monkeypatch: pytest.MonkeyPatch, scheme: Any, kernel: str, dtype: torch.dtype
-) -> None:
-    """Of other types they take 30 times as long."""
-    types, multiply = set(), getattr(torch_compat, kernel)
-
-    def noted(*arguments: Any) -> torch.Tensor:
-        types.update((arguments[0].dtype, arguments[-1].dtype))
-        return multiply(*arguments)
-
-    monkeypatch.setattr(torch_compat, kernel, noted)
-    monkeypatch.setattr(torch_compat, "multiplies_int8", lambda: False)
-    torch.manual_seed(0)
-    layer = nn.Linear(64, 128, bias=False).to(dtype)
-    expected = layer.weight.detach().float()
-    quantize(layers := nn.ModuleList([layer]), scheme, None, smallest=0)
-    with torch.no_grad():
-        out = layers[0](torch.eye(64, dtype=dtype))
-    assert types == {torch.bfloat16} and out.dtype == dtype
-    assert (out.float().T - expected).abs().max() < expected.abs().max() / 12
-
-
-@pytest.mark.parametrize(("digits", "error"), [(2, 2e-5), (3, 1e-7)])
-def test_activations_are_sums_of_bytes(digits: int, error: float) -> None:
-    x = torch.cat([torch.randn(4, 300), torch.tensor([[1.0, -1.0, 1e-9] * 100]), torch.zeros(1, 300)])
-    rows, step = quantized.quantize_activations(x, digits)
-    assert rows.dtype == torch.uint8 and rows.shape == (6 * digits, 300)
-    parts = rows.double().sub(128).view(digits, 6, 300)
-    whole = sum(part * 256.0 ** (digits - 1 - place) for place, part in enumerate(parts))
-    assert isinstance(whole, torch.Tensor)
-    assert ((whole * step - x).abs() <= error * x.abs().amax(-1, keepdim=True)).all()
-
-
-@pytest.mark.usefixtures("dequantized")
-def test_few_rows_and_a_matrix_without_whole_blocks_of_outputs_keep_to_the_kernel() -> None:
-    layers = nn.ModuleList([nn.Linear(64, 128), nn.Linear(64, 144)]).bfloat16()
-    quantize(layers, "int4", None, smallest=0)
-    even, odd = (cast(quantized.WeightInt4Linear, layer) for layer in layers)
-    assert even.dequantizable and not odd.dequantizable
-    x = torch.randn(100, 64, dtype=torch.bfloat16)
-    with torch.no_grad():
-        by_kernel = even(x), odd(x)
-        with quantized.dequantized_products():
-            products = even(x), odd(x)
-            assert torch.equal(even(x[:95]), by_kernel[0][:95])  # too few rows to pay
-    assert torch.equal(products[1], by_kernel[1])
-    torch.testing.assert_close(products[0], by_kernel[0], atol=0.02, rtol=0.02)
-
-
 def test_a_quantized_cache_in_float32_and_a_kept_text() -> None:
     model, settings = decoders.enable(tiny_model("gemma2")), {"kv_cache": "int8", "reuse": True}
     expected = write(model, settings)
@@ -224,7 +108,7 @@ def test_the_model_itself_stays_and_the_report_tells() -> None:
     assert (own.report.weights, own.report.kv_cache) == ("keep", "keep")
     assert (quantized_report.weights, quantized_report.kv_cache) == ("int4", "int8")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(type(module) is not quantized.Int8Linear for module in model.modules())
+    assert all(not isinstance(module, quantized.QuantizedLinear) for module in model.modules())
     assert torch.equal(write(model, {}).sequences, own.sequences)
 
 
@@ -275,24 +159,97 @@ def test_quantized_layers_compute_nearly_the_same_with_the_same_bits_for_any_num
             assert torch.equal(layer(x[:rows]), actual[:rows])
 
 
-def test_activations_that_layers_share_are_quantized_once_and_writes_are_seen() -> None:
-    layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
-    quantize(layers, "int8", None, smallest=0)
-    x = torch.randn(3, 32)
+def layers_of(
+    scheme: Any, layers: dict[str, nn.Module], groups: list[tuple[str, ...]], **options: Any
+) -> nn.ModuleDict:
+    modules = nn.ModuleDict(layers)
+    quantize(modules, scheme, options.pop("head", None), smallest=0, groups=groups)
+    return modules
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_layers_that_read_the_same_input_are_one_product_and_writes_are_seen(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[int] = []
+    layers = layers_of(scheme, {name: nn.Linear(64, 32) for name in "qkv"}, [tuple("qkv")])
+    multiply = quantized._operators["multiply"]
+
+    def noted(x: torch.Tensor, levels: list, *more: Any) -> torch.Tensor:
+        products.append(len(levels))
+        return multiply(x, levels, *more)
+
+    monkeypatch.setitem(quantized._operators, "multiply", noted)
+    x = torch.randn(3, 64)
     with torch.no_grad():
-        first = layers[0](x)
+        first = [layer(x) for layer in layers.values()]
+        assert products == [3]
         x.mul_(2)
-        torch.testing.assert_close(layers[0](x) - layers[0].bias, 2 * (first - layers[0].bias), rtol=1e-3, atol=1e-3)
+        for layer, before in zip(layers.values(), first, strict=True):
+            torch.testing.assert_close(layer(x) - layer.bias, 2 * (before - layer.bias), rtol=1e-3, atol=1e-3)
+
+
+def test_layers_of_several_formats_are_several_products() -> None:
+    parts = {"q": nn.Linear(64, 32), "k": nn.Linear(64, 32), "v": nn.Linear(64, 32)}
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        expected = [layer(x) for layer in parts.values()]
+        layers = layers_of("int4", parts, [tuple("qkv")], head=parts["v"])
+        assert [layer.group is not None for layer in layers.values()] == [True, True, False]
+        for layer, exact in zip(layers.values(), expected, strict=True):
+            assert (layer(x) - exact).norm() < 0.1 * exact.norm()
 
 
 def test_what_does_not_fit_int4_and_the_head_are_int8() -> None:
-    layers = nn.ModuleDict({"odd": nn.Linear(48, 32), "even": nn.Linear(64, 32), "head": nn.Linear(64, 32)})
-    quantize(layers, "int4", layers["head"], smallest=0)
-    assert [type(layer) for layer in layers.values()] == [
-        quantized.Int8Linear,
-        quantized.WeightInt4Linear,
-        quantized.Int8Linear,
-    ]
+    layers: dict[str, nn.Module] = {"odd": nn.Linear(48, 32), "even": nn.Linear(64, 30), "head": nn.Linear(64, 32)}
+    made = layers_of("int4", layers, [], head=layers["head"])
+    assert [layer.levels.dtype for layer in made.values()] == [torch.int8, torch.uint8, torch.int8]
+
+
+def test_int8_levels_of_a_library_are_read_where_they_are() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    layers = nn.ModuleList([nn.Linear(64, 32)])
+    torchao.quantize_(layers, torchao.Int8WeightOnlyConfig())
+    levels = layers[0].weight.qdata
+    quantize(layers, None, None)
+    assert layers[0].levels.data_ptr() == levels.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "group"), [(torch.int8, None), (torch.int8, 32), (torch.int4, 32), (torch.int4, 64), (torch.int4, 128)]
+)
+def test_a_librarys_layers_give_its_results(bits: torch.dtype, group: int | None, dtype: torch.dtype) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList([nn.Linear(384, 30).to(dtype)]), torch.randn(5, 384).to(dtype)
+    granularity = torchao.PerGroup(group) if group else torchao.PerAxis(0)
+    torchao.quantize_(layers, torchao.IntxWeightOnlyConfig(weight_dtype=bits, granularity=granularity))
+    with torch.no_grad():
+        expected = layers[0](x)
+        assert len(quantize(layers, None, None).layers) == 1
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # the library rounds the matrix, too
+        torch.testing.assert_close(layers[0](x), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_without_kernels_weights_are_not_quantized_and_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantized.cpu, "chosen", lambda: cpu.Choice(None, {"avx2": "no C++ compiler"}))
+    with pytest.raises(
+        UnsupportedError, match=r"^weights='int4' needs the kernels .*no C\+\+ compiler.* Install a C\+\+"
+    ):
+        Precision("int4").check(torch.device("cpu"))
+    Precision(cache="int8").check(torch.device("cpu"))
+    layer = nn.Linear(64, 32)
+    assert not quantize(nn.ModuleList([layer]), "int4", None, smallest=0).layers and type(layer) is nn.Linear
+
+
+def test_what_takes_long_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(quantization, "LONG", 0.0)
+    with caplog.at_level("INFO", "decoders"):
+        layers_of("int4", {"only": nn.Linear(64, 32)}, [])
+    assert "quantized 1 matrices to int4 in 0.0 s" in caplog.text
 
 
 def test_two_engines_share_a_quantized_copy() -> None:

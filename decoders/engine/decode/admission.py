@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
+from ..model.target import PREFILL_CHUNK
 from ..model.weights.state import WeightState
 from .batch import Batch
 from .prompts import NOTHING, KeptText, PrefillPlan
@@ -224,7 +225,7 @@ class Admission:
                 seat.chunks += [shown] if shown is not None else []
                 kept[-1] = length - 1
                 read.add(seat)
-        chunk = min(seat.member.request.runtime.prefill_chunk or self.pool.target.prefill_chunk for seat in seats)
+        chunk = min(seat.member.request.runtime.prefill_chunk or PREFILL_CHUNK for seat in seats)
         if self._rows:
             wanted = max(int(pause / self._pace / len(seats)), LEAST_CHUNK) if self._pace else 128
             chunk = min(chunk, chunk_bucket(wanted, self.pool.target.static))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..model.buckets import prefill_chunks, round_up
-from ..model.target import Target
+from ..model.target import PREFILL_CHUNK, Target
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class PrefillPlan:
         Args:
             given: whether what is reused cannot be computed from tokens (images, a cache of the caller's), and so is never read again.
         """
-        chunk = chunk or target.prefill_chunk
+        chunk = chunk or PREFILL_CHUNK
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
             chunk = max(chunk, *ends)
@@ -115,10 +115,6 @@ class PrefillPlan:
         pending = round_up(longest, multiple)
         starts = list(reused) if given else [max(end - pending, 0) for end in ends]
         last = (pending - 1) % chunk + 1 if pending else 0
-        # For the same reason the end is a pass of its own where passes over long texts multiply by other kernels than blocks do.
-        end = multiple if multiple > 1 and target.dequantizes(len(lengths) * (last - multiple)) else last
         if leave_last_chunk and (not given or all(count == pending for count in unread)):
-            return PrefillPlan(starts, prefill_chunks(pending - end, chunk, target.static), end)
-        if end == last:
-            return PrefillPlan(starts, prefill_chunks(pending, chunk, target.static), 0)
-        return PrefillPlan(starts, [*prefill_chunks(pending - end, chunk, target.static), (pending - end, end)], 0)
+            return PrefillPlan(starts, prefill_chunks(pending - last, chunk, target.static), last)
+        return PrefillPlan(starts, prefill_chunks(pending, chunk, target.static), 0)

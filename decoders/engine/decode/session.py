@@ -172,7 +172,7 @@ class Session:
         Args:
             lengths: tokens per prompt.
             reused: how many of each row's first slots hold its keys and values already.
-            chunk: most tokens per row and pass; None is :attr:`Target.prefill_chunk`.
+            chunk: most tokens per row and pass; None is the default.
             run: runs each pass, as :meth:`Target.prefill` does.
             first: the row of the first prompt.
             leave_last_chunk: whether the last chunk is left to the first step, which then reads the weights once for both.

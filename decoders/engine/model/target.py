@@ -39,13 +39,12 @@ from .weights.few_rows import multiply_few_rows
 from .weights.fingerprints import Fingerprints
 from .weights.fused_layers import fuse_layers
 from .weights.quantization import Precision, quantize, rounds_activations
-from .weights.quantized import LONG_TEXT, dequantized_products
 from .weights.same_bits import align_activations, replace_norms
 from .weights.state import WeightState, tensors_of
 from .weights.twin import share_weights
 
-#: Most prompt tokens per row and pass; more where every pass dequantizes the matrices first.
-PREFILL_CHUNK, DEQUANTIZED_CHUNK = 512, 2048
+#: Most prompt tokens per row and pass by default.
+PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -252,23 +251,6 @@ class Target:
         return len(decoder_layers(self.model))
 
     @property
-    def prefill_chunk(self) -> int:
-        """Default of the most prompt tokens per row and pass."""
-        return DEQUANTIZED_CHUNK if self._dequantizable else PREFILL_CHUNK
-
-    @property
-    def _dequantizable(self) -> bool:
-        """False in float32, where the bits of a text may not depend on how much is read at once."""
-        return self.dtype != torch.float32 and self.quantized.dequantizable
-
-    def dequantizes(self, tokens: int) -> bool:
-        """Whether uncompiled passes over so many tokens, all rows together, dequantize 4-bit matrices first."""
-        return tokens >= LONG_TEXT and self._dequantizable
-
-    def _products(self, text: Tensor) -> AbstractContextManager:
-        return dequantized_products() if self.dequantizes(text.numel()) else nullcontext()
-
-    @property
     def matrices(self) -> list[Tensor]:
         """The tensors of all quantized matrices."""
         return [tensor for weight in self.quantized.weights for tensor in weight.tensors]
@@ -383,7 +365,7 @@ class Target:
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
-        with self._quick(), self._products(tokens):
+        with self._quick():
             self.backbone(**self._text_inputs(tokens, start, buffers, view, latest))
         if self._layer_states is not None:
             self._layer_states.forget()
@@ -398,8 +380,7 @@ class Target:
             valid: ``[B, N]`` bool, the tokens that are no padding behind a row's text.
         """
         inputs = self._text_inputs(tokens, start, buffers, view, latest, valid)
-        with self._products(tokens):
-            return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
+        return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
         """The model's results for `inputs`, as ordinary tensors, which strategies and compiled functions can use.

@@ -10,7 +10,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from inspect import signature
 from typing import Any, cast
 from unittest import mock
@@ -54,128 +53,14 @@ def has_instructions(variant: str) -> bool:
     needed = {
         "avx2": (torch.cpu._is_avx2_supported,),
         "avx512": (torch.cpu._is_avx512_supported,),
-        "avx512_bf16": (torch.cpu._is_avx512_supported, torch.cpu._is_avx512_bf16_supported),
+        "avx512_vnni": (torch.cpu._is_avx512_supported, torch.cpu._is_vnni_supported),
+        "avx512_bf16": (
+            torch.cpu._is_avx512_supported,
+            torch.cpu._is_vnni_supported,
+            torch.cpu._is_avx512_bf16_supported,
+        ),
     }
     return all(here() for here in needed.get(variant, ()))
-
-
-def lower_to_kernel(operator: Any, kernel: Any, arranged: Callable[..., tuple]) -> bool:
-    """Lets inductor call `kernel` for an operator of ours; `arranged` makes its arguments of the operator's.
-
-    Without that it goes through Python, to the same kernel. False where inductor has no such lowering. Replaced by a public way
-    to register one.
-    """
-    try:
-        from torch._inductor.lowering import fallback_handler, register_lowering
-
-        call = fallback_handler(kernel, add_to_fallback_set=False)
-    except (ImportError, AttributeError, TypeError):
-        return False
-
-    @register_lowering(operator, type_promotion_kind=None)
-    def _(*arguments: Any) -> Any:
-        return call(*arranged(*arguments))
-
-    return True
-
-
-# Products with quantized weights. Replaced by torchao's, once these run uncompiled without dequantizing on the CPU.
-
-
-def multiplies_int8() -> bool:
-    """Whether oneDNN has its fast product of unsigned and signed bytes here; without VNNI it is slower than bfloat16's."""
-    return bool(_onednn() and torch.cpu._is_vnni_supported() and hasattr(torch.ops.onednn, "qlinear_prepack"))
-
-
-def reorder_int8(matrix: Tensor) -> Tensor:
-    """`matrix` ``[out, in]`` int8 in the layout of :func:`multiply_int8`."""
-    return torch.ops.onednn.qlinear_prepack(matrix, None)
-
-
-def int8_arguments(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, out_features: int) -> tuple:
-    """The arguments of oneDNN's product of bytes. Activations are unsigned, 128 is zero: it has no fast kernel for signed ones."""
-    return x, 1.0, 128, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
-
-
-def multiply_int8(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, out_features: int) -> Tensor:
-    """``(x - 128) @ weight.T * scale`` in float32. x: ``[rows, in]`` uint8, scale: ``[out]`` float32, zero: ``[out]`` int32, zeros."""
-    return torch.ops.onednn.qlinear_pointwise.default(*int8_arguments(x, packed, scale, zero, out_features))
-
-
-def multiply_weight_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """``x @ weight.T * scale``. x: ``[rows, in]``, weight: ``[out, in]`` int8, scale: ``[out]`` of the type of `x`."""
-    return torch.ops.aten._weight_int8pack_mm.default(x, weight, scale)
-
-
-def reorder_int4(matrix: Tensor) -> Tensor:
-    """`matrix` ``[out, in]`` int32 of 0 … 15 in the layout of :func:`multiply_int4`; `out` is a multiple of 16."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix, 1)
-
-
-def multiply_int4(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
-    """``x @ weight.T``. x: ``[rows, in]``, scales: ``[in / group, out, 2]``, a group's step and the value that its 8 stands for."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, packed, group, scales)
-
-
-@cache
-def int4_block() -> int:
-    """How many outputs :func:`reorder_int4` puts side by side, by this processor's vectors; 0 if its layout is none that we know."""
-    levels = torch.arange(128 * 32, dtype=torch.int32).reshape(128, 32) * 7 // 5 % 16
-    packed = reorder_int4(levels).view(torch.int64)
-    for block in (64, 32):
-        if torch.equal(_int4_levels(packed.view(128 // block, 32, -1)).T + 8, levels.to(torch.int8)):
-            return block
-    return 0
-
-
-def _int4_levels(blocks: Tensor) -> Tensor:
-    """``[in, out]`` int8 from -8 to 7. blocks: ``[blocks, in, eights of bytes]`` int64.
-
-    A byte has an output of the block's first half below, and one of its second half above.
-    """
-    pairs = blocks.transpose(0, 1).contiguous().view(torch.uint8).unsqueeze(2)
-    return torch.cat([pairs & 15, pairs >> 4], dim=2).view(torch.int8).sub_(8).flatten(1)
-
-
-#: Numbers of a matrix that are in memory dequantized at a time.
-_DEQUANTIZED = 2**22
-
-
-def multiply_dequantized_int4(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
-    """:func:`multiply_int4` as products of matrices of the type of `x`, ``[…, in]``; `out` is a multiple of :func:`int4_block`."""
-    groups, out, _ = scales.shape
-    columns, block = groups * group, int4_block()
-    at_once = max(_DEQUANTIZED // (columns * block), 1)
-    blocks = packed.view(torch.int64).view(out // block, columns, -1).split(at_once)
-    # Made contiguous: strided numbers are read one by one.
-    steps, middles = (part.to(x.dtype).contiguous()[:, None].split(at_once * block, -1) for part in scales.unbind(-1))
-    products = []
-    for part, step, middle in zip(blocks, steps, middles, strict=True):
-        levels = _int4_levels(part).view(groups, group, -1).to(x.dtype)
-        products.append(x @ torch.addcmul(middle, levels, step, out=levels).view(columns, -1))
-    return torch.cat(products, -1) if len(products) > 1 else products[0]
-
-
-def dequantized_type() -> torch.dtype | None:
-    """The type of the matrices that long texts are multiplied by in the place of 4-bit ones; None where :func:`multiply_int4` stays.
-
-    bfloat16 where the processor multiplies it by tiles (AMX), float32 where it has no instructions for bfloat16.
-    """
-    if not _onednn():
-        return None
-    if torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    return None if computes_bfloat16() else torch.float32
-
-
-def lower_to_quantized_kernels(int8: Any, weight_int8: Any, int4: Any) -> bool:
-    """:func:`lower_to_kernel` for operators with the arguments of :func:`multiply_int8` and the others."""
-    aten = torch.ops.aten
-    return (
-        lower_to_kernel(weight_int8, aten._weight_int8pack_mm.default, lambda *arguments: arguments)
-        and lower_to_kernel(int4, aten._weight_int4pack_mm_for_cpu.default, lambda *arguments: arguments)
-        and (not multiplies_int8() or lower_to_kernel(int8, torch.ops.onednn.qlinear_pointwise.default, int8_arguments))
-    )
 
 
 class EqualOnce(CustomGraphPass):

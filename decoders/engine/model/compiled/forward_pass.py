@@ -53,8 +53,7 @@ class ForwardPass(Tiers):
                 return self.target.forward(nodes, base, tree, buffers, view, text, root)
         if piece is not None:
             compiled, single = self.runs_compiled(several=True), nodes.shape[1] == 1
-            faster_alone = self.target.dequantizes(piece.tokens.numel())
-            if not faster_alone and self.mixes(len(nodes), single=single):
+            if self.mixes(len(nodes), single=single):
                 return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
             # Otherwise the block has other sizes than was foreseen, or a graph became ready meanwhile.
             started = time.perf_counter()
@@ -147,11 +146,7 @@ class ForwardPass(Tiers):
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
         """Whether a chunk of text is read compiled."""
-        return (
-            not self.target.dequantizes(tokens.numel())
-            and tokens.shape[1] >= LEAST_NODES
-            and self.runs_compiled(len(tokens) > 1)
-        )
+        return tokens.shape[1] >= LEAST_NODES and self.runs_compiled(len(tokens) > 1)
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:

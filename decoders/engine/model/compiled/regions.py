@@ -19,7 +19,6 @@ from ..cache import CacheBuffers
 from ..mixed import inputs as mixed_inputs
 from ..mixed import with_logits
 from ..target import ForwardResult, Target
-from ..weights.quantized import use_quantized_kernels
 from .functions import private
 
 #: Slots of the rows that passes are compiled for.
@@ -77,7 +76,6 @@ class RegionalForward:
 
     def compile(self, *args: Any) -> None:
         """Makes the graph for arguments like these; raises what the compiler raises if no way of compiling works."""
-        use_quantized_kernels()
         fixed(*((matrix, tuple(range(matrix.dim()))) for matrix in self.quantized))
         with torch_compat.floats_as_constants():
             if self.regional is not False:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +15,22 @@ from transformers.pytorch_utils import Conv1D
 
 from ....errors import UnsupportedError
 from .. import torch_compat
+from ..kernels import cpu
+from ..kernels.cpu import four_bits
+from ..kernels.products import MOST_MATRICES
 from .fingerprints import Snapshot
 from .fused import Group, columns_of, outputs_of, plain_weight, same_kind
-from .quantized import (
-    GROUP,
-    Int8Conv1D,
-    Int8Linear,
-    WeightInt4Conv1D,
-    WeightInt4Linear,
-    WeightInt8Conv1D,
-    WeightInt8Linear,
-    rounded_to_int4,
-    rounded_to_int8,
-)
+from .quantized import GROUP, KINDS, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
 
 Scheme = Literal["int8", "int4"]
 #: Dense matrices with fewer elements are left alone: calling a kernel costs more than it saves.
 SMALLEST = 128 * 128
+#: Seconds from which on the log says what took them.
+LONG = 2.0
 #: Types of dense matrices that are quantized.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_log = logging.getLogger("decoders")
 
 
 def scheme_of(weights: str) -> Scheme | None:
@@ -67,31 +65,28 @@ class Precision:
                     f"{setting}={value!r} works on the CPU so far, and this model is on {device}. Leave the setting out, or "
                     "quantize the model itself before you load it there."
                 )
-
-
-@dataclass(frozen=True)
-class Made:
-    """A quantized matrix: the class of layer that multiplies by it, and the attributes of that layer."""
-
-    layer: type[nn.Module]
-    attributes: dict[str, Any]
+        if self.weights is not None and not has_kernels():
+            raise UnsupportedError(
+                f"{weights}={self.weights!r} needs the kernels for CPUs, which are not there ({cpu.chosen()}). Install a C++ compiler "
+                "(g++ or clang), with which they are built once, or leave the setting out."
+            )
 
 
 class QuantizedWeight:
-    """A copy of a matrix, or of several that are multiplied as one, in the form that a kernel takes. It is stale once they change.
+    """A copy of a matrix in the form that a kernel takes. It is stale once the matrix changes.
 
     Attributes:
-        sources: the parameters.
-        made: layer and attributes; its tensors are always the same objects, which graphs hold.
+        sources: the parameter, or the parts of one that a library has quantized.
+        made: attributes of the layer that multiplies by it; the tensors are always the same objects, which graphs hold.
     """
 
-    def __init__(self, sources: Sequence[Tensor], make: Callable[[], Made]) -> None:
+    def __init__(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Any]]) -> None:
         self.sources, self._make = tuple(sources), make
         self._made_of, self.made = Snapshot(self.sources), make()
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [value for value in self.made.attributes.values() if isinstance(value, Tensor)]
+        return [value for value in self.made.values() if isinstance(value, Tensor)]
 
     @property
     def stale(self) -> bool:
@@ -101,7 +96,7 @@ class QuantizedWeight:
     def renew(self) -> None:
         """Quantizes the parameters' present values into the same tensors."""
         for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-            if own.is_mkldnn or own.data_ptr() != new.data_ptr():
+            if own.data_ptr() != new.data_ptr():  # a library's levels are read where they are
                 own.copy_(new)
         self._made_of = Snapshot(self.sources)
 
@@ -129,12 +124,6 @@ class Quantized:
                 if weight.stale:
                     weight.renew()
 
-    @functools.cached_property
-    def dequantizable(self) -> bool:
-        """Whether long texts are read faster if some of the matrices are dequantized first."""
-        kinds = WeightInt4Linear | WeightInt4Conv1D
-        return any(isinstance(module, kinds) and module.dequantizable for module, _ in self.layers.values())
-
 
 @torch.no_grad()
 def quantize(
@@ -152,30 +141,31 @@ def quantize(
 
     Args:
         smallest: matrices with fewer elements are left alone; None: :data:`SMALLEST`.
-        groups: layers that read the same input. They are multiplied as one if the `scheme` quantizes all alike.
+        groups: layers that read the same input. Those that are quantized alike are multiplied as one.
     """
     smallest = SMALLEST if smallest is None else smallest
-    quantized = Quantized()
+    quantized, started = Quantized(), time.perf_counter()
     by_module: dict[int, QuantizedWeight] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    if scheme is not None:
-        required = scheme
-        for paths in same_kind(groups, lambda path: _kind(modules[path], required, smallest)):
-            members = [modules[path] for path in paths]
-            of_all = cast(QuantizedWeight, _asked_for(members, scheme, smallest))
-            for module, columns in zip(members, columns_of([outputs_of(module) for module in members]), strict=True):
-                by_module[id(module)] = of_all
-                vars(module)["columns"] = columns
     for path, module in modules.items():
         weight = by_module.get(id(module)) or _given(module)
         if weight is None and scheme is not None:
-            weight = _asked_for([module], "int8" if module is head else scheme, smallest)
+            weight = _asked_for(module, "int8" if module is head else scheme, smallest)
         if weight is None:
             continue
-        by_module[id(module)] = weight
         quantized.layers[path] = (module, weight)
-        module.__class__ = weight.made.layer
-        vars(module).update(weight.made.attributes)
+        if id(module) not in by_module:  # one module may have two names
+            by_module[id(module)] = weight
+            module.__class__ = KINDS[type(module)]
+            vars(module).update(weight.made)
+    for paths in same_kind(groups, lambda path: product_kind(modules[path]) if path in quantized.layers else None):
+        for begin in range(0, len(paths), MOST_MATRICES):
+            group = tuple(modules[path] for path in paths[begin : begin + MOST_MATRICES])
+            if len(group) > 1:
+                for layer, columns in zip(group, columns_of([*map(outputs_of, group)]), strict=True):
+                    vars(layer).update(group=group, columns=columns)
+    if (seconds := time.perf_counter() - started) > LONG:
+        _log.info("quantized %d matrices to %s in %.1f s", len(quantized.weights), scheme, seconds)
     return quantized
 
 
@@ -191,7 +181,7 @@ def rounds_activations(model: nn.Module) -> bool:
     return False
 
 
-def _shared(sources: list[Tensor], key: tuple, make: Callable[[], Made]) -> QuantizedWeight:
+def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]]) -> QuantizedWeight:
     """The copy of `sources` that is in use, else a new one by `make`. key: distinguishes different copies of the same sources."""
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
@@ -203,60 +193,32 @@ def _shared(sources: list[Tensor], key: tuple, make: Callable[[], Made]) -> Quan
     return copy
 
 
-def _kind(module: nn.Module, scheme: Scheme, smallest: int) -> tuple | None:
-    """A value that is equal for layers that can be quantized as one: their class and type, and whether 4 bits are possible.
-
-    None for layers that are not quantized.
-    """
+def _asked_for(module: nn.Module, scheme: Scheme, smallest: int) -> QuantizedWeight | None:
+    """The quantized weight of a plain dense layer; None for others."""
     weight = plain_weight(module)
-    if weight is None or weight.device.type != "cpu" or weight.dtype not in TYPES or weight.numel() < smallest:
+    if (
+        weight is None
+        or weight.device.type != "cpu"
+        or weight.dtype not in TYPES
+        or weight.numel() < smallest
+        or not has_kernels()
+    ):
         return None
-    rows, columns = weight.t().shape if isinstance(module, Conv1D) else weight.shape
-    return type(module), weight.dtype, scheme == "int4" and rows % 16 == 0 and columns % GROUP == 0
+    source, transposed = weight, isinstance(module, Conv1D)
 
+    def matrix() -> Tensor:
+        return source.detach().t() if transposed else source.detach()
 
-def _asked_for(modules: list[nn.Module], scheme: Scheme, smallest: int) -> QuantizedWeight | None:
-    """The quantized weights of dense layers of one kind, as one matrix."""
-    kind = _kind(modules[0], scheme, smallest)
-    if kind is None:
-        return None
-    _, dtype, four_bits = kind
-    sources, transposed = [cast(Tensor, module.weight) for module in modules], isinstance(modules[0], Conv1D)
+    def int8() -> dict[str, Any]:
+        levels, scales = rounded_to_int8(matrix())
+        return dict(levels=levels.contiguous(), scales=scales.contiguous(), after=None, digits=1)
 
-    def whole() -> Tensor:
-        matrices = [source.detach().t() if transposed else source.detach() for source in sources]
-        return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
+    def int4() -> dict[str, Any]:
+        levels, scales = rounded_to_int4(matrix())
+        return dict(levels=four_bits.packed(levels), scales=scales, after=None, digits=1)
 
-    def int8() -> Made:
-        return _int8(*rounded_to_int8(whole()), dtype, transposed)
-
-    def int4() -> Made:
-        levels, scales = rounded_to_int4(whole())
-        attributes = dict(packed=torch_compat.reorder_int4(levels.contiguous()), scale=scales, group=GROUP)
-        return Made(WeightInt4Conv1D if transposed else WeightInt4Linear, attributes)
-
-    if four_bits:
-        return _shared(sources, ("int4", transposed), int4)
-    return _shared(sources, ("int8", transposed), int8)
-
-
-def _int8(levels: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool, given: bool = False) -> Made:
-    """The fastest layer for int8 weights ``[out, in]`` with one scale per output, float32.
-
-    Args:
-        given: whether a library quantized them, whose results must be met; activations of two bytes are too coarse for float32.
-    """
-    if torch_compat.multiplies_int8():
-        packed, zero = torch_compat.reorder_int8(levels.contiguous()), torch.zeros(len(scale), dtype=torch.int32)
-        after = scale.to(dtype).contiguous() if given else None
-        inside = torch.ones_like(scale) if given else scale
-        digits = 3 if given and dtype == torch.float32 else 2
-        attributes: dict[str, Any] = dict(
-            packed=packed, scale=inside.contiguous(), zero=zero, after=after, digits=digits
-        )
-        return Made(Int8Conv1D if transposed else Int8Linear, attributes)
-    attributes = dict(packed=levels.contiguous(), scale=scale.bfloat16().contiguous())
-    return Made(WeightInt8Conv1D if transposed else WeightInt8Linear, attributes)
+    four = scheme == "int4" and matrix().shape[1] % GROUP == 0
+    return _shared([weight], (scheme if four else "int8", transposed), int4 if four else int8)
 
 
 def _given(module: nn.Module) -> QuantizedWeight | None:
@@ -272,36 +234,37 @@ def _given(module: nn.Module) -> QuantizedWeight | None:
     activations = ("act_quant_kwargs", "act_pre_scale", "activation_quantization")
     if (
         type(module) is not nn.Linear or "forward" in vars(module) or levels.dtype != torch.int8 or levels.dim() != 2
-        or levels.device.type != "cpu" or any(getattr(weight, name, None) is not None for name in activations)
+        or levels.device.type != "cpu" or any(getattr(weight, name, None) is not None for name in activations) or not has_kernels()
     ):  # fmt: skip
         return None
     rows, columns = levels.shape
     block, zero = tuple(getattr(weight, "block_size", ())), getattr(weight, "zero_point", None)
     zeros = zero is None or not bool(zero.any())
     sources = [t for t in (levels, scale, zero) if isinstance(t, Tensor)]
-    dtype, target = weight.dtype, getattr(weight, "target_dtype", torch.int8)
+    dtype, target = weight.dtype, str(getattr(weight, "target_dtype", torch.int8))
+    digits = 2 if dtype == torch.float32 else 1  # one is as fine as types of 16 bits
 
-    def int8() -> Made:
-        return _int8(levels, scale.float().reshape(-1).expand(rows), dtype, False, given=True)
+    def int8() -> dict[str, Any]:
+        after = scale.reshape(-1).expand(rows).to(dtype).contiguous()
+        return dict(levels=levels.contiguous(), scales=torch.ones(rows, 1), after=after, digits=digits)
 
-    def int4() -> Made:
-        step = scale.float().reshape(rows, -1)
-        offset = torch.zeros_like(step) if zero is None else -zero.reshape(rows, -1).float() * step
-        scales = torch.stack([step, offset], dim=-1).transpose(0, 1).contiguous().to(dtype)
-        packed = torch_compat.reorder_int4(levels.to(torch.int32) + 8)
-        return Made(WeightInt4Linear, dict(packed=packed, scale=scales, group=block[1]))
+    def int8_in_groups() -> dict[str, Any]:
+        return dict(
+            levels=levels.contiguous(), scales=scale.float().reshape(rows, -1).contiguous(), after=None, digits=digits
+        )
 
-    # If every fast kernel rounds more than the library does, the library's layer stays.
-    fast = dtype == torch.bfloat16 or torch_compat.multiplies_int8()
-    if target == torch.int8 and zeros and block in ((1, columns), (rows, columns)) and fast:
+    def int4() -> dict[str, Any]:
+        steps = scale.float().reshape(rows, -1)
+        middles = torch.zeros_like(steps) if zero is None else -zero.reshape(rows, -1).float() * steps
+        scales = four_bits.with_room(steps, middles)
+        return dict(levels=four_bits.packed((levels + 8).to(torch.uint8)), scales=scales, after=None, digits=digits)
+
+    if target == "torch.int8" and zeros and block in ((1, columns), (rows, columns)):
         return _shared(sources, ("given int8", dtype), int8)
-    if (
-        str(target) == "torch.int4"
-        and len(block) == 2
-        and block[0] == 1
-        and block[1] in (32, 64, 128, 256)
-        and rows % 16 == 0
-        and dtype == torch.bfloat16
-    ):
+    if len(block) != 2 or block[0] != 1 or columns % block[1]:
+        return None
+    if target == "torch.int8" and zeros and block[1] % 32 == 0:
+        return _shared(sources, ("given int8 in groups", dtype), int8_in_groups)
+    if target == "torch.int4" and block[1] in (32, 64, 128, 256):
         return _shared(sources, ("given int4", dtype), int4)
     return None

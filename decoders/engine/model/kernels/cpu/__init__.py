@@ -27,7 +27,7 @@ from torch import Tensor
 from .....common.files import cache_folder
 from .....errors import SettingsError
 from ...torch_compat import has_instructions
-from . import build
+from . import build, four_bits
 
 #: Names a variant, or "off", instead of the best one that the processor has.
 VARIABLE = "DECODERS_CPU_KERNELS"
@@ -47,6 +47,8 @@ class Kernels:
         few_rows_linear, rms_norm: see :mod:`~decoders.engine.model.kernels.products`.
         gated_activation, rotary, write_to_cache: see :mod:`~decoders.engine.model.kernels.elementwise`.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
+        quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
+        round_to_four_bits: the levels of a matrix, and its scales.
     """
 
     variant: str
@@ -57,6 +59,8 @@ class Kernels:
     rotary: Callable[..., Tensor]
     write_to_cache: Callable[..., None]
     slot_attention: Callable[..., Tensor]
+    quantized_linear: Callable[..., Tensor]
+    round_to_four_bits: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
     def load(cls, variant: str, path: Path) -> Kernels:
@@ -66,7 +70,12 @@ class Kernels:
         operators: Any = getattr(torch.ops, namespace)
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake)
-        return cls(variant, path, *(getattr(operators, name).default for name in _FAKES))
+        return cls(
+            variant,
+            path,
+            *(getattr(operators, name).default for name in _FAKES),
+            round_to_four_bits=operators.round_to_four_bits.default,
+        )
 
 
 #: Per operator, in the order of :class:`Kernels`: a result without values.
@@ -81,6 +90,7 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "slot_attention": lambda query, _, value, *more: query.new_empty(
         *[query.shape[i] for i in (0, 2, 1)], value.shape[3]
     ),
+    "quantized_linear": lambda x, levels, *_: x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in levels))),
 }
 
 
@@ -162,11 +172,8 @@ def loaded(variant: str) -> Kernels:
 
 def check(kernels: Kernels) -> str | None:
     """Compares results with those in float64 for several sizes; what is wrong, None if nothing is."""
-    for dtype in TYPES:
-        for part in (_check_products, _check_elementwise):
-            if (wrong := part(kernels, dtype)) is not None:
-                return wrong
-    return _check_attention(kernels)
+    found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
+    return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 
 
 def _drawn(*sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -250,6 +257,29 @@ def _check_attention(kernels: Kernels) -> str | None:
             one = query[:, :, paths[-1]], key[:, :, slots], value[:, :, slots]
             if not torch.equal(kernels.slot_attention(*one, chain, *options), ours[:, paths[-1]]):
                 return f"a wrong attention in {name}: a branch has other bits than a chain"
+    return None
+
+
+def _check_quantized(kernels: Kernels) -> str | None:
+    """Likewise of products by 8 and 4 bits."""
+    generator = torch.Generator().manual_seed(0)
+    for bits, inputs, groups in ((8, 77, 1), (8, 192, 2), (4, 416, 13), (4, 512, 4)):
+        x, outputs = torch.randn(11, inputs, generator=generator, device="cpu"), 27
+        values = torch.randint(-8, 8, (outputs, inputs), generator=generator, device="cpu")
+        steps, middles = torch.rand(2, outputs, groups, generator=generator, device="cpu").double()
+        whole = values.double().view(outputs, groups, -1) * steps[..., None]
+        if bits == 8:
+            levels, scales = values.to(torch.int8), steps.float()
+        else:
+            whole += middles[..., None]
+            levels, scales = four_bits.packed((values + 8).to(torch.uint8)), four_bits.with_room(steps, middles)
+        exact = x.double() @ whole.view(outputs, inputs).T
+        for digits, tolerance in ((1, 1e-3), (2, 1e-5)):
+            product = kernels.quantized_linear(x, [levels], [scales], [], digits)
+            if not (product.double() - exact).abs().max() <= tolerance * exact.abs().max():
+                return f"a wrong product of {bits} bits"
+            if not torch.equal(kernels.quantized_linear(x[5:6], [levels], [scales], [], digits), product[5:6]):
+                return f"a wrong product of {bits} bits: one row has other bits than among {len(x)}"
     return None
 
 

@@ -20,7 +20,8 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")
 #: Per kind of machine its variants, the best one first, and what the compiler is told for each.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+        "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+        "avx512_vnni": (*_AVX512, "-mavx512vnni"),
         "avx512": _AVX512,
         "avx2": _AVX2,
         "portable": (),

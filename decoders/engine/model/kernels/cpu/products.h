@@ -16,6 +16,8 @@ struct Matrix {
     long outputs;
     long stride;        // elements from one output's weights to the next's; one where `input_stride` is not
     long input_stride;  // elements from one input's weights to the next's
+    const void* scales = nullptr;  // of quantized weights, as quantized.h has them
+    long groups = 0;               // and how many an output has
 };
 
 // How the weights of one type are multiplied: STEP inputs of one output at once, by rows of x in the form that `prepare` gives them.
@@ -113,14 +115,31 @@ inline long rows_at_once(long bytes_of_row) {
     return rows - rows % MOST_ROWS;
 }
 
-// N rows of x times R outputs. FIRST: the weights come from memory, and those of the next outputs are asked for.
-template <class S, int R, int N, bool FIRST, class T>
-inline void multiply_tile(const T* weights, long stride, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
+// The lanes of every sum are added.
+template <int R, int N>
+inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
+    for (int n = 0; n < N; n++) {
+        if constexpr (R % 4 == 0) {
+            for (int r = 0; r < R; r += 4) sum_of_four(sums[r][n], sums[r + 1][n], sums[r + 2][n], sums[r + 3][n], y + n * ldy + r);
+        } else {
+            float sum[4];
+            sum_of_four(sums[0][n], sums[0][n], sums[0][n], sums[0][n], sum);
+            y[n * ldy] = sum[0];
+        }
+    }
+}
+
+// N rows of x times R outputs of a matrix, from `output` on. FIRST: the weights come from memory, and those of the next outputs are asked
+// for.
+template <class S, int R, int N, bool FIRST>
+inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
+    using T = typename S::Weight;
     Vec sums[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) sums[r][n] = zeros();
+    const long stride = matrix.stride;
     const T* w[R];
-    for (int r = 0; r < R; r++) w[r] = weights + r * stride;
+    for (int r = 0; r < R; r++) w[r] = (const T*)matrix.weights + (output + r) * stride;
     long whole = inputs - inputs % S::STEP, k = 0;
     for (; k < whole; k += S::STEP) {
         S::template add<R, N>(w, x + k, ldx, sums);
@@ -137,38 +156,44 @@ inline void multiply_tile(const T* weights, long stride, const typename S::Row* 
         }
         S::template add<R, N>(w, x + k, ldx, sums);
     }
-    for (int n = 0; n < N; n++) {
-        if constexpr (R % 4 == 0) {
-            for (int r = 0; r < R; r += 4) sum_of_four(sums[r][n], sums[r + 1][n], sums[r + 2][n], sums[r + 3][n], y + n * ldy + r);
-        } else {
-            float sum[4];
-            sum_of_four(sums[0][n], sums[0][n], sums[0][n], sums[0][n], sum);
-            y[n * ldy] = sum[0];
-        }
-    }
+    add_lanes(sums, y, ldy);
+}
+
+template <class S, int R, int N, bool FIRST>
+inline void multiply_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
+    if constexpr (requires { S::QUANTIZED; })
+        S::template multiply_tile<R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
+    else
+        multiply_dense_tile<S, R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
 }
 
 // Up to N rows of x times R outputs, in a tile of just that many rows.
-template <class S, int R, int N, bool FIRST, class T>
-inline void multiply_rows(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
+template <class S, int R, int N, bool FIRST>
+inline void multiply_rows(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, float* y, long ldy) {
     if constexpr (N > 0) {
-        if (rows == N) return multiply_tile<S, R, N, FIRST>(weights, stride, x, ldx, inputs, y, ldy);
-        multiply_rows<S, R, N - 1, FIRST>(weights, stride, x, ldx, rows, inputs, y, ldy);
+        if (rows == N) return multiply_tile<S, R, N, FIRST>(matrix, output, x, ldx, inputs, y, ldy);
+        multiply_rows<S, R, N - 1, FIRST>(matrix, output, x, ldx, rows, inputs, y, ldy);
     }
 }
 
+template <class S>
+constexpr int most_rows() {
+    if constexpr (requires { S::MOST_ROWS; }) return S::MOST_ROWS;
+    else return MOST_ROWS;
+}
+
 // All rows times some outputs, R at a time. The rows of a tile are used for all outputs while they are in the first-level cache.
-template <class S, int R, class T>
-void multiply_outputs(const T* weights, long stride, const typename S::Row* x, long ldx, long rows, long inputs, long outputs, float* y, long ldy) {
-    for (long row = 0; row < rows; row += MOST_ROWS) {
-        long some = std::min(rows - row, long(MOST_ROWS));
+template <class S, int R>
+void multiply_outputs(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long rows, long inputs, long outputs, float* y, long ldy) {
+    constexpr int MOST = most_rows<S>();
+    for (long row = 0; row < rows; row += MOST) {
+        long some = std::min(rows - row, long(MOST));
         for (long o = 0; o < outputs; o += R) {
-            const T* w = weights + o * stride;
             float* to = y + row * ldy + o;
             if (row == 0) {
-                multiply_rows<S, R, MOST_ROWS, true>(w, stride, x, ldx, some, inputs, to, ldy);
+                multiply_rows<S, R, MOST, true>(matrix, output + o, x, ldx, some, inputs, to, ldy);
             } else {
-                multiply_rows<S, R, MOST_ROWS, false>(w, stride, x + row * ldx, ldx, some, inputs, to, ldy);
+                multiply_rows<S, R, MOST, false>(matrix, output + o, x + row * ldx, ldx, some, inputs, to, ldy);
             }
         }
     }
@@ -232,31 +257,31 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     });
 }
 
-// rows: at most MOST_ROWS_AT_ONCE.
-template <class T>
-void multiply_block(const typename Steps<T>::Row* x, long ldx, long rows, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
+// rows: at most MOST_ROWS_AT_ONCE, in all `parts`, each of which has as many. Products of parts are added.
+template <class S, class T>
+void multiply_block(const typename S::Row* x, long ldx, long rows, int parts, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
+    constexpr long WIDE = PANEL<typename S::Weight>;
     long outputs = 0;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     in_threads(threads, [&](int thread, int of) {
-        long begin, end, first = 0;
-        share_of(outputs, PANEL<T>, thread, of, begin, end);
-        alignas(64) float y[MOST_ROWS_AT_ONCE * PANEL<T>];
+        long begin, end, first = 0, all = rows * parts;
+        share_of(outputs, WIDE, thread, of, begin, end);
+        alignas(64) float y[MOST_ROWS_AT_ONCE * WIDE];
         for (int m = 0; m < count; first += matrices[m].outputs, m++) {
-            const T* weights = (const T*)matrices[m].weights;
-            const T* bias = (const T*)matrices[m].bias;
-            long stride = matrices[m].stride;
-            for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrices[m].outputs); o < last;) {
-                const T* w = weights + o * stride;
-                long wide = last - o >= PANEL<T> ? PANEL<T> : last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
-                if (wide >= 8 && rows <= FEW_ROWS) {
+            const Matrix& matrix = matrices[m];
+            const T* bias = (const T*)matrix.bias;
+            for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrix.outputs); o < last;) {
+                long wide = last - o >= WIDE ? WIDE : last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
+                if (wide >= 8 && all <= FEW_ROWS) {
                     wide = 8;
-                    multiply_rows<Steps<T>, 8, FEW_ROWS, true>(w, stride, x, ldx, rows, inputs, y, PANEL<T>);
+                    multiply_rows<S, 8, FEW_ROWS, true>(matrix, o, x, ldx, all, inputs, y, WIDE);
                 } else if (wide >= 4) {
-                    multiply_outputs<Steps<T>, 4>(w, stride, x, ldx, rows, inputs, wide, y, PANEL<T>);
+                    multiply_outputs<S, 4>(matrix, o, x, ldx, all, inputs, wide, y, WIDE);
                 } else {
-                    multiply_outputs<Steps<T>, 1>(w, stride, x, ldx, rows, inputs, 1, y, PANEL<T>);
+                    multiply_outputs<S, 1>(matrix, o, x, ldx, all, inputs, 1, y, WIDE);
                 }
-                finish(y, PANEL<T>, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
+                for (float *to = y, *end = y + rows * WIDE; parts == 2 && to < end; to++) *to += to[rows * WIDE];
+                finish(y, WIDE, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
                 o += wide;
             }
         }
@@ -317,7 +342,7 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
                 multiply_column_block<T>(wide, ldx, some, inputs, matrices[m], out + first, outputs, threads);
         } else {
             const auto* prepared = prepare_rows<typename S::Row, S::STEP, S::AS_GIVEN>(x, some, inputs, ldx, threads, S::prepare);
-            multiply_block<T>(prepared, ldx, some, inputs, matrices, count, out, outputs, threads);
+            multiply_block<S>(prepared, ldx, some, 1, inputs, matrices, count, out, outputs, threads);
         }
     }
 }

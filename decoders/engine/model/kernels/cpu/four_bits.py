@@ -1,0 +1,38 @@
+"""Matrices of 4 bits as the kernels for CPUs read them (``quantized.h``)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Inputs of a block, to which a row of a matrix is filled up.
+BLOCK = 128
+#: Numbers behind the scales that a kernel may read: it reads whole vectors.
+ROOM = 16
+
+
+def packed(levels: Tensor) -> Tensor:
+    """`levels` ``[out, in]`` of 0 … 15, uint8, two per byte: ``[out, in rounded up to BLOCK / 2]`` uint8."""
+    out, inputs = levels.shape
+    filled = F.pad(levels, (0, -inputs % BLOCK))
+    # A group of 32 inputs is eight words of 16 bits; a word has every eighth input, the first one in its lowest bits.
+    low, high = filled.view(out, -1, 2, 2, 8).unbind(-2)
+    return (low | high << 4).transpose(-1, -2).reshape(out, -1).contiguous()
+
+
+def with_room(steps: Tensor, middles: Tensor) -> Tensor:
+    """Scales ``[out, 2, groups]``: the steps of groups ``[out, groups]``, and the values that their 8 stands for.
+
+    float32, or bfloat16 where that loses nothing.
+    """
+    scales = torch.stack([steps, middles], 1).float()
+    short = scales.bfloat16()
+    return roomy(short if torch.equal(short.float(), scales) else scales)
+
+
+def roomy(scales: Tensor) -> Tensor:
+    """A copy of `scales` with :data:`ROOM` behind it."""
+    whole = scales.new_zeros(scales.numel() + ROOM)
+    copy = whole[: scales.numel()].view(scales.shape)
+    return copy.copy_(scales)

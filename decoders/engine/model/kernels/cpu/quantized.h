@@ -1,0 +1,396 @@
+// y = x @ W.T + bias with W of 8 or 4 bits and a scale per output, or per output and group of inputs.
+//
+// Rows of x are rounded to 16-bit integers with a scale per row, products of integers are added exactly, and only what a scale belongs
+// to becomes float32. A row that must be finer is two rows, the second of what the first one's rounding left over.
+#pragma once
+#include "products.h"
+
+namespace {
+
+// Vectors of 2 LANES integers of 16 bits, and of LANES sums of 32.
+#if defined(__AVX512F__)
+
+using Shorts = __m512i;
+using Sums = __m512i;
+
+inline Shorts load_shorts(const void* from) { return _mm512_loadu_si512(from); }
+inline Shorts widen(const int8_t* from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from)); }
+inline Sums no_sums() { return _mm512_setzero_si512(); }
+inline Sums multiply_pairs(Shorts a, Shorts b) { return _mm512_madd_epi16(a, b); }
+inline Sums add_products(Shorts a, Shorts b, Sums sums) {
+#if defined(__AVX512VNNI__)
+    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));  // as an intrinsic it makes GCC 12 copy all sums in every step
+    return sums;
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+#endif
+}
+inline Vec as_vector(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+template <int PLACE>
+inline Shorts four_bits(Shorts packed) {
+    Shorts shifted = PLACE ? _mm512_srli_epi16(packed, 4 * PLACE) : packed;
+    return PLACE == 3 ? shifted : _mm512_and_si512(shifted, _mm512_set1_epi16(15));
+}
+
+#elif defined(__AVX2__)
+
+using Shorts = __m256i;
+using Sums = __m256i;
+
+inline Shorts load_shorts(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
+inline Shorts widen(const int8_t* from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)); }
+inline Sums no_sums() { return _mm256_setzero_si256(); }
+inline Sums multiply_pairs(Shorts a, Shorts b) { return _mm256_madd_epi16(a, b); }
+inline Sums add_products(Shorts a, Shorts b, Sums sums) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+inline Vec as_vector(Sums sums) { return _mm256_cvtepi32_ps(sums); }
+template <int PLACE>
+inline Shorts four_bits(Shorts packed) {
+    Shorts shifted = PLACE ? _mm256_srli_epi16(packed, 4 * PLACE) : packed;
+    return PLACE == 3 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi16(15));
+}
+
+#elif defined(__ARM_NEON)
+
+using Shorts = int16x8_t;
+using Sums = int32x4_t;
+
+inline Shorts load_shorts(const void* from) { return vld1q_s16((const int16_t*)from); }
+inline Shorts widen(const int8_t* from) { return vmovl_s8(vld1_s8(from)); }
+inline Sums no_sums() { return vdupq_n_s32(0); }
+inline Sums add_products(Shorts a, Shorts b, Sums sums) {
+    return vmlal_s16(vmlal_s16(sums, vget_low_s16(a), vget_low_s16(b)), vget_high_s16(a), vget_high_s16(b));
+}
+inline Sums multiply_pairs(Shorts a, Shorts b) { return vmlal_s16(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vget_high_s16(a), vget_high_s16(b)); }
+inline Vec as_vector(Sums sums) { return vcvtq_f32_s32(sums); }
+template <int PLACE>
+inline Shorts four_bits(Shorts packed) {
+    return vreinterpretq_s16_u16(vandq_u16(vshlq_u16(vreinterpretq_u16_s16(packed), vdupq_n_s16(-4 * PLACE)), vdupq_n_u16(15)));
+}
+
+#else
+
+struct Shorts {
+    int16_t lane[2 * LANES];
+};
+struct Sums {
+    int32_t lane[LANES];
+};
+
+inline Shorts load_shorts(const void* from) {
+    Shorts v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+inline Shorts widen(const int8_t* from) {
+    Shorts v;
+    for (int i = 0; i < 2 * LANES; i++) v.lane[i] = from[i];
+    return v;
+}
+inline Sums no_sums() { return {}; }
+inline Sums add_products(Shorts a, Shorts b, Sums sums) {
+    for (int i = 0; i < LANES; i++) sums.lane[i] += a.lane[2 * i] * b.lane[2 * i] + a.lane[2 * i + 1] * b.lane[2 * i + 1];
+    return sums;
+}
+inline Sums multiply_pairs(Shorts a, Shorts b) { return add_products(a, b, no_sums()); }
+inline Vec as_vector(Sums sums) {
+    Vec v;
+    for (int i = 0; i < LANES; i++) v.lane[i] = float(sums.lane[i]);
+    return v;
+}
+template <int PLACE>
+inline Shorts four_bits(Shorts packed) {
+    for (int16_t& lane : packed.lane) lane = uint16_t(lane) >> 4 * PLACE & 15;
+    return packed;
+}
+
+#endif
+
+constexpr long SHORTS = 2 * LANES;
+constexpr long HEADER = 32;   // in front of a row of 16-bit integers: its scale, and then nothing, so that it begins a cache line
+constexpr long SIXTEENS = 16; // numbers of groups are rounded up to whole vectors of any variant
+
+inline long rounded_up(long number, long unit) { return (number + unit - 1) / unit * unit; }
+
+// The products become those of the rows themselves.
+template <int N>
+inline void scale_rows(const int16_t* x, long ldx, float* y, long ldy, int outputs) {
+    for (int n = 0; n < N; n++) {
+        float scale;
+        memcpy(&scale, x + n * ldx, sizeof scale);
+        for (int r = 0; r < outputs; r++) y[n * ldy + r] *= scale;
+    }
+}
+
+// Weights [outputs, inputs] as they lie. Scales are [outputs, groups], float32, of groups that are whole vectors unless there is one.
+struct Bytes {
+    using Weight = int8_t;
+    using Row = int16_t;
+    static constexpr bool QUANTIZED = true;
+    static constexpr long STEP = SHORTS;
+    static constexpr int MOST_ROWS = LANES == 16 ? 4 : 2;
+    static constexpr bool HAS_OFFSETS = false;
+    static constexpr long MOST = 256 * LANES;  // inputs whose products fit sums of 32 bits: 256 pairs in a lane
+
+    // A function of its own, so that the sums are in registers. inputs: whole steps; next: bytes to the weights of the next outputs.
+    template <int R, int N, bool FIRST>
+    __attribute__((noinline)) static void add_chunk(const int8_t* const (&w)[R], long next, const int16_t* x, long ldx, long inputs, Sums (&to)[R][N]) {
+        Sums sums[R][N];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = no_sums();
+        for (long k = 0; k < inputs; k += STEP) {
+            Shorts rows[N];
+            for (int n = 0; n < N; n++) rows[n] = load_shorts(x + n * ldx + k);
+            for (int r = 0; r < R; r++) {
+                Shorts weights = widen(w[r] + k);
+                if constexpr (FIRST) prefetch(w[r] + k + next);
+                for (int n = 0; n < N; n++) sums[r][n] = add_products(weights, rows[n], sums[r][n]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) to[r][n] = sums[r][n];
+    }
+
+    template <int R, int N, bool FIRST>
+    static inline void multiply_tile(const Matrix& matrix, long output, const int16_t* x, long ldx, long inputs, float* y, long ldy) {
+        Vec sums[R][N];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = zeros();
+        const int8_t* w[R];
+        for (int r = 0; r < R; r++) w[r] = (const int8_t*)matrix.weights + (output + r) * matrix.stride;
+        const float* scales = (const float*)matrix.scales + output * matrix.groups;
+        const int16_t* row = x + HEADER;
+        for (long g = 0, group = inputs / matrix.groups; g < matrix.groups; g++) {
+            for (long left = group; left > 0;) {
+                Sums part[R][N];
+                long some = std::min(left, MOST), whole = some / STEP * STEP;
+                add_chunk<R, N, FIRST>(w, R * matrix.stride, row, ldx, whole, part);
+                for (int r = 0; r < R; r++) {
+                    if (whole < some) {  // what is left is not read past its end; x has zeros there
+                        int8_t rest[STEP] = {};
+                        memcpy(rest, w[r] + whole, some - whole);
+                        for (int n = 0; n < N; n++) part[r][n] = add_products(widen(rest), load_shorts(row + n * ldx + whole), part[r][n]);
+                    }
+                    Vec scale = broadcast(scales[r * matrix.groups + g]);
+                    for (int n = 0; n < N; n++) sums[r][n] = multiply_add(as_vector(part[r][n]), scale, sums[r][n]);
+                    w[r] += some;
+                }
+                left -= some, row += some;
+            }
+        }
+        add_lanes(sums, y, ldy);
+        scale_rows<N>(x, ldx, y, ldy, R);
+    }
+
+    // Where the inputs from 8 i on are in a row.
+    static inline long place(long i) { return 8 * i; }
+};
+
+// Weights of 4 bits, 0 to 15. A block is 128 inputs in 64 bytes: the four places of the 16-bit word 8 g + c have inputs
+// 32 g + c, 32 g + 8 + c, 32 g + 16 + c, 32 g + 24 + c, so that a lane of the sums has inputs of one group, the smallest one being 32.
+// Scales are [outputs, 2, groups] of float32 or bfloat16: a group's step and the value that its 8 stands for. SIXTEENS more may be read.
+template <class Scale>
+struct Fours {
+    using Weight = uint8_t;
+    using Row = int16_t;
+    static constexpr bool QUANTIZED = true;
+    static constexpr long STEP = 128;
+    static constexpr int MOST_ROWS = LANES == 16 ? 6 : 2;
+    static constexpr bool HAS_OFFSETS = true;
+    static constexpr int PARTS = 32 / SHORTS;
+
+    // The steps of four groups of 32, each in the lanes of its inputs. `shift`: how often 32 is doubled by a group.
+    struct Spread {
+#if defined(__AVX512F__)
+        __m512i lanes;
+        explicit Spread(int shift) { lanes = _mm512_srli_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), shift); }
+        inline Vec operator()(const float* steps, int) const { return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(steps))); }
+        inline Vec operator()(const bfloat16* steps, int) const {
+            __m512i wide = _mm512_castsi128_si512(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)steps)));
+            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_permutexvar_epi32(lanes, wide), 16));
+        }
+#elif defined(__AVX2__)
+        __m256i lanes[2];
+        explicit Spread(int shift) {
+            for (int i = 0; i < 2; i++)
+                lanes[i] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), _mm256_set1_epi32(2 * i)), shift);
+        }
+        inline Vec operator()(const float* steps, int part) const {
+            return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(steps)), lanes[part]);
+        }
+        inline Vec operator()(const bfloat16* steps, int part) const {
+            __m256i wide = _mm256_castsi128_si256(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)steps)));
+            return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_permutevar8x32_epi32(wide, lanes[part]), 16));
+        }
+#else
+        int shift;
+        explicit Spread(int shift) : shift(shift) {}
+        inline Vec operator()(const Scale* steps, int part) const { return broadcast(::widen(steps[part >> shift])); }
+#endif
+    };
+
+    template <int R, int N, bool FIRST>
+    static inline void multiply_tile(const Matrix& matrix, long output, const int16_t* x, long ldx, long inputs, float* y, long ldy) {
+        Vec sums[R][N];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = zeros();
+        const uint8_t* w[R];
+        const Scale* steps[R];
+        long groups = matrix.groups, blocks = rounded_up(inputs, STEP) / STEP;
+        int shift = 0;
+        while (32l << shift < inputs / groups) shift++;
+        for (int r = 0; r < R; r++) {
+            w[r] = (const uint8_t*)matrix.weights + (output + r) * matrix.stride;
+            steps[r] = (const Scale*)matrix.scales + (output + r) * 2 * groups;
+        }
+        const Spread spread(shift);
+        const int16_t* row = x + HEADER;
+        for (long b = 0; b < blocks; b++) {
+            for (int r = 0; r < R; r++) {
+                const Scale* of_block = steps[r] + (b * 4 >> shift);
+                if constexpr (FIRST) prefetch(w[r] + b * 64 + R * matrix.stride);
+                for (int part = 0; part < PARTS; part++) {
+                    Shorts packed = load_shorts(w[r] + b * 64 + part * 2 * SHORTS);
+                    Shorts first = four_bits<0>(packed), second = four_bits<1>(packed), third = four_bits<2>(packed), fourth = four_bits<3>(packed);
+                    Vec step = spread(of_block, part);
+                    for (int n = 0; n < N; n++) {
+                        const int16_t* at = row + n * ldx + b * STEP + part * SHORTS;
+                        Sums products = multiply_pairs(first, load_shorts(at));
+                        products = add_products(second, load_shorts(at + 32), products);
+                        products = add_products(third, load_shorts(at + 64), products);
+                        products = add_products(fourth, load_shorts(at + 96), products);
+                        sums[r][n] = multiply_add(as_vector(products), step, sums[r][n]);
+                    }
+                }
+            }
+        }
+        const int16_t* of_groups = row + blocks * STEP;  // zeros where there is no group
+        for (long g = 0; g < groups; g += LANES) {
+            for (int r = 0; r < R; r++) {
+                Vec zero = multiply_add(load(steps[r] + g), broadcast(-8), load(steps[r] + groups + g));  // what 0 stands for
+                for (int n = 0; n < N; n++) sums[r][n] = multiply_add(zero, load((const float*)(of_groups + n * ldx) + g), sums[r][n]);
+            }
+        }
+        add_lanes(sums, y, ldy);
+        scale_rows<N>(x, ldx, y, ldy, R);
+    }
+
+    static inline long place(long i) { return i / 16 * STEP + i % 4 * 32 + i / 4 % 4 * 8; }
+};
+
+// A row as 16-bit integers, a scale in front of it and sums of groups behind it where weights have offsets. Returns the scale.
+template <class S>
+float round_row(const float* from, long inputs, long groups, int16_t* to) {
+    uint32_t most = 0;
+    for (long k = 0; k < inputs; k++) most = std::max(most, as_bits(from[k]) & 0x7fffffff);
+    // A row with an infinity or a NaN has no scale.
+    float size = as_float(most), scale = size <= 3e38f ? std::max(size, 1e-30f) / 32767 : as_float(0x7fc00000), per_step = 1 / scale;
+    memcpy(to, &scale, sizeof scale);
+    int16_t* row = to + HEADER;
+    long padded = rounded_up(inputs, S::STEP);
+    auto rounded = [&](float value) { return int16_t(as_bits(value * per_step + 12582912.0f) - 0x4b400000); };
+    for (long i = 0; i < padded / 8; i++) {
+        int16_t* eight = row + S::place(i);
+        if (8 * i + 8 <= inputs) {
+            for (int c = 0; c < 8; c++) eight[c] = rounded(from[8 * i + c]);
+        } else {
+            for (int c = 0; c < 8; c++) eight[c] = 8 * i + c < inputs ? rounded(from[8 * i + c]) : 0;
+        }
+    }
+    if constexpr (S::HAS_OFFSETS) {
+        float* sums = (float*)(row + padded);
+        long eights = inputs / groups / 8;
+        for (long g = 0; g < rounded_up(groups, SIXTEENS); g++) {
+            int32_t sum = 0;
+            for (long i = g * eights; g < groups && i < (g + 1) * eights; i++)
+                for (int c = 0; c < 8; c++) sum += row[S::place(i) + c];
+            sums[g] = float(sum);
+        }
+    }
+    return scale;
+}
+
+// digits: one or two integers per number of x; two are as exact as float32.
+template <class S, class T>
+void multiply_quantized(const T* x, long rows, long inputs, int digits, const Matrix* matrices, int count, T* out, int threads) {
+    long outputs = 0, padded = rounded_up(inputs, S::STEP), groups = matrices[0].groups;
+    long ldx = HEADER + padded + (S::HAS_OFFSETS ? 2 * rounded_up(groups, SIXTEENS) : 0);
+    const long at_once = rows_at_once(ldx * sizeof(int16_t)) / digits;
+    for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
+    for (long row = 0; row < rows; row += at_once, x += at_once * inputs, out += at_once * outputs) {
+        long some = std::min(rows - row, at_once);
+        auto* prepared = (int16_t*)workspace(some * digits * ldx * sizeof(int16_t) + threads * inputs * sizeof(float));
+        float* wide = (float*)(prepared + some * digits * ldx);
+        in_threads(some * inputs > 32768 ? threads : 1, [&](int thread, int of) {
+            long begin, end;
+            share_of(some, 1, thread, of, begin, end);
+            float* values = wide + thread * inputs;
+            for (long r = begin; r < end; r++) {
+                int16_t* to = prepared + r * ldx;
+                for (long k = 0; k < inputs; k++) values[k] = widen(x[r * inputs + k]);
+                float scale = round_row<S>(values, inputs, groups, to);
+                if (digits == 1) continue;
+                for (long k = 0; k < inputs; k++) values[k] = float(values[k] - double(to[HEADER + S::place(k / 8) + k % 8]) * scale);
+                round_row<S>(values, inputs, groups, to + some * ldx);
+            }
+        });
+        multiply_block<S>(prepared, ldx, some, digits, inputs, matrices, count, out, outputs, threads);
+    }
+}
+
+// Levels of 4 bits for a group of weights, and the step and the value of 8 that have the least squared error: cutting off outliers of a
+// group may reduce it. Everything is done for eight numbers at once.
+constexpr int EIGHT = 8;
+
+inline float level_of(float value, float per_step, float eight) {
+    float level = (value - eight) * per_step + 8;
+    level = level > 0 ? level : 0;
+    level = level < 15 ? level : 15;
+    return (level + 12582912.0f) - 12582912.0f;  // rounded
+}
+
+template <class T>
+void round_group(const T* from, long group, uint8_t* levels, bfloat16& best_step, bfloat16& best_middle) {
+    constexpr float CUTS[] = {1.0f, 0.96f, 0.92f, 0.88f, 0.84f, 0.8f};
+    float values[256], lows[EIGHT], highs[EIGHT];
+    for (long i = 0; i < group; i++) values[i] = widen(from[i]);
+    for (int c = 0; c < EIGHT; c++) lows[c] = highs[c] = values[c];
+    for (long i = EIGHT; i < group; i += EIGHT) {
+        for (int c = 0; c < EIGHT; c++) {
+            lows[c] = values[i + c] < lows[c] ? values[i + c] : lows[c];
+            highs[c] = values[i + c] > highs[c] ? values[i + c] : highs[c];
+        }
+    }
+    float low = *std::min_element(lows, lows + EIGHT), high = *std::max_element(highs, highs + EIGHT), least = 0;
+    for (float cut : CUTS) {
+        bfloat16 step, middle;  // rounded first, so that the levels fit them
+        narrow(std::max((high - low) * cut / 15, 1e-20f), step);
+        narrow((high + low) / 2 + widen(step) / 2, middle);
+        float unit = widen(step), eight = widen(middle), per_step = 1 / unit, errors[EIGHT] = {}, error = 0;
+        for (long i = 0; i < group; i += EIGHT) {
+            for (int c = 0; c < EIGHT; c++) {
+                float off = (level_of(values[i + c], per_step, eight) - 8) * unit + eight - values[i + c];
+                errors[c] += off * off;
+            }
+        }
+        for (float part : errors) error += part;
+        if (cut == CUTS[0] || error < least) least = error, best_step = step, best_middle = middle;
+    }
+    float eight = widen(best_middle), per_step = 1 / widen(best_step);
+    for (long i = 0; i < group; i++) levels[i] = uint8_t(int(level_of(values[i], per_step, eight)));
+}
+
+// levels: [outputs, inputs], scales: [outputs, 2, groups].
+template <class T>
+void round_matrix(const T* matrix, long outputs, long inputs, long group, uint8_t* levels, bfloat16* scales, int threads) {
+    in_threads(threads, [&](int thread, int of) {
+        long begin, end, groups = inputs / group;
+        share_of(outputs, 1, thread, of, begin, end);
+        for (long o = begin; o < end; o++)
+            for (long g = 0; g < groups; g++) {
+                bfloat16* scale = scales + o * 2 * groups + g;
+                round_group(matrix + o * inputs + g * group, group, levels + o * inputs + g * group, scale[0], scale[groups]);
+            }
+    });
+}
+
+}  // namespace
