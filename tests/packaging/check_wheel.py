@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 from decoders.cli.new_plugin import template
+from decoders.engine.model.kernels.cpu import build as cpu
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = [
@@ -46,6 +47,9 @@ from decoders.plugins import registry
 assert "prompt_lookup" in registry().strategies()
 assert "coupled" in registry().verifiers()
 assert {info.status for info in registry().plugins()} == {"loaded"}, registry().plugins()
+from decoders.engine.model.kernels import cpu
+kernels = cpu.chosen().kernels
+assert kernels is not None and sys.prefix in str(kernels.path), cpu.chosen()
 """
 
 
@@ -80,8 +84,8 @@ def main() -> None:
 
 
 def build(folder: Path) -> Path:
-    """The project's wheel, built as an installer would build it."""
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT), cwd=ROOT)
+    """The project's wheel, built beside torch, so that the kernels for CPUs are in it."""
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT), cwd=ROOT)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -95,6 +99,7 @@ def check_contents(wheel: Path) -> None:
     wanted = {"decoders/py.typed", "decoders/demo/prompts.json", "decoders/server/page/index.html", *WEIGHTS}
     wanted |= {f"decoders/_grammars/{path.name}" for path in (ROOT / "grammars").iterdir() if path.is_file()}
     wanted |= {f"decoders/_example/{path}" for path in template()}
+    wanted |= {f"decoders/engine/model/kernels/cpu/{cpu.file_name(variant)}" for variant in cpu.variants()}
     assert wanted <= files, f"missing from the wheel: {sorted(wanted - files)}"
 
 
