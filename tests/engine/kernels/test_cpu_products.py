@@ -63,7 +63,7 @@ def test_products_are_those_of_float64_and_a_row_has_the_same_bits_among_any_oth
     variant: str, dtype: torch.dtype, by_rows: bool
 ) -> None:
     multiply = cpu.loaded(variant).few_rows_linear
-    for number in range(60):
+    for number in range(40):
         x, matrices, biases = case(number, dtype, by_rows)
         torch.set_num_threads(1)
         whole, joint = multiply(x, matrices, biases), torch.cat(matrices).double()
@@ -71,11 +71,10 @@ def test_products_are_those_of_float64_and_a_row_has_the_same_bits_among_any_oth
         most = F.linear(x.double().abs(), joint.abs()) + 1
         assert whole.dtype == dtype and whole.shape == exact.shape
         assert ((whole.double() - exact).abs() <= exact.abs() * DTYPES[dtype] + most * 2e-6).all(), number
-        for threads in (2, 3, 8):
-            torch.set_num_threads(threads)
-            assert torch.equal(multiply(x, matrices, biases), whole), (number, threads)
-            begin, end = sorted(random.Random(number + threads).sample(range(len(x) + 1), 2))
-            assert torch.equal(multiply(x[begin:end], matrices, biases), whole[begin:end]), (number, begin, end)
+        torch.set_num_threads((2, 3, 8)[number % 3])
+        assert torch.equal(multiply(x, matrices, biases), whole), number
+        begin, end = sorted(random.Random(number).sample(range(len(x) + 1), 2))
+        assert torch.equal(multiply(x[begin:end], matrices, biases), whole[begin:end]), (number, begin, end)
         assert torch.equal(multiply(x[0], matrices, biases), whole[0])
         alone = [multiply(x, [m], biases[i : i + 1]) for i, m in enumerate(matrices)]
         assert torch.equal(torch.cat(alone, -1), whole), number
