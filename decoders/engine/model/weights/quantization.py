@@ -156,7 +156,7 @@ def quantize(
         quantized.layers[path] = (module, weight)
         if id(module) not in by_module:  # one module may have two names
             by_module[id(module)] = weight
-            vars(module).update(weight.made)
+            module.__dict__.update(weight.made)
             module.__class__ = KINDS[type(module)]
     for paths in same_kind(groups, lambda path: product_kind(modules[path]) if path in quantized.layers else None):
         for begin in range(0, len(paths), MOST_MATRICES):
