@@ -19,6 +19,7 @@ from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.call import DecodersOutput, PreparedCall
 from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
+from .hf.tokenizers import check_tokenizer
 from .hf.wrapper import GIVEN_TOKENS, Generate
 from .strategy import Strategy
 
@@ -55,11 +56,12 @@ def enable(
 
     Raises:
         UnsupportedError: not a transformers model that generates.
-        SettingsError, UnknownNameError, PluginError: a default that no call could use.
+        SettingsError: a tokenizer of another vocabulary. Like UnknownNameError and PluginError also: a default that no call could use.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
         raise UnsupportedError(f"enable() takes a transformers model that can generate, not {type(model).__name__}")
+    check_tokenizer(base, tokenizer)
     defaults = Defaults(strategy, strategy_config, settings)
     if defaults != NO_DEFAULTS:
         defaults.check()

@@ -22,9 +22,10 @@ from .call import decode, vocabulary_size
 from .measurement import Competitor, take_turns
 from .methods import PLAIN, Method, strategy_methods, transformers_methods
 from .prompts import Workload, workloads
-from .records import Record, summarise
+from .records import Record, comparable, summarise
 from .shapes import SHAPES, random_workloads
-from .verdict import AUTO, Verdict, pooled, times, verdicts
+from .variants import with_setting
+from .verdict import AUTO, GAIN, Verdict, pooled, times, verdicts
 
 #: What is tried without a draft model, and with one.
 STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")
@@ -37,12 +38,14 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: New tokens of a text: most, as many as are taken for the sake of another prompt, and fewest on a slow machine; of a first call.
-MOST, SOME, FEWEST, FEW = 96, 48, 16, 2
+#: Number formats of weights that are tried with the one that wins. They change texts, so they are never what is advised by itself.
+WEIGHTS = ("int8", "int4")
+#: New tokens of a text: most, fewest on a slow machine and for the sake of further prompts; of a first call.
+MOST, FEWEST, FEW = 96, 16, 2
 #: Share of the fastest method's speed that is about as fast, after so few texts.
 ABOUT = 0.9
-#: Shares of the time: for the comparison, until the end of that of settings, and of that of compiled steps.
-COMPARISON, SETTINGS, COMPILED = 0.55, 0.7, 0.9
+#: Shares of the time: for the comparison, until the end of that of settings, of that of weights, and of that of compiled steps.
+COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.9
 #: A draft model that is supposed: its size and time beside the target's, and how often it is right.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
 #: Heads that are supposed: nodes of their tree, tokens that a step brings, time beside a step of the target.
@@ -75,6 +78,9 @@ class Advice:
         seconds: that finding out took.
         new_tokens, prompts: of the texts that were written for it.
         records: what was measured, uncompiled and compiled.
+        given: prompts that there were; more than `prompts` where the time was too short for all.
+        machine: processor, threads, device and versions, as :func:`decoders.bench.machine.facts` says them.
+        weights: by number format, tokens/s of the method with it over those without, both uncompiled.
         busy: a warning where other processes took the cores meanwhile, else "".
     """
 
@@ -86,9 +92,28 @@ class Advice:
     prompts: int
     records: tuple[Record, ...] = field(repr=False)
     busy: str = ""
+    given: int = 0
+    machine: dict[str, Any] = field(default_factory=dict, repr=False)
+    weights: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict.text, *([f"    {self.code}"] if self.code else []), *self.lines])
+        code = [f"    {self.code}"] if self.code else []
+        return "\n".join([*filter(None, [self.busy]), self.headline, *code, *self.lines, self.measured])
+
+    @property
+    def headline(self) -> str:
+        """The verdict's sentence, on condition where the machine was busy."""
+        return f"If that holds on a quiet machine: {self.verdict.text}" if self.busy else self.verdict.text
+
+    @property
+    def measured(self) -> str:
+        """What the figures are of: prompts, number format, machine."""
+        some = f"{self.prompts} of {self.given} prompts (more with more seconds)"
+        of = some if self.prompts < self.given else f"{self.prompts} prompt{'s' if self.prompts > 1 else ''}"
+        names = {"cpu": "{}", "threads": "{} threads", "device": "device {}"}
+        machine = [text.format(self.machine[name]) for name, text in names.items() if name in self.machine]
+        texts = f"{of}, {self.new_tokens} new tokens each, weights in {self.verdict.dtype}"
+        return "; ".join([texts, *([", ".join(machine)] if machine else []), f"{self.seconds:.0f} s"])
 
     @property
     def code(self) -> str:
@@ -108,14 +133,20 @@ class Advice:
             worth = "worth a try" if outlook.ratio > 1.1 * now else "no more than this has"
             speed = f"{times(outlook.ratio)} times transformers' tokens/s"
             result.append(f"{outlook.what} would have {speed}, {worth} (reckoned for {outlook.supposed}).")
-        return [*result, *([self.busy] if self.busy else [])]
+        for name, gain in self.weights.items():
+            worth = "and other texts: compare them" if gain > GAIN else "so nothing is gained"
+            result.append(
+                f'With decoders_config={{"weights": "{name}"}} it had {times(gain)} times that speed, {worth}.'
+            )
+        return result
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return {
             "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling,
             "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds,
-            "new_tokens": self.new_tokens, "prompts": self.prompts, "busy": self.busy,
+            "new_tokens": self.new_tokens, "prompts": self.prompts, "given": self.given, "busy": self.busy,
+            "machine": self.machine, "weights": self.weights,
             "records": [record.as_dict() for record in self.records],
         }  # fmt: skip
 
@@ -138,8 +169,8 @@ def advise(
             code and texts to copy.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: that it may take. On a slow machine fewer prompts and shorter texts are tried; it takes longer only where a single
-            round does, or compiling.
+        seconds: that it may take. On a slow machine shorter texts are tried, and then fewer prompts; it takes longer only where a
+            single round does, compiling or packing.
         compile: whether to measure compiled steps too; the default setting compiles in the background in long use.
         progress: told what begins, and how many seconds it may still take.
 
@@ -183,10 +214,31 @@ def advise(
             (verdict,) = verdicts([r for r in tried if r.method not in others], ABOUT)
             methods += ours
         uncompiled += [r for r in tried if r.method in variants]
+    weights = dict[str, float]()
+    plain = next(method for method in methods if not method.ours)
+    for name in WEIGHTS:
+        if time.monotonic() - begin > SETTINGS * seconds:
+            break
+        best = verdict.method or AUTO
+        packed = strategy_methods(
+            model,
+            [with_setting(best, f"weights={name}")],
+            assistant_model,
+            None,
+            {"compile": False},
+            generate.tokenizer,
+        )
+        progress(f"weights in {name}: packing them", max(begin + seconds - time.monotonic(), 0.0))
+        unpacked = [method for method in methods if method.name == best]
+        tried = compared([plain, *unpacked, *packed], begin + PACKED * seconds)
+        speeds = [_speed(tried, method.name) for method in (*packed, *unpacked)]
+        if all(speeds):
+            weights[name] = speeds[0] / speeds[1]
+        uncompiled += [r for r in tried if r.method == packed[0].name]
     records, outlooks, gain = list(uncompiled), list[Outlook](), None
     context = int(median(workload.input_ids.shape[1] for workload in chosen)) + new_tokens
     compiled = list[Record]()
-    compiling = compile and time.monotonic() - begin < 0.75 * seconds
+    compiling = compile and time.monotonic() - begin < 0.8 * seconds
     if compiling:
         best = {verdict.method or AUTO, AUTO, PLAIN}
         again = [method for method in methods if not method.ours or method.name in best]
@@ -206,6 +258,11 @@ def advise(
             curve = engine.calibration.measured(folder, [1], [context], compiling, 0.05 * seconds)
         if plain := _speed(compiled if compiling else uncompiled, PLAIN):
             outlooks += _outlooks(curve, context, compiling, plain)
+    records, too_busy = comparable(records)
+    if too_busy:  # which method is the fastest may hold, by how much does not
+        name = verdict.method or "transformers' own generate"
+        text = f"{name} was the fastest, but no speed is compared here. {too_busy}"
+        verdict, gain, outlooks = replace(verdict, text=text, ratio=None, by_kind={}), None, []
     return Advice(
         verdict,
         gain,
@@ -214,7 +271,10 @@ def advise(
         new_tokens,
         len(chosen),
         tuple(records),
-        busy or machine.busy(),
+        "" if too_busy else busy or machine.busy(),
+        len(every),
+        machine.facts(model.device),
+        weights,
     )
 
 
@@ -237,13 +297,13 @@ def _workloads(
 
 
 def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float) -> tuple[int, list[Workload]]:
-    """How many new tokens, and which prompts, so that all methods can write every text twice: rather many prompts than long texts."""
+    """How many new tokens, and which prompts, so that all methods can write every text twice: all prompts rather than long texts."""
     rates = []
     for method in (methods[0], next(method for method in methods if method.name == PLAIN)):
         decode(method, every[0], FEW)  # makes the model ready
         rates.append(decode(method, every[0], FEWEST).seconds / FEWEST)
     tokens = seconds / 2 / (rates[0] + (len(methods) - 1) * rates[1])
-    count = max(min(len(every), int(tokens / SOME)), 1)
+    count = max(min(len(every), int(tokens / FEWEST)), 1)
     new_tokens = min(MOST, max(FEWEST, int(tokens / count)))
     return new_tokens, [every[len(every) * number // count] for number in range(count)]
 

@@ -6,12 +6,10 @@ after the same other one would inherit its caches.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,11 +19,12 @@ from ..report import Report, Stage
 from .call import Decode, PutCounter, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .machine import PeakMemory, resident
 from .methods import Method
+from .pace import FIRST_TOKEN, Pace, expected
 from .prompts import Workload
 
 T = TypeVar("T")
-#: Share of a call that its first token takes, before any was timed.
-FIRST_TOKEN = 0.25
+#: Share of the seconds of a run behind which no warm-up begins.
+WARM_UP = 0.5
 #: Told what begins, and how many seconds the run is still expected to take; infinite before anything is known.
 Progress = Callable[[str, float], None]
 
@@ -57,6 +56,7 @@ class Measurement:
         stages: of the report.
         prompt_tokens: of the longest row.
         compiled_share: of the steps, in the compiled tier.
+        waiting: of the report.
     """
 
     workload: str
@@ -81,6 +81,7 @@ class Measurement:
     stages: list[Stage] = field(default_factory=list)
     prompt_tokens: int | None = None
     compiled_share: float | None = None
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -187,35 +188,53 @@ def measure(
     decode: Decode = decode,
     first_tokens: bool = True,
     checks: bool = True,
+    seconds: float | None = None,
+    measured: Callable[[list[Competitor]], None] = lambda entries: None,
 ) -> list[Competitor]:
     """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
 
     A method that raises is not called again, and its entry says why. `progress` is called before every call.
 
+    Args:
+        seconds: that it may take, compiling included: methods whose warm-up would begin behind half of it are skipped, and no further
+            prompt begins behind all of it. The baseline, a method of ours and a prompt are measured in any case.
+        measured: told what there is so far, of the prompts that every method has decoded, after each of them.
+
     Raises:
         Interrupted: Ctrl-C, after some prompts were measured.
     """
-    entries = warm_up(methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode)
+    began, checks = time.monotonic(), checks and seconds is None
+    deadlines = (None, None) if seconds is None else (began + WARM_UP * seconds, began + seconds)
+    rounds = repeats * (1 + FIRST_TOKEN * first_tokens) + checks
+    entries = warm_up(
+        methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode, rounds=rounds, deadline=deadlines[0]
+    )  # fmt: skip
     try:
         take_turns(
             entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=progress, decode=decode,
-            first_tokens=first_tokens, checks=checks,
+            first_tokens=first_tokens, checks=checks, deadline=deadlines[1], by_prompt=True,
+            measured=lambda: measured(complete(entries)),
         )  # fmt: skip
     except KeyboardInterrupt:
-        if not _keep_complete(entries):
+        if not (kept := complete(entries)):
             raise
-        raise Interrupted(entries) from None
-    return entries
+        raise Interrupted(kept) from None
+    return complete(entries) or entries
 
 
-def _keep_complete(entries: Sequence[Competitor]) -> bool:
-    """Drops prompts that not every method has decoded; whether any is left."""
+def complete(entries: Sequence[Competitor]) -> list[Competitor]:
+    """`entries` without the prompts that not every method has decoded; empty if none is left."""
     sampled = [{sample.workload for sample in entry.samples} for entry in entries if entry.status == "ok"]
-    complete = set.intersection(*sampled) if sampled else set()
-    for entry in entries:
-        entry.kind_of = {name: kind for name, kind in entry.kind_of.items() if name in complete}
-        entry.samples = [sample for sample in entry.samples if sample.workload in complete]
-    return bool(complete)
+    names = set.intersection(*sampled) if sampled else set()
+    kept = [
+        replace(
+            entry,
+            kind_of={name: kind for name, kind in entry.kind_of.items() if name in names},
+            samples=[sample for sample in entry.samples if sample.workload in names],
+        )
+        for entry in entries
+    ]
+    return kept if names else []
 
 
 def warm_up(
@@ -225,17 +244,32 @@ def warm_up(
     new_tokens: int,
     progress: Progress = lambda what, left: None,
     decode: Decode = decode,
+    rounds: float = 0.0,
+    deadline: float | None = None,
 ) -> list[Competitor]:
-    """Two calls of every method on the first workload: what compiles compiles here, and memory is measured."""
+    """Two calls of every method on the first workload: what compiles compiles here, and memory is measured.
+
+    Args:
+        rounds: that follow over all workloads, for the seconds that are left.
+        deadline: of ``time.monotonic``; methods whose turn would come later are skipped, but for the first and the first of ours.
+    """
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
         raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
     entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
-    for entry in entries:
-        entry.reason = entry.method.skip_reason(entry.rows)
+    warmed, taken = list[Competitor](), dict[bool, list[float]]()
+    for number, entry in enumerate(entries):
+        needed = not number or (entry.method.ours and not any(other.method.ours for other in warmed))
+        late = deadline is not None and time.monotonic() > deadline and not needed
+        entry.reason = entry.method.skip_reason(entry.rows) or ("no time was left for it: --seconds" if late else "")
         entry.status = "skipped" if entry.reason else "ok"
-        progress(f"{entry.method.name} · compile, warm up", math.inf)
+        coming = [other.method.ours for other in entries[number:]]
+        progress(f"{entry.method.name} · compile, warm up", expected(warmed, taken, coming, rounds * len(workloads)))
+        began = time.monotonic()
         _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
+        if entry.status == "ok":
+            warmed.append(entry)
+            taken.setdefault(entry.method.ours, []).append(time.monotonic() - began)
     return entries
 
 
@@ -250,6 +284,8 @@ def take_turns(
     first_tokens: bool = True,
     checks: bool = True,
     deadline: float | None = None,
+    by_prompt: bool = False,
+    measured: Callable[[], None] = lambda: None,
 ) -> int:
     """One untimed call per workload (its text is compared, and caches are filled for its shape), then `repeats` timed rounds over all
     workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
@@ -258,8 +294,10 @@ def take_turns(
     Args:
         first_tokens: whether the time to the first token is measured, in a call of its own.
         checks: whether there are untimed calls; else the texts of the first round are compared.
+        by_prompt: whether the deadline ends the first round, too, behind a prompt.
+        measured: told that all have decoded a prompt in a round.
     """
-    pace = _Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks)
+    pace = Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks)
     forget(entries)
     for workload in workloads if checks else ():
         for entry in entries:
@@ -272,6 +310,10 @@ def take_turns(
             return repeat
         forget(entries)
         for workload in workloads:
+            if by_prompt and turn and deadline is not None and time.monotonic() > deadline:
+                for entry in entries if repeat else ():  # a round has all prompts, or is none
+                    entry.samples = [sample for sample in entry.samples if sample.repeat < repeat]
+                return repeat
             for position, entry in enumerate(rotation(entries, turn)):
                 progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())
                 with pace.sample(entry, workload):
@@ -279,57 +321,8 @@ def take_turns(
                         entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens)
                     )
             turn += 1
+            measured()
     return repeats
-
-
-class _Pace:
-    """How long a run still takes: each prompt takes each method about as long in every round as in the one before.
-
-    Args:
-        sample: seconds of a timed call over those of an untimed one, until some were timed.
-        checks: whether there are untimed ones.
-    """
-
-    def __init__(
-        self, entries: Sequence[Competitor], workloads: Sequence[Workload], repeats: int, sample: float, checks: bool
-    ) -> None:
-        self.entries, self.sample_over_check, self.checked = entries, sample, checks
-        self.checks, self.samples = dict[tuple[int, str], float](), dict[tuple[int, str], float]()
-        self.rounds = {(id(entry), workload.name): repeats for entry in entries for workload in workloads}
-
-    @contextmanager
-    def check(self, entry: Competitor, workload: Workload) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.checks[id(entry), workload.name] = time.perf_counter() - began
-
-    @contextmanager
-    def sample(self, entry: Competitor, workload: Workload) -> Iterator[None]:
-        key, began = (id(entry), workload.name), time.perf_counter()
-        yield
-        self.samples[key] = time.perf_counter() - began
-        self.rounds[key] -= 1
-
-    def left(self) -> float:
-        """Expected seconds until the end."""
-        going = {id(entry): entry for entry in self.entries if entry.status == "ok"}
-        # A prompt may be longer than the one of the warm-up.
-        once = self.checks if self.checked else self.samples
-        known = [(once[key], self._warm(going[key[0]])) for key in once if key[0] in going]
-        scale = sum(check for check, _ in known) / max(sum(warm for _, warm in known), 1e-9) if known else 1.0
-        timed = [(self.samples[key], once[key]) for key in self.samples if key[0] in going]
-        if timed:
-            self.sample_over_check = sum(s for s, _ in timed) / max(sum(check for _, check in timed), 1e-9)
-        total = 0.0
-        for key in [key for key in self.rounds if key[0] in going]:
-            check = once.get(key, scale * self._warm(going[key[0]]))
-            total += (self.checked and key not in self.checks) * check
-            total += self.rounds[key] * self.samples.get(key, self.sample_over_check * check)
-        return total
-
-    @staticmethod
-    def _warm(entry: Competitor) -> float:
-        return entry.warmup.second_call if entry.warmup is not None else 0.0
 
 
 def forget(entries: Sequence[Competitor]) -> None:
@@ -414,7 +407,7 @@ def _sample(
             steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill, propose=t.propose, mask=t.mask,
             core=t.core, observe=t.observe, host=t.host, overhead=report.overhead,
             accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report), stages=report.stages,
-            compiled_share=compiled_share(report),
+            compiled_share=compiled_share(report), waiting=report.waiting,
         )  # fmt: skip
     sample = Measurement(
         workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from ..report import BUSY
 from .figures import (
     Spread,
     StageFigures,
@@ -152,6 +153,21 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return asdict(self)
+
+
+def waiting(records: Sequence[Record]) -> float:
+    """Median share of the time of our calls' steps that waited for processors (:attr:`Report.waiting`); 0 without such calls."""
+    return median([sample.waiting for r in records if r.ours for sample in r.samples] or [0.0])
+
+
+def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
+    """`records`, without ratios where steps waited for more than half of their time; and what is to be said of that, else ""."""
+    if (waits := waiting(records)) <= BUSY:
+        return list(records), ""
+    return [replace(r, ratio=None, plain_ratio=None) for r in records], (
+        f"Busy: other processes take the cores, steps waited {waits:.0%} of their time. That slows transformers more than this "
+        "loop, so ratios are left out: measure again on a quiet machine."
+    )
 
 
 def summarise(

@@ -131,6 +131,12 @@ def parse(text: str) -> Variant:
     return Variant(tuple(parts), tuple(brackets), settings, given.get(VERIFIER), given.get(GRAMMAR), loop)
 
 
+def with_setting(name: str, setting: str) -> str:
+    """The method called `name` with one more ``KEY=VALUE`` in the brackets of its first part."""
+    first, plus, rest = name.partition("+")
+    return (f"{first[:-1]},{setting}]" if first.endswith("]") else f"{first}[{setting}]") + plus + rest
+
+
 def assistant_tokens(text: str) -> tuple[str, int | None]:
     """Name of one of transformers' methods, and the number in the brackets behind ``transformers-assisted[5]``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +80,7 @@ def measure(
             "--baseline",
             "--baselines",
             help="transformers' methods to compare with, comma-separated or repeated; transformers-assisted[K] drafts K "
-            "tokens in every step. Default: all; of shapes only transformers.",
+            "tokens in every step, all is every one. Default: only transformers itself.",
         ),
     ] = None,
     settings: Annotated[
@@ -129,6 +130,14 @@ def measure(
     seed: Annotated[
         int, typer.Option(help="Of the first round when sampling; each round takes the next. Of --samples.")
     ] = 0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="That it may take, loading apart: what does not fit is left out, strategies, prompts or rounds. Default: all the time "
+            "that it takes.",
+        ),
+    ] = None,
     threads: Threads = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
     compile: Annotated[
@@ -181,23 +190,27 @@ def measure(
     options = models.sampling(temperature, top_k, top_p, None, None)
     chosen = {name: options[name] for name in ("temperature", "top_k", "top_p") if name in options}
     sampling = Sampling(**chosen, seed=seed) if options["do_sample"] else None
-    of_shapes, named = shapes is not None, pieces(baselines)
+    of_shapes, named = shapes is not None, pieces(baselines) or []
+    if "all" in named and len(named) > 1:
+        raise SettingsError(f"--baseline {','.join(named)}: all is every one, name it alone")
     names = bench_run.checked_strategies(strategies, of_shapes, tiers)
     if suite is not None and names is not None:  # speed-up is over plain decoding
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
-        strategies=names, baselines=(named or []) if of_shapes else named, acceptances=acceptance or [],
+        strategies=names, baselines=None if named == ["all"] else named, acceptances=acceptance or [],
         strategy_settings=strategy_settings, loop_settings=loop_settings,
         compile=compile, capacity=capacity, prompts=prompts, suite=suite,
         questions=[] if suite is None else read_suite(suite, data, limit, seed),
         samplings=(None, Sampling(seed=seed)) if suite is not None and temperature is None and sampling is None else (sampling,),
         prompt_lengths=(lengths or [64]) if of_shapes else lengths, limit=limit, batches=batches,
         dtypes=[name.strip() for name in dtype.split(",") if name.strip()], new_tokens=new_tokens,
-        repeats=repeats or (5 if suite is None else 1),
+        repeats=repeats or (5 if suite is None else 1), seconds=seconds,
     )  # fmt: skip
     run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())
+    if json_file is not None and str(json_file) != "-":  # what is stopped leaves what it has measured
+        run.save = partial(write_json, path=json_file)
     run.measure()
     for part in run.tables(details, console.width):
         console.print(part)
@@ -208,8 +221,8 @@ def measure(
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
     for warning in filter(None, (noise(run.records), run.facts["busy"])):
         console.print(warning, style="yellow")
-    if json_file is not None:
-        write_json(run.as_dict(), json_file)
+    if str(json_file) == "-":
+        write_json(run.as_dict(), Path("-"))
     if plot_file is not None:
         plot(run.records, plot_file)
 
@@ -219,7 +232,8 @@ def measure(
 def bench(context: typer.Context, **options: Any) -> None:
     """Measure strategies and transformers' own methods side by side.
 
-    Everything that is registered, on a dozen prompts, takes many minutes: --strategy and --baseline name what to measure.
+    Everything that is registered, on a dozen prompts, takes many minutes: --strategy names what to measure, --seconds says how long it
+    may take, and --baseline what of transformers stands beside it. A file of --json is written as it goes.
     All dtypes of the model are in memory at once, so that they take turns too.
     """
     if context.invoked_subcommand is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -48,6 +49,7 @@ class Plan:
         prompt_lengths: of random prompts; None if they are texts.
         limit: most prompts of a kind.
         batches, dtypes, new_tokens, repeats: see the options.
+        seconds: that the run may take, loading apart; None for any time.
     """
 
     subjects: list[str]
@@ -72,6 +74,7 @@ class Plan:
     dtypes: list[str]
     new_tokens: int
     repeats: int
+    seconds: float | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,7 +87,7 @@ class Plan:
         return {
             "model": None if self.of_shapes else self.subjects[0], "shapes": self.subjects if self.of_shapes else [],
             "draft": self.draft, "scale": None, "beside": [], "new_tokens": self.new_tokens, "repeats": self.repeats,
-            "compile": self.config["compile"],
+            "compile": self.config["compile"], "seconds": self.seconds,
             "slots": self.capacity, "prompts": self.prompts, "prompt_lengths": self.prompt_lengths,
             "loop": self.loop_settings, "sampling": self.samplings[-1] and asdict(self.samplings[-1]),
             "suite": self.suite, "questions": [question.name for question in self.questions],
@@ -184,6 +187,8 @@ class Run:
         facts: of the machine.
         records: what was measured.
         interrupted: whether it was stopped: then the records hold the prompts that every method has decoded.
+        save: told what :meth:`as_dict` says at the beginning, and whenever all methods have decoded a prompt.
+        complete: whether nothing is to come.
     """
 
     plan: Plan
@@ -192,6 +197,8 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     interrupted: bool = False
+    save: Callable[[dict[str, Any]], None] = lambda result: None
+    complete: bool = False
 
     def measure(self) -> None:
         """Measures one subject after the other: nothing of the one before is left in memory."""
@@ -201,6 +208,8 @@ class Run:
             self._measure_subject(name, texts)
             if self.interrupted:
                 break
+        self.complete = not self.interrupted
+        self.save(self.as_dict())
 
     def verdicts(self) -> list[Verdict]:
         """What to use."""
@@ -228,13 +237,15 @@ class Run:
         """What was measured, for programs."""
         run = self.plan.as_dict() | dict(self.subjects.facts)
         return {
-            "machine": self.facts, "run": run, "verdicts": [verdict.as_dict() for verdict in self.verdicts()],
+            "machine": self.facts, "run": run, "complete": self.complete,
+            "verdicts": [verdict.as_dict() for verdict in self.verdicts()],
             "records": [record.as_dict() for record in self.records],
         }  # fmt: skip
 
     def _measure_subject(self, name: str, texts: Texts) -> None:
         methods, tokenizer = self._methods(name)
         self._look_at_machine(methods)
+        self.save(self.as_dict())
         self._take_turns(name, methods, self._groups(methods, tokenizer, texts))
         for method in methods:
             if method.engine is not None:
@@ -306,9 +317,26 @@ class Run:
             return conversations(SUITES[suite], questions, answer, bool(tokenizer.chat_template))
 
     def _take_turns(self, name: str, methods: list[Method], groups: list[list[bench.Workload]]) -> None:
-        plan, records = self.plan, list[Record]()
+        plan, before = self.plan, self.records
+        speed, label = self.facts["copy_bandwidth"], "" if name == "demo" else name
+        finished = list[Record]()
+
+        def show(entries: Sequence[bench.Competitor]) -> None:
+            order = list(dict.fromkeys(method.dtype for method in methods))
+            records = finished + bench.summarise(entries, speed, label, name in SHAPES)
+            self.records = before + sorted(records, key=lambda r: (r.temperature, order.index(r.dtype), r.batch))
+
+        def measured(entries: Sequence[bench.Competitor]) -> None:
+            show(entries)
+            self.save(self.as_dict())
+
+        began, runs = time.monotonic(), len(plan.samplings) * len(groups)
         with interrupted_by_sigterm():
-            for sampling, group in itertools.product(plan.samplings, groups):
+            for number, (sampling, group) in enumerate(itertools.product(plan.samplings, groups)):
+                seconds = None
+                if plan.seconds is not None:  # what is left, in equal parts
+                    share = plan.seconds / len(plan.subjects)
+                    seconds = max(share - (time.monotonic() - began), 0.0) / (runs - number)
                 drawing = [replace(method, sampling=sampling) for method in methods]
                 total = bench.calls(len(methods), len(group), plan.repeats) - len(methods) * len(group) * (
                     plan.suite is not None
@@ -317,13 +345,11 @@ class Run:
                     with progress_bar(self.console, total) as advance:
                         entries = bench.measure(
                             drawing, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
-                            first_tokens=plan.suite is None, checks=plan.suite is None,
+                            first_tokens=plan.suite is None, checks=plan.suite is None, seconds=seconds, measured=measured,
                         )  # fmt: skip
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True
-                speed = self.facts["copy_bandwidth"]
-                records += bench.summarise(entries, speed, "" if name == "demo" else name, name in SHAPES)
+                show(entries)
+                finished = self.records[len(before) :]
                 if self.interrupted:
                     break
-        order = list(dict.fromkeys(method.dtype for method in methods))
-        self.records += sorted(records, key=lambda r: (r.temperature, order.index(r.dtype), r.batch))

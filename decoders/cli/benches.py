@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.files import write_whole
 from ..errors import SettingsError
 from .console import plain_console, waiting
 
@@ -62,15 +63,12 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
 
 def in_both_tiers(names: Sequence[str] | None) -> list[str]:
     """Every strategy, and every one uncompiled."""
-    from ..bench.variants import COMPILE
+    from ..bench.variants import COMPILE, with_setting
     from ..plugins import registry
 
-    uncompiled = f"{COMPILE}=false"
     variants = []
     for name in registry().strategies() if names is None else names:
-        first, plus, rest = name.partition("+")
-        variant = f"{first[:-1]},{uncompiled}]" if first.endswith("]") else f"{first}[{uncompiled}]"
-        variants += [name, variant + plus + rest]
+        variants += [name, with_setting(name, f"{COMPILE}=false")]
     return variants
 
 
@@ -220,6 +218,9 @@ def write_json(result: dict[str, Any], path: Path) -> None:
         sys.stdout.write(text)
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.is_file() or (path.parent.is_dir() and not path.exists()):
+            write_whole(path, text.encode())  # whoever is stopped while writing leaves what was there
+        else:  # a pipe, say, or a mistake
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"--json {path}: {error.strerror}") from error

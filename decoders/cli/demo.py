@@ -84,6 +84,7 @@ def demo(
         from .. import bench as b
         from ..bench import machine
         from ..bench.methods import ASSISTED
+        from ..bench.records import comparable
         from ..prompts.reading import bare
         from .bench_run import Subjects
         from .benches import progress_bar
@@ -129,13 +130,13 @@ def demo(
             entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=advance, first_tokens=False,
             deadline=deadline,
         )  # fmt: skip
-    records = b.summarise(entries)
+    records, too_busy = comparable(b.summarise(entries))
     different = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
             "model": model, "machine": facts, "prompts": [workload.name for workload in workloads],
             "max_new_tokens": new_tokens, "rounds": rounds,
-            "identical": not different, "completions": completions(entries, tokenizer),
+            "identical": not different, "busy": too_busy or facts["busy"], "completions": completions(entries, tokenizer),
             "records": [r.as_dict() for r in records],
         }  # fmt: skip
         typer.echo(json.dumps(result, indent=2, default=str))
@@ -148,7 +149,7 @@ def demo(
                 f", texts of {new_tokens} tokens in place of {max_new_tokens}" if new_tokens < max_new_tokens else ""
             )
             console.print(f"{rounds} of {repeats} rounds in the {seconds:.0f} s of --seconds{fewer}", style="dim")
-        for warning in filter(None, (noise(records), facts["busy"])):
+        for warning in filter(None, (noise(records), too_busy or facts["busy"])):
             console.print(warning, style="yellow")
         console.print(f"{facts['cpu']}, {facts['threads']} threads, device {facts['device']}, {dtype}", style="dim")
         for record in different if dtype != "float32" else []:

@@ -98,6 +98,7 @@ def device() -> Iterator[Finding]:
     import torch
 
     from ..engine.model.threads import WAITING, waiting_share
+    from ..report import BUSY
 
     if torch.cuda.is_available():
         yield Finding("device", "ok", f"cuda: {torch.cuda.get_device_name()}")
@@ -107,6 +108,8 @@ def device() -> Iterator[Finding]:
     threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
     if number > 1 and waits > WAITING:
         busy = f"other processes take the cores: parallel code waits {waits:.0%} of its time. Steps take fewer threads meanwhile"
+        if waits > BUSY:
+            busy += ", and speeds that are compared now say nothing"
         yield Finding("threads", "warning", f"{threads}; {busy}")
     else:
         yield Finding("threads", "ok", threads)
@@ -218,7 +221,7 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
         yield Finding(
             "attention",
             "problem",
-            f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}",
+            f"a kernel of ours does not work here and was left for PyTorch's: {target.rejected}",
         )
     yield promise(check(target), dtype_name, low_precision=target.dtype.itemsize <= 2)
 

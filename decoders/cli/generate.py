@@ -10,7 +10,7 @@ import typer
 from ..common import library
 from ..errors import SettingsError
 from .console import plain_console, waiting
-from .models import Dtype, ModelName, StrategyName
+from .models import DTYPE, STRATEGY, Dtype, ModelName, StrategyName
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file.")
     ] = None,
-    strategy: StrategyName = "prompt_lookup",
+    strategy: StrategyName = STRATEGY,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
@@ -52,7 +52,7 @@ def generate(
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Drop tokens below this share of the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt through the tokenizer's chat template.")] = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = DTYPE,
     compile: Annotated[
         bool | None,
         typer.Option(

@@ -80,6 +80,8 @@ ModelName = Annotated[
 Dtype = Annotated[
     str, typer.Option(callback=known_dtype, help="float32, bfloat16, float16 or auto (the checkpoint's).")
 ]
+#: What commands that write texts take unless told otherwise, as README's first block does: whatever pays, in the checkpoint's dtype.
+STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[
     str, typer.Option("--strategy", "-s", callback=known_strategy, help="Registry name; a+b merges.")
 ]

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import SettingsError
 from .console import plain_console, waiting
-from .models import Dtype, ModelName, known_strategies
+from .models import DTYPE, Dtype, ModelName, known_strategies
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,7 @@ def warmup(
     ] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch to warm up for; may be repeated.")] = None,
     sampling: Annotated[bool, typer.Option("--sampling", help="Warm up drawing tokens, too.")] = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = DTYPE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Make a model ready: compile it into torch.compile's cache on disk, and say how long that took."""
@@ -79,7 +79,7 @@ def calibrate(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Most seconds to spend on each model.")] = 10.0,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile first, and measure compiled steps.")] = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = DTYPE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Measure the cost of a verification step by its nodes (rows x tokens per row), keep it for strategy auto, and print it."""
@@ -151,7 +151,7 @@ def advise(
     draft: Annotated[str | None, typer.Option(help="Draft model to try as well.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="That it may take, loading apart.")] = 90.0,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
-    dtype: Dtype = "auto",
+    dtype: Dtype = DTYPE,
     device: Annotated[str | None, typer.Option(help="cpu, cuda …; default: CUDA if there is one.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")
@@ -207,10 +207,11 @@ def print_advice(advice: Advice, console: Console) -> None:
     together = {name: next(iter(pooled(records).values())) for name, records in tiers.items() if records}
     for table in fitting(summary_table(together), console.width):
         console.print(table)
-    console.print(Text(advice.verdict.text, style="bold"))
+    if advice.busy:
+        console.print(advice.busy, style="yellow")
+    console.print(Text(advice.headline, style="bold"))
     if advice.code:
         console.print(f"    {advice.code}", style="green", soft_wrap=True)
     for line in advice.lines:
         console.print(line)
-    texts = f"{advice.prompts} prompt{'s' if advice.prompts > 1 else ''}, {advice.new_tokens} new tokens each"
-    console.print(f"{texts}; {advice.seconds:.0f} s. decoders bench measures more.", style="dim")
+    console.print(f"{advice.measured}. decoders bench measures more.", style="dim")

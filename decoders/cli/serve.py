@@ -14,7 +14,7 @@ import typer
 
 from ..errors import DecodersError, SettingsError
 from .console import plain_console, waiting
-from .models import Dtype, ModelName, known_strategy, set_aside
+from .models import DTYPE, STRATEGY, Dtype, ModelName, known_strategy, set_aside
 
 if TYPE_CHECKING:
     from ..prompts.reading import Content
@@ -42,7 +42,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default the last part of MODEL.")] = None,
     strategy: Annotated[
         str, typer.Option("--strategy", "-s", callback=known_strategy, help="Of requests that name none; a+b merges.")
-    ] = "prompt_lookup",
+    ] = STRATEGY,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of the strategy (of part a in a+b: a.KEY=VALUE)."),
@@ -68,7 +68,7 @@ def serve(
             "with text or messages.",
         ),
     ] = None,
-    dtype: Dtype = "auto",
+    dtype: Dtype = DTYPE,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the core of the loop.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; by default as many as torch takes.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,

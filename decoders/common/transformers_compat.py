@@ -83,6 +83,30 @@ NO_PART_OF_NETWORK = frozenset({
 })  # fmt: skip
 
 
+def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of a config's rotary embeddings: one set, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    several = [each for each in rope.values() if isinstance(each, dict)]
+    return several or ([rope] if rope else [])
+
+
+# Rotary embeddings.
+
+
+def rope_type_of(module: nn.Module) -> Any:
+    """The kind of table by which transformers' rotary modules decide whether a pass computes it anew: a name, or one for each type of
+    layer; None for other modules. No public attribute says it.
+    """
+    kind = getattr(module, "rope_type", None)
+    return kind if isinstance(kind, (str, dict)) else None
+
+
+def set_rope_type(module: nn.Module, kind: Any) -> None:
+    """Sets it; a name for all types of layers."""
+    present = rope_type_of(module)
+    module.rope_type = dict.fromkeys(present, kind) if isinstance(present, dict) and isinstance(kind, str) else kind
+
+
 # Layers.
 
 #: Modules that transformers numbers by decoder layer: attention modules are.
@@ -90,12 +114,19 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: members of the outermost lists each of which holds attention of one layer index."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0:
-            indices = [_indices(layer) for layer in module]
-            if all(len(index) == 1 for index in indices) and len(set().union(*indices)) == len(module):
-                return list(module)
+    """The decoder layers of `model`: members of the outermost list each of which holds attention of one layer index; else, where
+    attention is numbered in another way (GPT-Neo), of the only list that has as many as the config says.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    for module in lists:
+        indices = [_indices(layer) for layer in module]
+        if all(len(index) == 1 for index in indices) and len(set().union(*indices)) == len(module):
+            return list(module)
+    if isinstance(config := getattr(model, "config", None), PreTrainedConfig):
+        count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        whole = [module for module in lists if len(module) == count]
+        if len(whole) == 1:
+            return list(whole[0])
     return []
 
 

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from ..common.pieces import BYTE_TOKEN, special_tokens
-from ..errors import UnsupportedError, shortened
+from ..errors import GrammarError, UnsupportedError, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,9 +88,18 @@ class Vocabulary:
         return len(self.tokens)
 
     def spelling(self, names: tuple[str, ...]) -> Vocabulary:
-        """These tokens, with special ones of those names spelt as characters that no text has: :func:`stand_in`, in their order."""
+        """These tokens, with special ones of those names spelt as characters that no text has: :func:`stand_in`, in their order.
+
+        Raises:
+            GrammarError: one is a stop token.
+        """
         if not names:
             return self
+        ends = next((name for name in names if self.special[name] in self.stops), None)
+        if ends is not None:
+            raise GrammarError(
+                f"{ends!r} has to be written, and the text would end at it: leave it out of eos_token_id", "marker"
+            )
         if names not in self._spellings:
             ids = {self.special[name]: stand_in(place).encode() for place, name in enumerate(names)}
             first = stand_in(0).encode()[0]
@@ -130,17 +139,17 @@ class Vocabulary:
         return sorted((text, token) for token, text in enumerate(self.tokens) if text is not None)
 
     def beginning_with(self, text: bytes) -> list[int]:
-        """Tokens that begin with `text` and are longer."""
-        begin, found = bisect_left(self._sorted, (text + b"\0", -1)), []
-        for longer, token in self._sorted[begin:]:
-            if not longer.startswith(text):
+        """Tokens that begin with `text`."""
+        begin, found = bisect_left(self._sorted, (text, -1)), []
+        for whole, token in self._sorted[begin:]:
+            if not whole.startswith(text):
                 break
             found.append(token)
         return found
 
     def holding(self, text: bytes) -> list[int]:
-        """Tokens that contain `text` and go on behind it."""
-        return [token for token, whole in enumerate(self.tokens) if whole is not None and text in whole[:-1]]
+        """Tokens that contain `text`."""
+        return [token for token, whole in enumerate(self.tokens) if whole is not None and text in whole]
 
     @cached_property
     def longest(self) -> int:

@@ -102,6 +102,12 @@ HONOURED = frozenset({
 #: All arguments of ``generate``: what else a model takes are its own.
 PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
 
+#: Arguments of a model's forward pass that say what holds of every text: name → whether a value does.
+IDLE: dict[str, Callable[[Any], bool]] = {
+    "token_type_ids": lambda v: isinstance(v, Tensor) and not v.any(),  # tokenizers of many designs return such zeros
+    "logits_to_keep": lambda v: _is_whole(v) and v >= 0,
+}
+
 _WHOLE_NUMBERS = (
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_return_sequences", "num_beams", "top_k",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_assistant_tokens", "prompt_lookup_num_tokens",
@@ -142,7 +148,7 @@ def refuse_arguments(
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.{where}")
     known = PLAIN | takes
     for name, value in kwargs.items():
-        if name not in known and value is not None:
+        if name not in known and value is not None and not IDLE.get(name, lambda _: False)(value):
             raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {_meant(name, value, known)}")
     for name in _WHOLE_NUMBERS:
         value = given(name)

@@ -27,7 +27,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from .arguments import HINTS, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
+from .arguments import HINTS, IDLE, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
 from .given import CACHES, Beginning, CallCache
 from .grammars import Grammars
@@ -154,6 +154,7 @@ def prepare(
         raise UnsupportedError(
             f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images begins with nothing else{hint}"
         )
+    idle, options = options.apart(frozenset(IDLE))
     given, runtime = options.arguments, options.runtime
     kind = kind_of(model, options.configs, given)
     earlier = kept.get(kind) if kind is not None else None
@@ -184,7 +185,13 @@ def prepare(
     if len(prompts) > 1 and preparation.pads_ended_rows:
         check_pad_token(model, preparation.pad_token)
     engine = engine_of()
-    engine.target.check_lengths(max(map(len, prompts)) + new_tokens, len(prompts))
+    longest, side = max(map(len, prompts)), engine.target.side_of(max(map(len, prompts)))
+    engine.target.check_lengths(longest + new_tokens, len(prompts))
+    if engine.target.sides is not None:
+        cached = beginning.length if isinstance(beginning, CallCache) else None
+        engine.target.sides.check(type(model).__name__, longest, new_tokens, cached)
+    if "token_type_ids" in idle:
+        engine.own_forward(model, engine.target).check_type_ids()
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
     seen = engine.target.placeholders if isinstance(beginning, CallCache) else None
@@ -193,7 +200,7 @@ def prepare(
             f"past_key_values of {type(model).__name__} does not say which positions its images have taken: give the whole prompt with "
             "its images, of which nothing is read twice"
         )
-    read = beginning.read(engine, model, mask, len(prompts), copies) if beginning is not None else None
+    read = beginning.read(engine, model, mask, len(prompts), copies, side) if beginning is not None else None
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
         own = engine.own_forward(model, engine.target)
@@ -217,7 +224,7 @@ def prepare(
         values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
         grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=read,
-        multimodal=multimodal,
+        multimodal=multimodal, side=side,
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)
 

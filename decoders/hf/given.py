@@ -51,7 +51,7 @@ class Beginning(ABC):
 
     @abstractmethod
     def read(
-        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
     ) -> GivenPrompts:  # fmt: skip
         """The keys and values of `rows` prompts.
 
@@ -59,6 +59,7 @@ class Beginning(ABC):
             engine: of `model`.
             mask: ``[rows, …]``.
             copies: how many of these rows are one of the call's (``num_return_sequences``).
+            side: of the texts, see :meth:`~decoders.engine.model.target.Target.side_of`.
         """
 
     def check(self, strategy: Strategy) -> None:
@@ -130,7 +131,9 @@ class CallCache(Beginning):
             )
         return input_ids
 
-    def read(self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int) -> GivenPrompts:
+    def read(
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
+    ) -> GivenPrompts:
         cached = check_cache(engine.target, self.cache)
         if cached not in (1, rows // copies, rows):
             raise InputError(
@@ -176,12 +179,14 @@ class Embeddings(Beginning):
         text = self.whole(input_ids, given_mask)
         return unpad(text, mask if mask is not None and mask.shape == text.shape else None)
 
-    def read(self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int) -> GivenPrompts:
+    def read(
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
+    ) -> GivenPrompts:
         vectors, width = self.vectors, self.vectors.shape[1]
         own = None if mask is None or mask.shape[1] != width else mask[::copies]
         padding = [0] * rows if own is None else (own == 0).sum(1).repeat_interleave(copies).tolist()
         sources = tuple(row // copies for row in range(rows))
-        cache = read_vectors(engine, model, vectors[:, :-1], None if own is None else own[:, :-1])
+        cache = read_vectors(engine, model, vectors[:, :-1], side, None if own is None else own[:, :-1])
         return GivenPrompts(cache, width - 1, sources, tuple(padding), vectors[list(sources), -1])
 
 
@@ -222,10 +227,14 @@ class SoftPrompt(Beginning):
         texts = unpad(input_ids, mask, inferred_from)
         return [torch.cat([text.new_full((self.length,), -1), text]) for text in texts]
 
-    def read(self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int) -> GivenPrompts:
+    def read(
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
+    ) -> GivenPrompts:
         learnt = self.wrapper.get_prompt(batch_size=1)
         cache = (
-            learnt if isinstance(learnt, Cache) else read_vectors(engine, model, learnt.to(model.device, model.dtype))
+            learnt
+            if isinstance(learnt, Cache)
+            else read_vectors(engine, model, learnt.to(model.device, model.dtype), side)
         )
         assert cache is not None
         check_cache(engine.target, cache)
@@ -233,12 +242,13 @@ class SoftPrompt(Beginning):
 
 
 def read_vectors(
-    engine: Engine, model: PreTrainedModel, vectors: Tensor, mask: Tensor | None = None
+    engine: Engine, model: PreTrainedModel, vectors: Tensor, side: int, mask: Tensor | None = None
 ) -> Cache | None:  # fmt: skip
     """What the own forward pass of `model` stores of `vectors` ``[B, P, H]``; None for no places.
 
     Args:
         engine: of `model`, whose weights are used.
+        side: of the texts.
         mask: ``[B, P]``, zeros for left padding.
 
     Raises:
@@ -246,7 +256,7 @@ def read_vectors(
     """
     if not vectors.shape[1]:
         return None
-    with engine.decoding(), refusing(model, "does not read vectors in the place of tokens"):
+    with engine.decoding(side), refusing(model, "does not read vectors in the place of tokens"):
         cache = engine.own_forward(model, engine.target).read_vectors(vectors, mask)
         check_cache(engine.target, cache)
     return cache

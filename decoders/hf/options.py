@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -157,7 +158,10 @@ class Options:
         return given, replace(self, arguments=others) if taken else self
 
     def check(self) -> None:
-        """Raises UnsupportedError if the strategy lacks an argument that it needs, or is given one that it does not use."""
+        """Raises UnsupportedError if the strategy lacks an argument that it needs, or is given two draft models.
+
+        A draft model beside a strategy that takes none gives a warning, so that one call may be tried with every strategy.
+        """
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
             raise SettingsError(
@@ -169,8 +173,12 @@ class Options:
             setting = ", or draft_model in its settings" if has_setting else ""
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model={setting}")
         if assistant is not None and not (strategy.needs_assistant or strategy.takes_assistant):
-            raise UnsupportedError(
-                f"strategy {strategy.name!r} uses no assistant_model; leave it out or choose another strategy"
+            if getattr(strategy.settings, "draft_model", None) is not None:
+                raise UnsupportedError(
+                    f"strategy {strategy.name!r} has a draft_model in its settings and uses no assistant_model; leave one of them out"
+                )
+            warnings.warn(
+                f"strategy {strategy.name!r} drafts without assistant_model, which has no effect", stacklevel=2
             )
         if strategy.needs_grammar and self.grammar is None and self.thinking is None:
             raise UnsupportedError(

@@ -35,6 +35,7 @@ from .grammars import vocabulary_of
 from .multimodal import arguments_of, may_change_itself
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
+from .tokenizers import check_tokenizer
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
 _DEFAULTS = RuntimeSettings.model_validate({})
@@ -182,6 +183,8 @@ class Generate:
         )  # fmt: skip
         options.check()
         tokenizer = given.get("tokenizer") or self.tokenizer
+        if tokenizer is not self.tokenizer:  # that one was checked when it was given
+            check_tokenizer(self.model, tokenizer)
 
         def engine_of() -> Engine:  # as transformers' preparation has left the model
             return (self.ready_engine(options.runtime) if changes else ready) or self.engine(options.runtime)

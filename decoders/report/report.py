@@ -17,6 +17,9 @@ from .written import Tree, Written, bars
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: Share of the time of steps from which on waiting makes comparisons worthless, and the fewest steps that show it.
+BUSY, FEW_STEPS = 0.5, 4
+
 
 @dataclass
 class Report:
@@ -31,6 +34,8 @@ class Report:
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
         threads: of the processor, that its last step computed with: fewer than torch's own number where other processes take the cores;
             0 on another device.
+        waiting: share of its steps' time in which the thread that decodes had no processor, or waited for threads that had none: other
+            processes take the cores, see :attr:`busy`. 0 on another device.
         replayed_steps: how many of `steps` were replays of what had been recorded, in part or as a whole (CUDA).
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
@@ -79,6 +84,7 @@ class Report:
     compiled_steps: int = 0
     replayed_steps: int = 0
     threads: int = 0
+    waiting: float = 0.0
     drafted: int = 0
     accepted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
@@ -98,6 +104,11 @@ class Report:
         self.timings.compile += seconds
         self.compilations += 1
 
+    def waits(self, wall: float, computing: float) -> None:
+        """Books a step of `wall` seconds, in `computing` of which its thread had a processor."""
+        share = max(1 - computing / wall, 0.0) if wall > 0 else 0.0
+        self.waiting += (share - self.waiting) / (self.steps + 1)
+
     def finished(self, begun: float | None) -> None:
         """Books what came after the steps of a call that has `begun` then; said again, what has come since."""
         if begun is not None:
@@ -116,6 +127,16 @@ class Report:
     def compiled(self) -> bool:
         """Whether any step ran compiled."""
         return self.compiled_steps > 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether its steps waited for processors for more than half of their time: speeds then say nothing of others' speeds."""
+        return self.waiting > BUSY and self.steps >= FEW_STEPS
+
+    @property
+    def busy_line(self) -> str:
+        """What is said of it."""
+        return f"other processes take the cores: steps waited {self.waiting:.0%} of their time"
 
     @property
     def seconds(self) -> float:
@@ -171,6 +192,7 @@ class Report:
             "seconds": self.seconds,
             "same_tokens": self.same_tokens,
             "compiled": self.compiled,
+            "busy": self.busy,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_rate": self.acceptance_rate,
             "overhead": self.overhead,
@@ -189,6 +211,7 @@ class Report:
             *([("verifier", self.verifier)] if self.verifier != "coupled" else []),
             ("tokens", f"{sum(self.new_tokens)} new after {sum(self.prompt_tokens)} of prompt"),
             ("speed", f"{self.tokens_per_second:.1f} tokens/s, the first after {self.time_to_first_token:.2f} s"),
+            *([("busy", self.busy_line)] if self.busy else []),
             ("steps", f"{self.steps}, {self.mean_accepted_length:.2f} tokens each"),
             (
                 "lengths",

@@ -195,7 +195,9 @@ def refuse_unfit(strategy: Strategy) -> None:
     """Raises SettingsError for a strategy that must see every step of its own."""
     if strategy.observes and not strategy.rests:
         raise SettingsError(
-            f"auto: {strategy.name!r} learns from steps and does not say that it can be left out of some (`rests = True`)"
+            f"auto leaves a drafter out of steps in which it does not pay, and {strategy.name!r} has to see every step: take it out of "
+            f"candidates, and use it by itself (strategy={strategy.name!r}) or beside another one in every step "
+            f"(strategy='{strategy.name}+prompt_lookup')"
         )
     if not strategy.exact:
         raise SettingsError(f"auto: {strategy.name!r} is not exact")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import decoders
 from decoders import bench
-from decoders.bench import advice
+from decoders.bench import advice, records
 from decoders.bench.advice import Advice, Outlook
 from decoders.bench.figures import Spread
 from decoders.bench.verdict import Verdict
@@ -38,6 +38,7 @@ def test_it_says_what_to_use_and_how_fast_that_is(model: Any, draft: Any, tokeni
         progress=lambda what, left: told.append(what),
     )  # fmt: skip
     methods = {"transformers", *advice.STRATEGIES, *advice.DRAFTED}
+    assert advised.given == 2 and {"cpu", "threads", "torch"} <= set(advised.machine)
     assert {r.method for r in advised.records} == methods and all(r.identical for r in advised.records)
     assert advised.verdict.method in {"", *methods} and advised.verdict.text in str(advised)
     assert 1 <= advised.prompts <= 2 and advice.FEWEST <= advised.new_tokens <= advice.MOST
@@ -117,7 +118,7 @@ def test_what_would_help_is_told_from_what_would_not() -> None:
     advised = Advice(
         verdict, 1.31, (Outlook("A draft model", 3.1, "one"), Outlook("Heads", 2.1, "some")), 60.0, 64, 2, ()
     )
-    assert str(advised).splitlines() == [
+    assert str(advised).splitlines()[:-1] == [
         "Use auto.", '    model.generate(**inputs, strategy="auto")',
         "Compiled, as it will be after some use; that has 1.3 times the uncompiled speed.",
         "A draft model would have 3.1 times transformers' tokens/s, worth a try (reckoned for one).",
@@ -125,9 +126,36 @@ def test_what_would_help_is_told_from_what_would_not() -> None:
     ]  # fmt: skip
 
 
+def test_figures_have_what_they_are_of_beside_them_and_a_condition_where_the_machine_was_busy() -> None:
+    verdict = Verdict("", "bfloat16", 1, "auto", "Use auto: 5.5 times.", arguments={"strategy": "auto"})
+    quiet = Advice(
+        verdict, None, (), 60.0, 16, 2, (), given=3, machine={"cpu": "Some CPU", "threads": 2, "device": "cpu"},
+        weights={"int8": 1.4, "int4": 1.01},
+    )  # fmt: skip
+    lines = str(quiet).splitlines()
+    assert lines[0] == "Use auto: 5.5 times."
+    assert lines[2] == (
+        'With decoders_config={"weights": "int8"} it had 1.4 times that speed, and other texts: compare them.'
+    )
+    assert lines[3].endswith("it had 1.0 times that speed, so nothing is gained.")
+    assert lines[4] == (
+        "2 of 3 prompts (more with more seconds), 16 new tokens each, weights in bfloat16; Some CPU, 2 threads, device cpu; 60 s"
+    )
+    lines = str(replace(quiet, busy="Busy: others run.")).splitlines()
+    assert lines[:2] == ["Busy: others run.", "If that holds on a quiet machine: Use auto: 5.5 times."]
+
+
+def test_weights_are_among_what_is_tried(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MOST", 4), ("FEWEST", 4), ("STRATEGIES", ("autoregressive", "auto")), ("TUNED", {})):
+        monkeypatch.setattr(advice, name, value)
+    advised = decoders.advise(model, ["one two one"], tokenizer=tokenizer, seconds=60, compile=False)
+    assert set(advised.weights) == {"int8", "int4"} and all(gain > 0 for gain in advised.weights.values())
+    assert "weights" not in advised.code and sum("weights=" in record.method for record in advised.records) == 2
+
+
 @pytest.mark.parametrize(
     ("per_token", "prompts", "new_tokens"),
-    [(0.001, 3, advice.MOST), (0.02, 3, 62), (0.05, 1, 75), (5.0, 1, advice.FEWEST)],
+    [(0.001, 3, advice.MOST), (0.02, 3, 62), (0.05, 3, 25), (0.1, 2, 18), (5.0, 1, advice.FEWEST)],
 )
 def test_a_slow_machine_writes_fewer_and_shorter_texts(
     per_token: float, prompts: int, new_tokens: int, methods: list[Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +189,18 @@ def test_the_command_prints_it_and_writes_json() -> None:
         "seconds",
         "new_tokens",
         "prompts",
+        "given",
         "busy",
+        "machine",
+        "weights",
         "records",
     }
-    assert result["verdict"]["text"] in " ".join(done.stderr.split())
+    assert result["verdict"]["text"] in (said := " ".join(done.stderr.split()))
+    assert result["machine"]["cpu"] in said and f"weights in {result['verdict']['dtype']}" in said
+
+
+def test_on_a_busy_machine_no_speed_is_compared(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "waiting", lambda _: 0.63)
+    advised = decoders.advise(model, ["one two"], tokenizer=tokenizer, seconds=0.1, compile=False)
+    assert "no speed is compared here" in str(advised) and "steps waited 63% of their time" in str(advised)
+    assert "times" not in str(advised) and all(record.ratio is None for record in advised.records)

@@ -42,7 +42,7 @@ def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out.json").read_text())
-    assert set(result) == {"machine", "run", "verdicts", "records"}
+    assert set(result) == {"machine", "run", "complete", "verdicts", "records"} and result["complete"]
     assert [(v["dtype"], v["batch"]) for v in result["verdicts"]] == [("float32", 1), ("float32", 2)]
     assert result["machine"]["copy_bandwidth"] > 0
     assert {(r["method"], r["batch"], r["kind"]) for r in result["records"]} == {

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from decoders import bench
-from decoders.bench import measurement
+from decoders.bench import measurement, pace
 from decoders.bench.call import compiled_share, first_token, written
-from decoders.bench.measurement import Check, Competitor
+from decoders.bench.measurement import Check, Competitor, WarmupCost
 from decoders.bench.tables import noise, tables
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.report import Report, Timings
@@ -287,12 +287,52 @@ def test_the_time_that_is_left_does_not_grow(
         now[0] += seconds[method.name] * (1 + workload.input_ids.shape[1] / 10)
         return replace(clock(method, workload, new_tokens, None), seconds=seconds[method.name])
 
-    monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+    for module in (measurement, pace):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
     bench.measure(
         methods, work, new_tokens=4, repeats=3, decode=decode, first_tokens=False,
         progress=lambda _, expected: left.append(expected + now[0]),
     )  # fmt: skip
     ends = left[len(methods) + len(methods) * len(work) :]  # once every prompt was read by everyone
     assert ends == pytest.approx([now[0]] * len(ends)), "the expected end is the end"
-    assert all(end == math.inf for end in left[: len(methods)]), "compiling says nothing of the rest"
-    assert left[len(methods)] < 2 * now[0]
+    assert left[:2] == [math.inf] * 2, "nothing is known before one of theirs and one of ours was warmed up"
+    assert now[0] / 3 < left[2] < 2 * now[0] and left[len(methods)] < 2 * now[0]
+
+
+def test_time_that_is_left_includes_what_is_still_to_be_compiled() -> None:
+    warm = WarmupCost(30.0, 1.0, 29.0, 1, 0, None, "unknown", None)
+    known = [SimpleNamespace(warmup=warm)] * 2
+    left = pace.expected(known, {False: [4.0], True: [31.0]}, [True, True, True], texts=10)  # type: ignore[arg-type]
+    assert left == 3 * 31 + 10 * 5
+    assert pace.expected([], {}, [False, True], texts=10) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("seconds", "methods_measured", "prompts", "rounds"), [(1e3, 3, 3, 3), (75.0, 3, 3, 1), (44.0, 3, 1, 1), (9.0, 2, 1, 1)]
+)  # fmt: skip
+def test_what_does_not_fit_into_the_seconds_is_left_out(
+    seconds: float, methods_measured: int, prompts: int, rounds: int, methods: list[Any], tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each call takes five seconds: 30 for the warm-up of three methods, 15 for a prompt."""
+    now, reports = [0.0], list[int]()
+    clock = Clock({method.name: [5.0] for method in methods})
+
+    def decode(method: Any, workload: Any, new_tokens: int, streamer: Any = None) -> Any:
+        now[0] += 5.0
+        return clock(method, workload, new_tokens, None)
+
+    for module in (measurement, pace):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+    entries = bench.measure(
+        methods, bench.workloads(tokenizer, TEXTS), new_tokens=4, repeats=3, decode=decode, first_tokens=False, seconds=seconds,
+        measured=lambda entries: reports.append(len(entries)),
+    )  # fmt: skip
+    measured = [entry for entry in entries if entry.samples]
+    assert len(measured) == methods_measured and measured[0].method.name == "transformers"
+    for entry in measured:
+        assert len({sample.workload for sample in entry.samples}) == prompts == len(entry.kind_of)
+        assert len(entry.samples) == prompts * rounds
+    for entry in set(map(id, entries)) - set(map(id, measured)):
+        assert next(e for e in entries if id(e) == entry).reason == "no time was left for it: --seconds"
+    assert len(reports) >= prompts * rounds

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from decoders.cli.benches import progress_bar
 from decoders.cli.console import plain_console, waiting
 from decoders.errors import SettingsError
 from decoders.testing import tiny_model
+
+SHORT = ("bench", "-s", "autoregressive", "--prompts", "all", "--limit", "1", "--no-compile", "-n", "2")
 
 
 def test_every_stage_before_the_first_table_is_announced_as_it_begins(
@@ -72,3 +76,66 @@ def test_nothing_is_mixed_into_results(capsys: pytest.CaptureFixture[str]) -> No
     with waiting(plain_console(), "loading"):
         pass
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_json_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in its second prompt, by something that no handler sees."""
+    path, seen, calls = tmp_path / "out.json", list[dict[str, Any]](), 0
+    real = bench_run.bench.summarise
+
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        seen.append(json.loads(path.read_text()))
+        if (calls := calls + 1) == 3:
+            raise SystemExit(9)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(bench_run.bench, "summarise", stopped)
+    arguments = [
+        "bench",
+        "-s",
+        "autoregressive",
+        "--prompts",
+        "all",
+        "--limit",
+        "1",
+        "--no-compile",
+        "-n",
+        "2",
+        "--repeats",
+        "1",
+        "--json",
+    ]
+    assert CliRunner().invoke(app, [*arguments, str(path)]).exit_code == 9
+    assert [len(each["records"]) for each in seen] == [0, 2, 4] and not any(each["complete"] for each in seen)
+    left = json.loads(path.read_text())
+    assert {record["method"] for record in left["records"]} == {"transformers", "autoregressive"}, (
+        "nobody asked for others"
+    )
+    assert len({record["kind"] for record in left["records"]}) == 2 and left["machine"]["cpu"]
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_seconds_bound_a_run_and_its_figures_are_complete(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = [
+        "bench",
+        "-s",
+        "autoregressive",
+        "--prompts",
+        "all",
+        "--limit",
+        "1",
+        "--no-compile",
+        "-n",
+        "2",
+        "--seconds",
+        "0",
+        "--json",
+    ]
+    done = CliRunner().invoke(app, [*arguments, str(path)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert result["complete"] and result["run"]["seconds"] == 0
+    assert [len(record["samples"]) for record in result["records"]] == [1, 1], "a prompt is measured in any case"

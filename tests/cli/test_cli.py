@@ -351,13 +351,29 @@ def test_generate_streams_text_and_reports_on_standard_error(checkpoint: str) ->
     answer = json.loads(quiet.stdout)
     assert answer["report"]["new_tokens"] == [12]
     assert answer["report"]["compiled"] is False
-    streamed = run("generate", checkpoint, "-n", "12", "--no-compile", "--report", input="abcabc")
+    assert answer["report"]["strategy"] == "auto"
+    streamed = run(
+        "generate", checkpoint, "-n", "12", "--no-compile", "--report", "-s", "prompt_lookup", input="abcabc"
+    )
     assert streamed.exit_code == 0, streamed.output
     assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
     assert "tokens each" in streamed.stderr
     assert "propose 0." in streamed.stderr
     assert "1: " in streamed.stderr and "  1 █" in streamed.stderr, "the histogram of accepted lengths"
     assert "drafted by prompt_lookup" in streamed.stderr
+
+
+def test_what_writes_texts_has_one_default() -> None:
+    from inspect import signature
+
+    from decoders.cli.generate import generate
+    from decoders.cli.serve import serve
+
+    for command in (generate, serve):
+        defaults = {name: signature(command).parameters[name].default for name in ("strategy", "dtype")}
+        assert defaults == {"strategy": "auto", "dtype": "auto"}, command
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert 'strategy="auto"' in readme.partition("## Use")[2].partition("```python")[2].partition("```")[0]
 
 
 def test_a_draft_model_in_the_settings_needs_no_other(checkpoint: str) -> None:

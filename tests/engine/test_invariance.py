@@ -18,6 +18,7 @@ from decoders.engine.decode.core import Core
 from decoders.engine.model import invariance
 from decoders.engine.model.blocks import Blocks, NodeBlock
 from decoders.engine.model.buckets import row_multiple, slots_for, view_bucket
+from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.same_bits import align_activations
@@ -29,12 +30,28 @@ from decoders.tree import Topology
 DESIGNS = ["llama", "gemma3", "gpt2", "qwen2", "gemma2"]
 STRATEGIES = ["prompt_lookup", "lookahead", "ngram", "speculative"]
 AS_IT_IS = {"compile": False, "reuse": False}
+BY_TORCH = AS_IT_IS | {"attention": "sdpa"}
+
+
+needs_kernels = pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are no kernels for this CPU")
 
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_chain_has_the_same_bits_in_every_block(design: str) -> None:
-    found = invariance.check(target_of(tiny_model(design).bfloat16()))
+    found = invariance.check(target_of(tiny_model(design).bfloat16(), "sdpa"))
     assert found.holds, str(found)
+
+
+@needs_kernels
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_with_our_attention_a_branch_has_the_same_bits_too(design: str, dtype: torch.dtype) -> None:
+    target = target_of(tiny_model(design).to(dtype))
+    found = invariance.check(target)
+    assert target.attends == "cpu" and target.multiple == 1
+    # In float32 products of many rows are torch's.
+    allowed = {"the number of rows"} if dtype == torch.float32 else set()
+    assert not set(found.differs) - allowed and found.single is (dtype != torch.float32), str(found)
 
 
 def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +104,9 @@ def test_low_precision_pads_blocks_on_the_cpu_alone() -> None:
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 512), (2, 1), (5, 512), (30, 6), (30, 512)])
-def test_text_is_read_in_multiples_of_four_tokens(length: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_torchs_attention_text_is_read_in_multiples_of_four_tokens(
+    length: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
     inputs = Target.inputs
 
@@ -98,9 +117,9 @@ def test_text_is_read_in_multiples_of_four_tokens(length: int, chunk: int, monke
     model = decoders.enable(tiny_model("llama").bfloat16())
     ids = prompts(1, length=max(length, 3))["input_ids"][:, :length]
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=6, strategy="prompt_lookup")
-    expected = model.generate(ids, **options, decoders_config=AS_IT_IS)
+    expected = model.generate(ids, **options, decoders_config=BY_TORCH)
     monkeypatch.setattr(Target, "inputs", spy)
-    actual = model.generate(ids, **options, decoders_config=AS_IT_IS | {"prefill_chunk": chunk})
+    actual = model.generate(ids, **options, decoders_config=BY_TORCH | {"prefill_chunk": chunk})
     assert sizes and all(size % 4 == 0 for size in sizes)
     assert torch.equal(actual, expected)
 
@@ -149,7 +168,10 @@ def test_strategies_write_the_tokens_of_plain_decoding_in_bfloat16(design: str, 
         assert write(model, inputs, strategy, **extra) == expected, strategy
 
 
-def test_what_was_accepted_on_another_branch_is_run_again_in_its_own_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attends", ["sdpa", pytest.param("cpu", marks=needs_kernels)])
+def test_what_was_accepted_on_another_branch_is_run_again_in_its_own_slots_for_torchs_attention_alone(
+    attends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = torch.tensor([[0, 1, 2, 3], [0, 5, 6, 3], [0, 1, 7, 8]])
     assert [invariance.branch_length(path, emitted) for emitted in ([4, 1, 2], [4, 3, 2], [1, 1, 4])] == [0, 2, 2]
     model = decoders.enable(tiny_model("llama").bfloat16())
@@ -161,11 +183,11 @@ def test_what_was_accepted_on_another_branch_is_run_again_in_its_own_slots(monke
         return forward(self, block, rows)
 
     monkeypatch.setattr(Core, "forward", spy)
-    inputs = prompts(2, length=30)
-    actual = write(model, inputs, "lookahead")
+    inputs, config = prompts(2, length=30), BY_TORCH if attends == "sdpa" else AS_IT_IS
+    actual = write(model, inputs, "lookahead", decoders_config=config)
     again = [block.text.length for block in blocks[1:] if block.text.length]
-    assert again and all(count % 4 == 0 for count in again)
-    assert actual == write(model, inputs, "autoregressive")
+    assert bool(again) == (attends == "sdpa") and all(count % 4 == 0 for count in again)
+    assert actual == write(model, inputs, "autoregressive", decoders_config=config)
 
 
 @pytest.mark.real

@@ -23,6 +23,8 @@ from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
+from decoders.settings import Attention
+from decoders.testing import assert_same_tokens, decode, prompts
 from decoders.testing.models import tiny_model
 from decoders.tree import TreeTensors
 
@@ -36,9 +38,9 @@ def verdicts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(verdicts, "path", lambda: tmp_path / "checks.json")
 
 
-def passes(model: Any) -> Any:
+def passes(model: Any, attends: Attention = "auto") -> Any:
     """`model`, a verdict on which was kept."""
-    key = KEY_OF(target_of(model), model)
+    key = KEY_OF(target_of(model, attends), model)
     assert key is not None and verdicts.find(key) is not None
     return model
 
@@ -54,7 +56,12 @@ def without_chunks(kind: LayerKind, allowed: Any, position_q: Any, position_k: A
     return plain_narrow(LayerKind(kind.window), allowed, position_q, position_k)
 
 
-plain_narrow, plain_mask = LayerKind.narrow, attention.build_mask
+plain_narrow, plain_mask, plain_bits, plain_kind = (
+    LayerKind.narrow,
+    attention.build_mask,
+    kernel.pack_mask,
+    kernel.kind_of,
+)
 
 
 def seeing_a_sibling(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
@@ -90,10 +97,44 @@ def of_the_first_row(kinds: Any, base: Any, offsets: Any, visible: Any, view: in
 def test_a_planted_fault_is_seen(
     model: str, owner: Any, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = passes(tiny_model(model))
+    tiny = passes(tiny_model(model), "sdpa")
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(UnsupportedError, match="logits verified through a token tree of"):
-        target_of(tiny)
+        target_of(tiny, "sdpa")
+
+
+def reaching_further(module: Any) -> LayerKind:
+    kind = plain_kind(module)
+    return LayerKind(kind.window and kind.window + 1)
+
+
+def with_bits_of_a_sibling(base: Any, offsets: Any, visible: Any) -> Any:
+    if visible is not None and visible.shape[1] >= 10:
+        visible = visible.clone()
+        visible[:, -1, 1] = True
+    return plain_bits(base, offsets, visible)
+
+
+def with_bits_of_the_first_row(base: Any, offsets: Any, visible: Any) -> Any:
+    return plain_bits(base[:1].expand(len(base)), offsets, visible)
+
+
+@pytest.mark.parametrize(
+    "model, name, fault",
+    [
+        ("gemma3", "kind_of", reaching_further),
+        ("llama4", "kind_of", reaching_further),
+        ("llama", "pack_mask", with_bits_of_a_sibling),
+        ("llama", "pack_mask", with_bits_of_the_first_row),
+    ],
+)
+def test_a_fault_planted_in_what_a_kernel_is_told_is_seen_and_the_kernel_is_left(
+    model: str, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = passes(tiny_model(model))
+    monkeypatch.setattr(kernel, name, fault)
+    with pytest.warns(UserWarning, match="logits verified through a token tree of"):
+        assert target_of(tiny).attends == "sdpa"
 
 
 def blind_from_slot_256(kinds: Any, base: Any, offsets: Any, visible: Any, view: int, dtype: Any) -> Any:
@@ -104,10 +145,10 @@ def blind_from_slot_256(kinds: Any, base: Any, offsets: Any, visible: Any, view:
 
 def test_what_goes_wrong_at_256_slots_is_seen_where_kernels_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "ON_CPU", self_check.ON_CUDA)
-    tiny = passes(tiny_model("llama", max_position_embeddings=512))
+    tiny = passes(tiny_model("llama", max_position_embeddings=512), "sdpa")
     monkeypatch.setattr(attention, "build_mask", blind_from_slot_256)
     with pytest.raises(UnsupportedError, match="behind 300 tokens"):
-        target_of(tiny)
+        target_of(tiny, "sdpa")
 
 
 def test_a_text_that_goes_on_in_the_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +216,10 @@ def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
 
 
 def test_the_check_shortens_windows_that_no_text_of_its_own_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = passes(tiny_model("gemma3", sliding_window=4096))
+    tiny = passes(tiny_model("gemma3", sliding_window=4096), "sdpa")
     monkeypatch.setattr(LayerKind, "narrow", one_further)
     with pytest.raises(UnsupportedError, match="differ"):
-        target_of(tiny)
+        target_of(tiny, "sdpa")
 
 
 def small() -> Any:
@@ -189,7 +230,7 @@ def small() -> Any:
 @pytest.fixture
 def kernel_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU takes the kernel as CUDA does, interpreted, and a check runs little."""
-    monkeypatch.setattr(kernel, "preferred", lambda device: True)
+    monkeypatch.setattr(kernel, "preferred", lambda device: "triton")
     monkeypatch.setattr(self_check, "ON_CPU", self_check.Sizes((12, 7), ((5, 3),), 8))
 
 
@@ -223,7 +264,7 @@ def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_
     reason = "16 nodes" if fault == "wrong" else "no kernel image"
     model, ids = decoders.enable(small()), torch.arange(6, 16)[None]
     given = dict(input_ids=ids, max_new_tokens=4, do_sample=False)
-    with pytest.warns(UserWarning, match=f"a kernel for CUDA does not work here.*attention is sdpa.*{reason}"):
+    with pytest.warns(UserWarning, match=f"a kernel of ours does not work here.*attention is sdpa.*{reason}"):
         ours = model.generate(**given, strategy="prompt_lookup")
     assert torch.equal(ours, model.generate(**given))
     model.generate(**given, strategy="prompt_lookup")  # the warning came once
@@ -242,7 +283,30 @@ def test_what_the_kernel_cannot_do_is_named() -> None:
     layout = target_of(tiny_model("llama")).layout
     count, cpu = len(layout), torch.device("cpu")
     if interpreted():
-        assert kernel.unfit(layout, count, cpu) is None
-        assert "attention of their own" in str(kernel.unfit(layout, count - 1, cpu))
-        assert "512 wide" in str(kernel.unfit([replace(spec, key_dim=512) for spec in layout], count, cpu))
-        assert "float64" in str(kernel.unfit([replace(spec, dtype=torch.float64) for spec in layout], count, cpu))
+        assert kernel.unfit("triton", layout, count, cpu) is None
+        assert "attention of their own" in str(kernel.unfit("triton", layout, count - 1, cpu))
+        assert "512 wide" in str(kernel.unfit("triton", [replace(spec, key_dim=512) for spec in layout], count, cpu))
+        assert "float64" in str(
+            kernel.unfit("triton", [replace(spec, dtype=torch.float64) for spec in layout], count, cpu)
+        )
+
+
+@pytest.mark.parametrize("design", ["gpt2", "llama"])
+@pytest.mark.parametrize("context", [5, 6, 7])
+def test_short_contexts_decode_to_their_end(design: str, context: int) -> None:
+    model, inputs = (
+        decoders.enable(
+            tiny_model(design, **{"n_positions" if design == "gpt2" else "max_position_embeddings": context})
+        ),
+        prompts(2, length=4),
+    )
+    inputs = {name: value[:, -3:] for name, value in inputs.items()}
+    expected = decode(model, inputs, max_new_tokens=context - 2).sequences
+    out = decode(model, inputs, "prompt_lookup", max_new_tokens=context - 2, decoders_config={"compile": False})
+    assert_same_tokens(model, inputs, expected, out.sequences, design)
+
+
+def test_a_context_that_leaves_no_room_for_the_check_is_refused_with_its_length() -> None:
+    model = decoders.enable(tiny_model("llama", max_position_embeddings=4))
+    with pytest.raises(UnsupportedError, match="context of LlamaForCausalLM has 4 positions, and its check takes 5"):
+        model.generate(torch.tensor([[5, 6]]), strategy="prompt_lookup", max_new_tokens=2)

@@ -104,6 +104,23 @@ def test_the_new_tokens_alone_with_a_mask_over_all_are_the_same_call(llama: PreT
     assert out.report.prompt_tokens == [24, 19, 14]
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4"])
+def test_text_only_classes_of_families_that_see_take_new_tokens_alone(name: str) -> None:
+    model, inputs = enabled(name), prompts(2)
+    assert "image" in model.input_modalities
+    cache = cache_of(model, 2)
+    out = decode(
+        model,
+        inputs | {"input_ids": inputs["input_ids"][:, CACHED:]},
+        "prompt_lookup",
+        max_new_tokens=NEW,
+        decoders_config=EAGER,
+        **{CACHE: copy.deepcopy(cache)},
+    )
+    whole = torch.cat([inputs["input_ids"][:, :CACHED], out.sequences], 1)
+    assert_same_tokens(model, inputs, continued(model, inputs, cache), whole, name)
+
+
 @pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampled"])
 def test_one_cached_document_serves_all_rows_and_sequences(llama: PreTrainedModel, sampling: dict[str, Any]) -> None:
     text = prompts(1)["input_ids"]

@@ -301,3 +301,24 @@ def test_a_forward_replaced_by_a_function_is_called_that() -> None:
     model.forward = lambda *args, **kwargs: before(*args, **kwargs)  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match="forward was replaced"):
         decoders.enable(model).generate(input_ids=IDS, **CALL)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("idle", [{"token_type_ids": torch.zeros(1, 6, dtype=torch.int64)}, {"logits_to_keep": 1}])
+def test_arguments_that_change_nothing_are_taken(name: str, idle: dict) -> None:
+    model, ids = decoders.enable(tiny_model(name)), torch.tensor([[5, 6, 7, 5, 6, 7]])
+    options = dict(strategy="prompt_lookup", max_new_tokens=5, decoders_config={"compile": False})
+    assert torch.equal(model.generate(ids, **options, **idle), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "name, types, message",
+    [
+        ("gpt2", 0, "GPT2LMHeadModel reads token_type_ids, also where they are zeros"),
+        ("llama", 1, "token_type_ids=a tensor"),
+    ],
+)
+def test_token_types_that_mean_something_are_refused(name: str, types: int, message: str) -> None:
+    model, ids = decoders.enable(tiny_model(name)), torch.tensor([[5, 6, 7]])
+    with pytest.raises(UnsupportedError, match=message):
+        model.generate(ids, token_type_ids=torch.full_like(ids, types), strategy="prompt_lookup", max_new_tokens=2)

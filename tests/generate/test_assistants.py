@@ -101,13 +101,14 @@ def test_a_missing_draft_model_says_what_to_pass(llama):
 def test_two_draft_models_are_an_error(llama):
     draft = tiny_draft("llama")
     for strategy in (Speculative(draft_model=draft), Threshold(draft_model=draft)):
-        with pytest.raises(UnsupportedError, match="uses no assistant_model; leave it out"):
+        with pytest.raises(UnsupportedError, match="has a draft_model in its settings and uses no assistant_model"):
             call(llama, strategy, assistant_model=draft)
 
 
-def test_a_draft_for_a_strategy_without_one_is_refused(llama):
-    with pytest.raises(UnsupportedError, match="'prompt_lookup' uses no assistant_model"):
-        call(llama, PromptLookup(), assistant_model=tiny_draft("llama"))
+def test_a_draft_for_a_strategy_without_one_is_left_out_with_a_warning(llama):
+    with pytest.warns(UserWarning, match="'prompt_lookup' drafts without assistant_model"):
+        out = call(llama, PromptLookup(), assistant_model=tiny_draft("llama"))
+    assert torch.equal(out, call(llama, PromptLookup()))
 
 
 @pytest.mark.parametrize("config", ["object", "dict"])

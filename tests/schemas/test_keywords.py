@@ -218,6 +218,19 @@ def test_texts_are_json(text: str, good: bool, judged: Callable[..., bool]) -> N
     assert judged(True, text) is good
 
 
+@pytest.mark.parametrize("point", range(0x20))
+def test_control_characters_can_be_written_in_every_string(point: int, judged: Callable[..., bool]) -> None:
+    text, number = chr(point), rf"\x{point:02x}"
+    conditions: list[dict[str, Any]] = [
+        {}, {"maxLength": 1}, {"minLength": 1}, {"pattern": f"^{number}$"}, {"pattern": f"^[^{number}]$"}, {"pattern": r"^\D$"},
+        {"pattern": rf"^[\x00-{number}]$", "maxLength": 2}, {"not": {"pattern": "a"}}, {"not": {"pattern": number}},
+    ]  # fmt: skip
+    for condition in conditions:
+        valid = Draft202012Validator(condition).is_valid(text)
+        assert judged({"type": "string", **condition}, json.dumps(text)) is valid, condition
+        assert judged({"type": "object", "propertyNames": condition}, json.dumps({text: 1})) is valid, condition
+
+
 @pytest.mark.parametrize("indent", [0, 2, 3])
 @pytest.mark.parametrize("value", [{"a": [], "b": {}}, {"a": [1, 2], "b": {"c": [[3]]}}, {"a": [7], "b": {"c": []}}])
 def test_an_indent_is_that_of_python(indent: int, value: Any, judged: Callable[..., bool]) -> None:

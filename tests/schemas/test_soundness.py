@@ -17,7 +17,7 @@ from decoders.errors import GrammarError
 from .spelling import spell
 
 NAMES = st.sampled_from(["a", "b", "ab", "x"])
-SCALARS = st.sampled_from([None, True, False, 0, 1, 2, 5, -3, 1.5, "", "a", "ab", "b1", 'q"'])
+SCALARS = st.sampled_from([None, True, False, 0, 1, 2, 5, -3, 1.5, "", "a", "ab", "b1", 'q"', "\x1b", "a\x00"])
 INSTANCES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
 )
@@ -36,7 +36,7 @@ def schemas(draw: st.DrawFn, depth: int = 3, more: dict[str, st.SearchStrategy[A
     known: dict[str, st.SearchStrategy[Any]] = {
         "type": st.sampled_from(["object", "array", "string", "number", "integer", "boolean", ["string", "object", "null"]]),
         "enum": st.lists(SCALARS, min_size=1, max_size=4), "minimum": st.sampled_from([0, 1, 1.5]), "exclusiveMaximum": st.just(5),
-        "minLength": small, "maxLength": small, "pattern": st.sampled_from(["^a", "b", "^(ab)*$", "[0-9]$"]),
+        "minLength": small, "maxLength": small, "pattern": st.sampled_from(["^a", "b", "^(ab)*$", "[0-9]$", r"^[^b]$", r"[\x00-\x1f]"]),
         "items": inner, "prefixItems": few, "minItems": small, "maxItems": small, "contains": inner,
         "properties": st.dictionaries(NAMES, inner, max_size=3), "required": st.lists(NAMES, max_size=2, unique=True),
         "additionalProperties": inner, "patternProperties": st.dictionaries(st.sampled_from(["^a", "b$"]), inner, max_size=2),

@@ -1,7 +1,7 @@
 """Strings as JSON text: sets of characters, trees and automata as regular expressions over the text.
 
-A string under a condition has one spelling: a character stands for itself or, where JSON requires an escape, has the escape of two
-characters. Other control characters are left out.
+A string under a condition has one spelling, that of ``json.dumps``: a character stands for itself or, where JSON requires an escape,
+has the escape of two characters, or else that of its number in small letters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0
 _PLAIN: Ranges = characters.complement(
     characters.ranges([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), *characters.SURROGATES])
 )
-_WRITABLE: Ranges = characters.ranges([*_PLAIN, *((p, p) for p in _ESCAPES)])
+#: The control characters that have no escape of two characters.
+_NUMBERED = [point for point in range(0x20) if point not in _ESCAPES]
 _HEX = "[0-9a-fA-F]"
 #: One character of a string without conditions, with all escapes of JSON.
 _FREE = (
@@ -87,10 +88,17 @@ def escaped(pattern: Pattern) -> Pattern:
 
 @lru_cache(maxsize=4096)
 def _escaped_set(ranges: Ranges) -> Pattern:
-    writable = characters.common(ranges, _WRITABLE)
-    letters = "".join(letter for point, letter in _ESCAPES.items() if characters.contains(writable, point))
-    plain = Chars(characters.common(writable, _PLAIN))
-    return either(plain, cat(Chars(characters.of("\\")), Chars(characters.of(letters))))
+    letters = "".join(letter for point, letter in _ESCAPES.items() if characters.contains(ranges, point))
+    numbers = [f"{point:02x}" for point in _NUMBERED if characters.contains(ranges, point)]
+    digits = [(first, "".join(number[1] for number in numbers if number[0] == first)) for first in "01"]
+    last = either(*(cat(_one_of(first), _one_of(second)) for first, second in digits))
+    numbered = cat(_one_of("u"), _one_of("0"), _one_of("0"), last)
+    plain = Chars(characters.common(ranges, _PLAIN))
+    return either(plain, cat(_one_of("\\"), either(_one_of(letters), numbered)))
+
+
+def _one_of(letters: str) -> Pattern:
+    return Chars(characters.of(letters))
 
 
 @lru_cache(maxsize=256)

@@ -153,26 +153,21 @@ class Markers:
                 return Found(0, complete, bytes(symbols[place:]))
         return Found(node)
 
-    def overrunning(self, node: int) -> list[int]:
-        """Tokens of text that complete a marker behind a text at `node` and contain more text."""
-        vocabulary, found = self.vocabulary, set[int]()
+    def completing(self, node: int) -> list[int]:
+        """Tokens that complete a marker behind a text at `node`."""
+        vocabulary, completing = self.vocabulary, set[int]()
         while True:
             path = self.paths[node]
             for marker in self.markers:
                 rest = marker[len(path) :]
-                if marker[: len(path)] == path and rest and max(rest) < TOKEN:
-                    found.update(vocabulary.beginning_with(bytes(rest)) if path else vocabulary.holding(bytes(rest)))
+                if marker[: len(path)] != path or not rest:
+                    continue
+                if rest[0] >= TOKEN and len(rest) == 1:
+                    completing.add(rest[0] - TOKEN)
+                elif max(rest) < TOKEN:
+                    text = bytes(rest)
+                    texts = vocabulary.beginning_with(text) if path else vocabulary.holding(text)
+                    completing.update(token for token in texts if token not in self._atomic)
             if not node:
-                return sorted(found - self._atomic)
+                return sorted(completing)
             node = self._shorter[node]
-
-    def completing(self, node: int) -> list[int]:
-        """Tokens that are all of a marker's rest behind a text at `node`."""
-        size = len(self.paths[node])
-        rests = [marker[size:] for marker in self.markers if marker[:size] == self.paths[node]]
-        ids = self.vocabulary.ids
-        tokens = [
-            r[0] - TOKEN if len(r) == 1 and r[0] >= TOKEN else ids.get(bytes(r)) if max(r) < TOKEN else None
-            for r in rests
-        ]
-        return [token for token in tokens if token is not None]

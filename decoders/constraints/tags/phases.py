@@ -108,6 +108,9 @@ class PhaseAutomaton:
     Attributes:
         markers: the automaton of each phase's markers, None for text of a grammar.
         stops: tokens that end a text.
+
+    Raises:
+        GrammarError: a marker that has to be written has a stop token in it.
     """
 
     def __init__(self, phases: Sequence[Phase], name: str, vocabulary: Vocabulary) -> None:
@@ -120,6 +123,35 @@ class PhaseAutomaton:
         self._next_tokens: dict[tuple[int, int], int] = {}
         self._exact_tokens: dict[tuple[int, int], frozenset[int]] = {}
         self._replacements: dict[tuple[int, int], dict[int, int]] = {}
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        for phase in self.phases:
+            if isinstance(phase, Free):
+                needed = (*phase.markers,) if phase.exact else phase.markers[phase.closing :][:1]
+                needed = needed if phase.exact or not phase.ends or phase.budget is not None else ()
+            else:
+                pairs = ((phase.end, phase.then), phase.opens or (None, None))
+                needed = tuple(((TOKEN + token,), target) for token, target in pairs if token is not None)
+            for marker, target in needed:
+                if target is not None and (stop := self._stop_in(marker, target)) is not None:
+                    raise GrammarError(
+                        f"{self.name}: {shown(marker, self.vocabulary)!r} has to be written, and the text would end at the stop token "
+                        f"{shown([TOKEN + stop], self.vocabulary)!r} in it: leave that out of eos_token_id",
+                        "marker",
+                    )
+
+    def _stop_in(self, marker: Symbols, target: int) -> int | None:
+        """The first stop token in `marker`, unless it is the last part and the text may end there; None if there is none."""
+        behind = self.phases[target]
+        whole = isinstance(behind, Free) and (behind.ends or behind.over)
+        inner = marker[:-1] if whole else marker
+        return next((symbol - TOKEN for symbol in inner if symbol - TOKEN in self.stops), None)
+
+    def _ended(self, phase: Free, found: Found) -> bool:
+        """Whether a stop token of that effect ends the text as it is, and is not the last part of a marker."""
+        target = phase.markers[found.marker][1] if found.marker is not None else None
+        return target is None or self._stop_in(phase.markers[found.marker or 0][0], target) is not None
 
     def enter(self, number: int | None, rest: bytes = b"") -> Place | None:
         """The beginning of a phase whose text begins with `rest`, which is written already; None if that is illegal."""
@@ -152,9 +184,9 @@ class PhaseAutomaton:
         assert isinstance(phase, Free) and markers is not None
         if (only := self.only(place)) is not None and token not in only:
             return None
-        if token in self.stops and (only is None or phase.exact or phase.over):
-            return Place(ENDED) if phase.ends else None
         found = markers.found(place.node, token)
+        if token in self.stops and self._ended(phase, found):
+            return Place(ENDED) if phase.ends else None
         if found.marker is not None:
             return self.enter(phase.markers[found.marker][1], found.rest)
         return Place(place.phase, found.node, place.count + 1)
@@ -197,7 +229,8 @@ class PhaseAutomaton:
             path, closing = markers.paths[node], phase.markers[phase.closing][0]
             marker, begin, ahead = closing, len(path), markers.toward[node]
             if closing[:begin] != path:
-                if phase.markers[ahead][1] is not None:
+                target = phase.markers[ahead][1]
+                if target is not None and self._stop_in(markers.markers[ahead], target) is None:
                     marker = markers.markers[ahead]
                 else:  # it may not be written, and what has begun of it stays text
                     begin = 0
@@ -230,12 +263,13 @@ class PhaseAutomaton:
     def _replaced(self, number: int, node: int) -> dict[int, int]:
         phase, markers = self.phases[number], self.markers[number]
         assert isinstance(phase, Free) and markers is not None
-        replaced = {} if phase.ends else dict.fromkeys(self.vocabulary.stops, self.next_token(number, node))
+        ends = [stop for stop in self.stops if self._ended(phase, markers.found(node, stop))]
+        replaced = {} if phase.ends else dict.fromkeys(ends, self.next_token(number, node))
         legal: dict[tuple[int | None, bytes], bool] = {}
-        for token in [*markers.overrunning(node), *markers.completing(node)]:
+        for token in markers.completing(node):
             text = self.vocabulary.tokens[token] or b""
             found = markers.read(node, markers.symbols(token))
-            if found.marker is None:
+            if found.marker is None or token in self.stops:
                 continue
             target = phase.markers[found.marker][1]
             if target is None:

@@ -64,11 +64,10 @@ class Phases:
         if end is None:
             return self.of(grammar)
         symbols = self.symbols(end)
-        text, token = (symbols[:-1], symbols[-1] - TOKEN) if symbols[-1] >= TOKEN else (symbols, None)
-        if any(symbol >= TOKEN for symbol in text):
-            raise GrammarError(
-                f"tagged: the end marker {end!r} has a special token that is not its last part", "tagged"
-            )
+        first = next((place for place, symbol in enumerate(symbols) if symbol >= TOKEN), None)
+        text, token = (symbols, None) if first is None else (symbols[:first], symbols[first] - TOKEN)
+        if first is not None and symbols[first + 1 :]:
+            behind = self.add(Free(((symbols[first + 1 :], behind),), ends=False, exact=True))
         if text:
             if isinstance(grammar, CompiledGrammar):
                 raise GrammarError(
@@ -288,7 +287,7 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
 
     Args:
         tags: ``{begin: (grammar, end)}``, or ``{begin: grammar}`` if the text ends with the grammar. Markers are texts or ids of
-            tokens; an end marker is text, a special token, or text with a special token behind it.
+            tokens.
         required: whether the text may not end before a tag.
         several: whether there may be several tags; else the text ends behind the first.
 

@@ -24,6 +24,7 @@ from .criteria import Outcome
 from .drafts.counts import DraftCounts
 from .drafts.drafter import ModelDrafter
 from .engine import Engine
+from .losses import warn_of_load
 from .request import Request, RequestOutput
 from .rows import sampling_inputs
 from .step import step
@@ -40,7 +41,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
     """
     called = time.perf_counter()
     try:
-        with engine.decoding(), ExitStack() as stack:  # the stack gives sessions back, whatever happens
+        with engine.decoding(request.side), ExitStack() as stack:  # the stack gives sessions back, whatever happens
             waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request, stack)
@@ -72,6 +73,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                 close(batch, output, error)
                 raise
             close(batch, output)
+            warn_of_load(batch.report)
             return output
     finally:
         release_threads()  # the next call may be another thread's

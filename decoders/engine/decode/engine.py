@@ -33,6 +33,7 @@ from ..model.weights.twin import first_layers
 from .calibration import Calibrator
 from .core import StepPass
 from .drafts.modules import ModuleTwin
+from .losses import warn_of_format
 from .sessions import Sessions
 
 #: Compiled functions of strategies that an engine keeps.
@@ -74,6 +75,7 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         self._prepared = started, time.perf_counter() - started - self.target.check_seconds, self.target.check_seconds
+        warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
@@ -140,8 +142,12 @@ class Engine:
         return devices.current(self.target.device)
 
     @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Gives a call, or a step of a lane, the model for itself; others wait."""
+    def decoding(self, side: int = 0) -> Iterator[None]:
+        """Gives a call, or a step of a lane, the model for itself; others wait.
+
+        Args:
+            side: of its texts, see :meth:`Target.side_of`.
+        """
         with (
             self.lock,
             self.active(),
@@ -154,6 +160,7 @@ class Engine:
             self._follow_stream()
             if self.threads is not None:
                 self.threads.use()
+            self.target.take_side(side)
             yield
 
     def _follow_stream(self) -> None:

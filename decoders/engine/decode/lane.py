@@ -19,6 +19,7 @@ from .admission import Admission, Seat
 from .batch import Batch
 from .engine import Engine
 from .grammar.host_guide import HostGuide
+from .losses import warn_of_load
 from .request import Request, RequestOutput, empty_report
 from .rows import stop_tensor
 from .session import Session
@@ -154,7 +155,7 @@ class Lane:
         """Holds the model's lock for a step of this lane; calls wait meanwhile, and the lane waits for them."""
         batch = self.batch
         with (
-            self.engine.decoding(),
+            self.engine.decoding(self.template.side),
             batch.forward_pass.during(self.template.runtime.compile, batch.report, self._tiers),
         ):
             yield
@@ -204,6 +205,7 @@ class Lane:
             self.seats.remove(seat)
             seat.member.report.recorded_memory = self.engine.sessions.recorded_nbytes
             seat.member.close()
+            warn_of_load(seat.member.report)
             if seat.plan is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
                 self._clock += 1
@@ -306,7 +308,7 @@ def share_steps(one: Request, other: Request) -> bool:
     """Whether two requests on one engine can be decoded in the same steps."""
     return (
         same_strategy(one.strategy, other.strategy)
-        and one.memory_salt == other.memory_salt
+        and one.memory_salt == other.memory_salt and one.side == other.side
         # The first grammar starts the strategy anew; one that reads prompts would have to be shown all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and replace(one.plan, masked=False) == replace(other.plan, masked=False)

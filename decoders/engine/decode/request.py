@@ -78,6 +78,7 @@ class Request:
             between rows of equal salts.
         given: the beginnings of the prompts where these are embeddings, or a cache that the caller has computed.
         multimodal: images and sounds of the prompts; None if there are none.
+        side: of its texts, where rotary tables depend on the length (:meth:`~decoders.engine.model.target.Target.side_of`).
         begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
     """
 
@@ -108,6 +109,7 @@ class Request:
     salts: tuple[str, ...] = ()
     given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
+    side: int = 0
     begun: float | None = None
 
     @property
@@ -128,6 +130,8 @@ class Request:
     def prefix_of(self, row: int) -> KeptText:
         """A row's prompt, to be compared with kept texts."""
         text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
+        if self.side:  # keys of the other table
+            salt = f"\0{self.side} {salt}"
         if inputs is None:
             return KeptText(text, salt=salt)
         return KeptText(text, salt=f"{inputs.hash_of(row)} {salt}", least=inputs.ends[row])

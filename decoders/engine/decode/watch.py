@@ -24,7 +24,7 @@ class StepWatch(Watch):
         self.batch, self.report = batch, batch.report
         self.timings = batch.report.timings
         self._before = replace(self.timings) if batch.shared else self.timings
-        self._stopwatch = Stopwatch(self.timings)
+        self._stopwatch, self._compile_seconds = Stopwatch(self.timings), self.timings.compile
         self._drafting = 0.0
         self._passes = self._replays = 0
         self._compiled = self._replayed = False
@@ -56,7 +56,8 @@ class StepWatch(Watch):
         self._follow_drafters(draft, block, paths, outcome, traced)
         core = self._stopwatch.next()
         if self._threads is not None:
-            self._threads.end_step()
+            wall, computing = self._threads.end_step()
+            report.waits(wall - (self.timings.compile - self._compile_seconds), computing)
             report.threads = self._threads.count
         if self._replayed:
             batch.book_replay(self._drafting + core)
@@ -104,6 +105,7 @@ class StepWatch(Watch):
             spent = timings.since(self._before)
             for member, _ in batch.members:
                 member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
+                member.report.waiting = self.report.waiting
 
     def _follow_drafters(
         self, draft: Draft, block: NodeBlock, paths: list[list[int]], outcome: Outcome, traced: list[tuple[RequestOutput, int]]

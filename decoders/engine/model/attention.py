@@ -7,17 +7,17 @@ The mask is computed once per pass for every *kind* of layer (full, sliding, chu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ...common.transformers_compat import config_value
+from ...common.transformers_compat import config_value, set_attention
 from ...errors import UnsupportedError
 from .blocks import LeadingText
 from .buckets import ROWS, view_bucket
@@ -107,6 +107,35 @@ def tell_kinds(model: nn.Module, kinds: tuple[LayerKind, ...], kind_of_layer: Se
 def kind_of(module: nn.Module) -> LayerKind:
     """The kind of a layer, as set by :func:`tell_kinds`."""
     return getattr(module, KINDS_ATTRIBUTE, (LayerKind(),))[getattr(module, KIND_ATTRIBUTE, 0)]
+
+
+def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
+    """The configs that modules hold, by the path of the module and the name of its attribute. Several may be one object."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig)
+    }
+
+
+def attend_by(model: PreTrainedModel, name: str) -> None:
+    """Makes all layers of a private module tree run the attention function `name`."""
+    model.set_attn_implementation(name)
+    # It finds the configs of whole models; a layer that was copied or comes from another model holds one of its own.
+    of_models = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    known = {id(config) for config in configs_within(of_models)}
+    for config in module_configs(model).values():
+        if id(config) not in known:
+            set_attention(config, name)
+
+
+def configs_within(configs: Iterable[PreTrainedConfig]) -> Iterator[PreTrainedConfig]:
+    """`configs`, and those inside them."""
+    for config in configs:
+        yield config
+        parts = (getattr(config, part, None) for part in config.sub_configs)
+        yield from configs_within(part for part in parts if isinstance(part, PreTrainedConfig))
 
 
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...tree import Topology
-from .buckets import low_precision, node_bucket, row_multiple, slot_bucket, view_bucket
+from .buckets import low_precision, node_bucket, slot_bucket, view_bucket
 from .cache import CacheBuffers
 from .target import Invariance, Target
 
@@ -83,7 +83,7 @@ class _Text:
 
     def __init__(self, target: Target, length: int) -> None:
         self.target, self.length = target, length
-        self._multiple = row_multiple(target.dtype, target.device)
+        self._multiple = target.multiple
         self._view_of = slot_bucket if target.static else view_bucket
         slots = self._view_of(length + 64) + 512
         generator = torch.Generator().manual_seed(0)
@@ -137,8 +137,9 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 
 def _takes_single(target: Target) -> bool:
-    """Whether a block of one node may have the same bits; otherwise attention is not given spare queries."""
-    return bool(target.quantized.layers or target.few_rows) and target.dtype != torch.float32
+    """Whether a block of one node may have the same bits, in low precision: where attention, or else the products, care for it."""
+    ours = target.attends == "cpu" or target.quantized.layers or target.few_rows
+    return bool(ours) and target.dtype != torch.float32
 
 
 def _alone(text: _Text, buffers: CacheBuffers) -> Tensor:

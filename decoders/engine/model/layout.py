@@ -78,7 +78,10 @@ _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)")
 
 
 def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
-    """The tokens that stand for parts of images and the like; None for a design that reads nothing but text."""
+    """The tokens that stand for parts of images and the like; None for a design that reads nothing but text.
+
+    The text-only classes of a family share the mark of those that see; their configs hold none of a tower and name no such token.
+    """
     modalities = getattr(model, "input_modalities", "text")
     if {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities):
         return None
@@ -87,6 +90,8 @@ def placeholder_ids(model: PreTrainedModel) -> tuple[int, ...] | None:
         {value for part in configs for name, value in vars(part).items() if _PLACEHOLDER.fullmatch(name)}
         for configs in ([model.config], parts)
     )
+    if not parts and not own:
+        return None
     return tuple(sorted(value for value in own or inner if isinstance(value, int)))
 
 
@@ -173,7 +178,7 @@ def _run_one_token(model: PreTrainedModel, kinds: int, cache: LayoutProbe | Stat
 
 def _run_some_tokens(model: PreTrainedModel, kinds: int, cache: CountingProbe) -> Tensor:
     """The logits of a short text that is run with `cache`."""
-    text = torch.arange(PROBED, device=model.device)[None] % embeddings_of(model)
+    text = torch.arange(min(PROBED, context_length(model)), device=model.device)[None] % embeddings_of(model)
     return cast(Tensor, _run(model, kinds, cache, text, attention.MaskShape()).logits)
 
 
@@ -188,7 +193,9 @@ def _run(model: PreTrainedModel, kinds: int, cache: LayoutProbe, text: Tensor, s
     )
 
 
-#: Tokens of a trial pass; attention to a single token would not show a temperature.
+#: Fewest positions of a context: a text of two tokens and a branch behind it are compared with the model's own pass.
+SHORTEST = 5
+#: Most tokens of a trial pass; attention to a single token would not show a temperature.
 PROBED = 8
 #: Longest context that is tried, because some designs create a tensor of that length.
 LONGEST = 1 << 24
@@ -235,7 +242,7 @@ def counted_tokens(
     """How a design uses the number of cached tokens; None if the number has no effect.
 
     Args:
-        logits: of a pass over :data:`PROBED` tokens with a cache.
+        logits: of a pass over :data:`PROBED` tokens with a cache, or as many as the context has.
         context: most tokens of a text.
     """
     empty = logits(CountingProbe(0))
@@ -246,7 +253,8 @@ def counted_tokens(
         except Exception:  # a design may raise anything for such a number
             return True
 
-    most = max(min(context, LONGEST) - PROBED, 1)
+    probed = min(PROBED, context)
+    most = max(min(context, LONGEST) - probed, 1)
     if not minds(most):
         return None
     harmless, first = 0, most
@@ -255,8 +263,8 @@ def counted_tokens(
         middle = min(max(middle, harmless + 1), first - 1)
         harmless, first = (harmless, middle) if minds(middle) else (middle, first)
     if harmless:  # the last token of the pass has so many more in front of it
-        harmless += PROBED
-    of_each = torch.full((PROBED,), first, device=device)
+        harmless += probed
+    of_each = torch.full((probed,), first, device=device)
     return CountedTokens(harmless, by_node=not minds(of_each, logits(CountingProbe(first))))
 
 
@@ -292,13 +300,9 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{name} takes no position_ids, or adds ALiBi, which derives positions from a 2-D mask: nodes of a tree cannot be placed. "
             f"{advice}"
         )
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    varying = [r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
-    if {"longrope", "dynamic"} & set(varying):
-        # The rotary table depends on the longest position of the whole batch, so a draft would change other tokens.
+    if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(
-            f"{name} scales its rotary positions by the sequence's length (rope_type "
-            f"{' / '.join(str(v) for v in varying if v)}), which no static cache can follow exactly. {advice}"
+            f"the context of {name} has {context} positions, and its check takes {SHORTEST}: the loop decodes longer ones. {advice}"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")

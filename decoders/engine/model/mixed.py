@@ -8,6 +8,7 @@ each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ...tree import TreeTensors
 from .attention import MaskShape, build_mask, repeat_for_group, tell_shape
 from .blocks import PromptPiece, causal_block
 from .cache import CacheBuffers, SlotCache
+from .kernels.attention import pack_mask
 from .target import ForwardResult, Target
 
 
@@ -26,11 +28,16 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
     """The model's arguments. nodes, base, tree, view: of the rows, as of :meth:`Target.forward`."""
     (rows, n), count, device = nodes.shape, piece.tokens.shape[1], nodes.device
     text = causal_block(1, count, device)
-    decoded = build_mask(target.kinds, base, tree.offsets, tree.visible, view.shape[0], target.dtype)
-    read = build_mask(target.kinds, piece.start, text.offsets, text.visible, piece.view.shape[0], target.dtype)
-    parts = [repeat_for_group(mask, target.group).transpose(0, 1).flatten(1) for mask in (decoded, read)]
-    mask = torch.cat(parts, dim=1)[None, :, None]
-    tell_shape(mask, MixedShape(target.group, rows=rows, nodes=n, views=(view.shape[0], piece.view.shape[0])))
+    views = view.shape[0], piece.view.shape[0]
+    if target.attends == "sdpa":
+        decoded = build_mask(target.kinds, base, tree.offsets, tree.visible, views[0], target.dtype)
+        read = build_mask(target.kinds, piece.start, text.offsets, text.visible, views[1], target.dtype)
+        decoded, read = (repeat_for_group(mask, target.group) for mask in (decoded, read))
+    else:
+        decoded, read = pack_mask(base, tree.offsets, tree.visible), pack_mask(piece.start, text.offsets, None)
+    mask = torch.cat([mask.transpose(0, 1).flatten(1) for mask in (decoded, read)], dim=1)[None, :, None]
+    masks = (rows, 1, *decoded.shape[2:]), (1, 1, *read.shape[2:])
+    tell_shape(mask, MixedShape(target.group, rows=rows, nodes=n, views=views, masks=masks))
     stretch = piece.start[:, None] + text.offsets
     slots = torch.cat([(base[:, None] + torch.arange(n, device=device)).reshape(1, -1), stretch], dim=1)
     places, shifts = base[:, None] + tree.offsets, piece.buffers.shifts
@@ -75,26 +82,27 @@ def forward(
 
 @dataclass(frozen=True)
 class MixedShape(MaskShape):
-    """The mask of a mixed pass, in one line: that of the rows ``[R, group·N, view]``, then that of the piece.
+    """The mask of a mixed pass, in one line: that of the rows, then that of the piece.
 
     Attributes:
         rows: number of decoded rows.
         nodes: of each row.
         views: slots that attention looks at, for the rows and for the piece.
+        masks: shapes of their masks for one kind of layer.
     """
 
     rows: int = 0
     nodes: int = 0
     views: tuple[int, int] = (0, 0)
+    masks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: int, kernel: Callable[..., Tensor]
     ) -> Tensor:  # fmt: skip
         rows, n, line, (seen, read) = self.rows, self.nodes, mask[0, 0, 0], self.views
-        end = rows * self.group * n * seen
+        end = math.prod(self.masks[0])
         decoded = query[0, :, : rows * n].unflatten(1, (rows, n)).transpose(0, 1)
-        of_rows = line[:end].view(rows, 1, -1, seen)
-        of_piece = line[end:].view(1, 1, -1, read)
+        of_rows, of_piece = line[:end].view(self.masks[0]), line[end:].view(self.masks[1])
         ours = kernel(decoded, key[:rows, :, :seen], value[:rows, :, :seen], of_rows, self.group)
         others = kernel(query[:, :, rows * n :], key[rows:, :, :read], value[rows:, :, :read], of_piece, self.group)
         return torch.cat([ours.flatten(0, 1)[None], others], dim=1)

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...common.transformers_compat import attention_of, cache_keyword, set_attention
 from ...errors import InputError, UnsupportedError
+from .attention import module_configs
 from .blocks import causal_block
 from .buckets import view_bucket
 from .cache import CacheBuffers
@@ -74,12 +75,15 @@ class OwnForward:
         model: the user's, whose attention it runs.
     """
 
-    _reads_embeddings = False
+    _reads_embeddings = _ignores_zeros = False
 
     def __init__(self, target: Target, model: PreTrainedModel) -> None:
         self.target, self.model = target, target.copied()
         self._checked = False
-        _attend_as(self.model.config, model.config)
+        theirs = module_configs(model)
+        for place, config in module_configs(self.model).items():
+            if place in theirs:
+                _attend_as(config, theirs[place])
         self._head = HeadInputs(self.model.get_output_embeddings())
         self._layers = LayerStates(self.model, target.layers) if target.layers else None
 
@@ -160,6 +164,25 @@ class OwnForward:
         finally:
             self._forget()
         return cache
+
+    def check_type_ids(self) -> None:
+        """Raises UnsupportedError where the design computes something else with ``token_type_ids`` of zeros than without."""
+        if self._ignores_zeros or "token_type_ids" not in inspect.signature(type(self.model).forward).parameters:
+            return
+        tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.embeddings
+        typed = {"token_type_ids": torch.zeros_like(tokens)}
+        try:
+            plain, zeros = (self.model(input_ids=tokens, use_cache=False, **given).logits for given in ({}, typed))
+            self._ignores_zeros = torch.equal(plain, zeros)
+        except Exception:  # with masks of the loop's a design may raise anything
+            self._ignores_zeros = False
+        finally:
+            self._forget()
+        if not self._ignores_zeros:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} reads token_type_ids, also where they are zeros, and the loop gives it none: leave them "
+                "out, or call generate without strategy=."
+            )
 
     def _check_embeddings(self) -> None:
         """Compares passes over tokens and over their embeddings: recurrent layers read a block in one pass, so behind a prompt of

@@ -21,7 +21,7 @@ from ...common.transformers_compat import cache_keyword, cache_of, config_value
 from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import Topology
-from . import mixed, own_masks, verdicts
+from . import mixed, own_masks, rope, verdicts
 from .blocks import PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
@@ -43,9 +43,11 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
         UnsupportedError: see :class:`Target`; or its tree-verified logits differ from those of a plain forward.
     """
     with devices.current(model.device):
-        if attends == "triton" or not kernel.preferred(model.device):
+        if attends == "triton" or kernel.preferred(model.device) is None:
             return _checked(model, attends, precision)
         inexact = replace(precision, exact_products=precision.exact_products and model.dtype.itemsize > 2)
+        if model.device.type == "cpu":  # its products are no matter of that setting
+            inexact = precision
         every: list[tuple[Attention, Precision]]
         every = [(attends, precision), (attends, inexact), ("sdpa", precision), ("sdpa", inexact)]
         *tries, last = dict.fromkeys(every)
@@ -65,7 +67,7 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
                 f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
             )
             warnings.warn(
-                f"a kernel for CUDA does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
+                f"a kernel of ours does not work here and was left for PyTorch's: {target.rejected}", stacklevel=2
             )
         return target
 
@@ -133,6 +135,7 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
         UnsupportedError: the logits differ by more than rounding.
     """
     reference = share_weights(model)  # in evaluation mode, whatever the mode of the user's model
+    rope.with_own_tables(reference)
     quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
     layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
@@ -157,6 +160,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
     """Description of a difference of the target's logits from those of `reference`; None if they differ by rounding only."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     ids = _texts(target, sizes)
+    target.take_side(target.side_of(max(map(len, ids))))
     with _short_windows(target, reference, sizes):
         expected = _plain_logits(reference, ids)
         for nodes, ours in _tree_logits(target, layout, ids, sizes):

@@ -17,7 +17,7 @@ from ...common.transformers_compat import cache_keyword, decoder_layers
 from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
-from . import attention, buckets, own_masks, recurrent
+from . import attention, buckets, own_masks, recurrent, rope
 from .blocks import LeadingText, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
@@ -106,7 +106,7 @@ class Target:
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded to buckets.
-        attends: the attention: "triton", the kernel for CUDA, or "sdpa".
+        attends: the attention: "triton", the kernel for CUDA; "cpu", the kernel for CPUs; or "sdpa".
         rejected: why a kernel of ours was tried and not used (:func:`~decoders.engine.model.self_check.target_of`), else None.
         longest: the longest texts for which its logits are the model's; None: any.
         precision: of the matrices and of the cache, where it is not the model's own.
@@ -123,7 +123,9 @@ class Target:
         counted: how its layers use the number of tokens in its cache, None if they do not.
         placeholders: ``[P]`` int64, the tokens that stand for parts of images and the like; None: it reads only text. Once more as
             `placeholders_on_host`.
-        multiple: blocks and chunks of text have a multiple of so many nodes.
+        sides: the lengths at which its rotary tables change, None if they do not.
+        multiple: blocks and chunks of text have a multiple of so many nodes. More than 1 where bits matter and depend on the slots of a
+            path, too: then what was accepted on a branch is run again in its own slots.
         invariance: in low precision, whether a node has the same bits in every block.
         checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
         check_seconds: time of the check against the model.
@@ -151,6 +153,7 @@ class Target:
         self.static = devices.static_shapes(model.device)
         kinds, self._kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
+        self.sides = rope.take_over(self.model)
         self._attend_by("sdpa")
         self.tell_kinds(own_masks.take_over(self.model, kinds))
         self.embeddings = embeddings_of(model)
@@ -183,27 +186,30 @@ class Target:
         self.placeholders_on_host = torch.tensor(ids, device="cpu") if ids is not None else None
         self.placeholders = torch.tensor(ids, device=self.device) if ids is not None else None
         self.rounds = precision.rounds or rounds_activations(model) or rounds_float32(self.device)
-        # To fill a multiple, committed tokens are run again, which recurrent states do not allow.
-        self.multiple = 1 if self.recurrent else buckets.row_multiple(self.dtype, self.device, self.rounds)
-        if self.multiple > 1:
+        ours = self._kernel_for(attends, len(layout.groups))
+        if ours is not None:
+            self._attend_by(ours)
+        multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
+        if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        if self._takes_kernel(attends, len(layout.groups)):
-            self._attend_by("triton")
+        # PyTorch's attention alone needs it. To fill a multiple, committed tokens are run again, which recurrent states do not allow.
+        self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
-    def _takes_kernel(self, wanted: Attention, own_layers: int) -> bool:
-        """Whether our kernel computes attention. own_layers: number of layers that call the configured attention function.
+    def _kernel_for(self, wanted: Attention, own_layers: int) -> kernel.Kernel | None:
+        """Our kernel that computes attention, None for PyTorch's. own_layers: number of layers that call the configured attention.
 
         Raises:
             UnsupportedError: the kernel was asked for by name and does not fit.
         """
-        if wanted == "sdpa" or (wanted == "auto" and not kernel.preferred(self.device)):
-            return False
-        unfit = kernel.unfit(self.layout, own_layers, self.device)
+        ours = kernel.preferred(self.device) if wanted == "auto" else None if wanted == "sdpa" else wanted
+        if ours is None:
+            return None
+        unfit = kernel.unfit(ours, self.layout, own_layers, self.device)
         if unfit is not None and wanted == "triton":
             raise UnsupportedError(
                 f"attention='triton' does not fit {type(self.model).__name__}: {unfit}; leave 'auto'"
             )
-        return unfit is None
+        return ours if unfit is None else None
 
     def check_lengths(self, longest: int, rows: int) -> None:
         """Raises ContextLengthError if texts of up to `longest` tokens in so many rows cannot be decoded as by the model."""
@@ -216,6 +222,15 @@ class Target:
         if self.counted is not None:
             self.counted.check(name, longest, rows)
 
+    def side_of(self, length: int) -> int:
+        """The side of a text of so many tokens (:class:`~decoders.engine.model.rope.Sides`); 0 where there is one."""
+        return 0 if self.sides is None else self.sides.of(length)
+
+    def take_side(self, side: int) -> None:
+        """Makes the next passes those of texts on `side`."""
+        if self.sides is not None:
+            self.sides.take(side)
+
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
         """Sets how far each kind of layer looks back."""
         self.kinds = kinds
@@ -225,9 +240,10 @@ class Target:
         """How far a decoder layer looks back."""
         return self.kinds[self._kind_of_layer[layer]]
 
-    def _attend_by(self, attends: Literal["sdpa", "triton"]) -> None:
+    def _attend_by(self, attends: Literal["sdpa", "triton", "cpu"]) -> None:
         self.attends = attends
-        self.model.set_attn_implementation(kernel.NAME if attends == "triton" else attention.NAME)
+        names = {"sdpa": attention.NAME, "triton": kernel.NAME, "cpu": kernel.CPU_NAME}
+        attention.attend_by(self.model, names[attends])
 
     @functools.cached_property
     def decoder_layers(self) -> int:
@@ -402,7 +418,7 @@ class Target:
             states = recurrent.NodePass(buffers.states, specs, tree.visible, nodes, base)
         offsets, visible = attention.ending(tree.offsets, n), attention.ending(tree.visible, n)
         slots = base[:, None] + attention.ending(torch.arange(tree.offsets.shape[1], device=nodes.device)[None], n)
-        if self.attends == "triton":
+        if self.attends != "sdpa":
             whole_text = text is not None and text.length == n
             mask = kernel.pack_mask(base, tree.offsets, None if whole_text else visible)
         else:

@@ -137,10 +137,12 @@ class Threads:
         self.use()
         self._began = time.perf_counter(), time.thread_time()
 
-    def end_step(self) -> None:
-        """Ends the step."""
+    def end_step(self) -> tuple[float, float]:
+        """Ends the step; returns its seconds, and in how many of them the calling thread had a processor."""
         began, computing = self._began
-        self.judge(time.perf_counter() - began, time.thread_time() - computing)
+        step = time.perf_counter() - began, time.thread_time() - computing
+        self.judge(*step)
+        return step
 
     def judge(self, wall: float, computing: float) -> None:
         """Chooses for the next step, after one of `wall` seconds, `computing` of which the calling thread had the processor."""

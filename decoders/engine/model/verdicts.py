@@ -27,7 +27,7 @@ from ...common.devices import processor_name
 from ...common.files import cache_folder, write_whole
 from ...common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, attention_of, is_of_training
 from ...common.version import __version__
-from .attention import NAME
+from .attention import NAME, configs_within, module_configs
 from .kernels import cpu
 from .target import Invariance, Target
 from .torch_compat import float32_precision, hooks_everywhere, hooks_of, instructions
@@ -109,7 +109,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
         if name.startswith(_ROOM) and not name.startswith(_BESIDE):
             held = list(vars(sys.modules[name]).values())  # at once: another thread may import or compile
             seen.follow([each for each in held if _runs(each) or (isinstance(each, type) and each.__module__ == name)])
-    for name in (NAME, str(attention_of(model.config))):
+    for name in dict.fromkeys([NAME, *(str(attention_of(config)) for config in module_configs(model).values())]):
         seen.follow([AttentionInterface().get(name), AttentionMaskInterface().get(name)])
     seen.look(model)
     for value in (
@@ -215,6 +215,7 @@ class _Seen:
                 self._seen[id(value)] = value
                 entries = {name: each for name, each in value.to_dict().items() if name not in NO_PART_OF_NETWORK}
                 self.note(json.dumps(entries, sort_keys=True, default=str))
+                self.note([attention_of(config) for config in configs_within([value])])
         elif isinstance(value, Tensor):
             self._values(value)
         elif isinstance(value, (list, tuple, set, frozenset)) and depth:

@@ -324,6 +324,8 @@ class ModelDrafter(Drafter):
 
     def _running(self) -> AbstractContextManager:
         """Surrounds a pass with this call's settings and report: other calls and lanes may use the model with theirs."""
+        target = self.engine.target
+        target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
         return self.engine.forward_pass.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:

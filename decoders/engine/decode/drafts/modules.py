@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ....common import devices
 from ....common.transformers_compat import cache_keyword, set_attention
@@ -49,10 +48,13 @@ class ModuleTwin:
             )
         self.module, self.device, self.name = share_weights(module), device, name
         self.cache_keyword = cache_keyword(self.module)
-        configs = _configs(self.module)
+        configs = attention.module_configs(self.module).values()
         for config in configs:
             set_attention(config, attention.NAME)
-        self.kinds, kind_of_layer = attention.layer_kinds(configs[0]) if configs else ((attention.LayerKind(),), (0,))
+        first = next(iter(configs), None)
+        self.kinds, kind_of_layer = (
+            attention.layer_kinds(first) if first is not None else ((attention.LayerKind(),), (0,))
+        )
         for part in self.module.modules():
             layer = getattr(part, "layer_idx", None)
             if isinstance(layer, int) and layer < len(kind_of_layer):
@@ -171,11 +173,3 @@ class SlotPasses(ModulePasses):
         visible = copied_whole(tree.visible[:, -count:])
         self.passes += 1
         return self._functions[key](base, copied_whole(tree.offsets), visible, self.buffers, view, *inputs)
-
-
-def _configs(module: nn.Module) -> list[PreTrainedConfig]:
-    """The configs that the module's parts hold, each once, in order."""
-    configs = [
-        value for part in module.modules() for value in vars(part).values() if isinstance(value, PreTrainedConfig)
-    ]
-    return list({id(config): config for config in configs}.values())

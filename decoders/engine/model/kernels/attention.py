@@ -1,17 +1,20 @@
-"""Attention of a block of nodes to the slot cache, on CUDA. Its cost depends on each row's length, and it needs no mask over all slots.
+"""Attention of a block of nodes to the slot cache. Its cost depends on each row's length, and it needs no mask over all slots.
 
 What layers need to know about the block is passed as a small 4-D tensor in place of the mask (:func:`pack_mask`), which model code
-passes on unchanged. The operator is opaque to the compiler: compiled steps call it, and CUDA graphs record its kernels.
+passes on unchanged. The operators are opaque to the compiler: compiled steps call them, and CUDA graphs record their kernels.
 
-Keys are split among programs at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/) and the parts are added in a
-fixed order, so that a query's result depends neither on the number of queries or rows nor on the capacity of the cache.
+On CUDA keys are split among programs at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/) and the parts are
+added in a fixed order, so that a query's result depends neither on the number of queries or rows nor on the capacity of the cache.
+On the CPU (:mod:`.cpu`) keys are added in the order of their places on the query's path, so that it does not depend on the slots that
+the path is in either: a branch of a tree has the bits of the same tokens as a chain, and as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +22,17 @@ from torch import Tensor, nn
 
 from ..attention import LayerKind, kind_of, refuse_position_bias, register
 from ..cache import LayerSpec
-from . import operator, runs_kernels
+from . import cpu, operator, runs_kernels
 
-NAME = "decoders_kernel"
+#: With transformers the kernel for CUDA is registered as NAME, the one for CPUs as CPU_NAME.
+NAME, CPU_NAME = "decoders_kernel", "decoders_cpu_kernel"
 #: Bits per word of visibility.
 WORD = 64
 #: The widest heads that the kernel takes. Narrower ones than 16 are padded.
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: The kernels of a device: Triton's for CUDA, and the C++ ones for CPUs.
+Kernel = Literal["triton", "cpu"]
 
 #: Slots of a split in the first two octaves, and splits per octave: of 32,768 slots, a split has at most 1,024.
 FIRST_SPLIT, OCTAVE = 128, 16
@@ -38,19 +44,28 @@ ENOUGH_PROGRAMS = 128
 MOST_SCRATCH = 256 << 20
 
 
-def preferred(device: torch.device) -> bool:
-    """Whether attention='auto' means this kernel on `device`, if it fits the model."""
-    return device.type == "cuda"
+#: The operator of the kernels for CPUs, once :func:`preferred` has found some: compiled code must not look for them.
+_slot_attention: Callable[..., Tensor] | None = None
 
 
-def unfit(layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
-    """Why the kernel cannot be used for a model whose cache has this `layout`; None if it can.
+def preferred(device: torch.device) -> Kernel | None:
+    """The kernel that attention='auto' means on `device`, if it fits the model."""
+    global _slot_attention
+    if device.type == "cpu":
+        kernels = cpu.chosen().kernels
+        _slot_attention = None if kernels is None else kernels.slot_attention
+        return None if kernels is None else "cpu"
+    return "triton" if device.type == "cuda" else None
+
+
+def unfit(kernel: Kernel, layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
+    """Why a kernel cannot be used for a model whose cache has this `layout`; None if it can.
 
     Args:
         own_layers: number of layers that call the attention that their config names, and not their own.
     """
     with_keys = [spec for spec in layout if spec.key_heads]
-    if not runs_kernels(device):
+    if kernel == "triton" and not runs_kernels(device):
         return (
             f"Triton does not run on {device}"
             if device.type == "cuda"
@@ -59,7 +74,7 @@ def unfit(layout: Sequence[LayerSpec], own_layers: int, device: torch.device) ->
     if own_layers < len(with_keys):
         return "its layers have an attention of their own"
     widest = max(max(spec.key_dim, spec.value_dim) for spec in with_keys)
-    if widest > WIDEST_HEAD:
+    if kernel == "triton" and widest > WIDEST_HEAD:
         return f"its heads are {widest} wide, {WIDEST_HEAD} are possible"
     dtypes = {spec.dtype for spec in with_keys} - set(DTYPES)
     return f"it computes in {dtypes.pop()}, possible are float32, bfloat16 and float16" if dtypes else None
@@ -94,7 +109,7 @@ def split_count(view: int) -> int:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None = None, kind: LayerKind = LayerKind(),
-    scale: float | None = None, softcap: float | None = None,
+    scale: float | None = None, softcap: float | None = None, kernel: Kernel = "triton",
 ) -> Tensor:  # fmt: skip
     """Attention of the last ``N`` nodes of a block, ``[B, N, Hq, Dv]``.
 
@@ -109,17 +124,25 @@ def attend(
         softcap: bound of the scores, by tanh.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    return tree_attention(query, key, value, mask, sinks, kind.window or 0, kind.chunk or 0, scale, softcap or 0.0)
+    compute = tree_attention if kernel == "triton" else _on_cpu
+    return compute(query, key, value, mask, sinks, kind.window or 0, kind.chunk or 0, scale, softcap or 0.0)
 
 
 def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
-    **given: Any,
+    kernel: Kernel = "triton", **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """As :func:`decoders.engine.model.attention.tree_attention`, with a mask of :func:`pack_mask`."""
     refuse_position_bias(module, given)
-    sinks, softcap = given.get("s_aux"), given.get("softcap")
-    return attend(query, key, value, attention_mask, sinks, kind_of(module), scaling, softcap), None
+    sinks, softcap, kind = given.get("s_aux"), given.get("softcap"), kind_of(module)
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *_: int) -> Tensor:
+        return attend(query, key, value, mask, sinks, kind, scaling, softcap, kernel)
+
+    shape = getattr(attention_mask, "decoders_shape", None)  # of a mixed pass
+    if shape is not None:
+        return shape.attend(query, key, value, attention_mask, 0, compute), None
+    return compute(query, key, value, attention_mask), None
 
 
 class Tiles(NamedTuple):
@@ -238,4 +261,15 @@ tree_attention = operator(
     _fake,
 )
 
+
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, window: int, chunk: int, scale: float,
+    softcap: float,
+) -> Tensor:  # fmt: skip
+    assert _slot_attention is not None
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    return _slot_attention(query, key, value, mask, sinks, None, None, window, chunk, scale, softcap)
+
+
 register(NAME, kernel_attention)
+register(CPU_NAME, functools.partial(kernel_attention, kernel="cpu"))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ....common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, is_of_training
+from ..rope import has_varying_table
 from ..torch_compat import buffers_in, hooks_everywhere, hooks_of, local_part, modules_in, parameters_in, with_parts
 from .fingerprints import state_of
 from .twin import DEPTH, HELPERS, INTERNAL, OF_GENERATION, OURS, PLAIN, captured
@@ -52,7 +53,9 @@ class WeightState:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         parts = modules_in(model)
-        tensors = with_parts((*parameters_in(parts), *buffers_in(parts)))
+        # Some rotary modules write a table for the length of each text, which a private tree has for itself.
+        fixed = [part for part in parts if not has_varying_table(part)]
+        tensors = with_parts((*parameters_in(parts), *buffers_in(fixed)))
         shapes = tuple((id(t), t.dtype, t.device, t.shape, strides_of(t)) for t in tensors)
         modules: list[object] = []
         held: list[object] = []
@@ -68,8 +71,9 @@ class WeightState:
                 read = read_by(hook)
                 held += [value for value in read if not isinstance(value, Tensor)]
                 loose += [value for value in read if isinstance(value, Tensor)]
+            varying = has_varying_table(module)
             for name, value in vars(module).items():
-                if name in _LEFT_OUT or name.startswith(OURS):
+                if name in _LEFT_OUT or name.startswith(OURS) or varying:
                     continue
                 kind = type(value)  # a config is slow to say what it is an instance of
                 if issubclass(kind, PLAIN):
@@ -96,13 +100,14 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
     """This process's parts of all tensors that modules of `model` hold: parameters, buffers, and plain attributes."""
+    fixed = [module for module in model.modules() if not has_varying_table(module)]
     loose = [
         value
-        for module in model.modules()
+        for module in fixed
         for name, value in vars(module).items()
         if isinstance(value, Tensor) and name not in OF_GENERATION
     ]
-    return [local_part(tensor) for tensor in with_parts((*model.parameters(), *model.buffers(), *loose))]
+    return [local_part(tensor) for tensor in with_parts((*model.parameters(), *buffers_in(fixed), *loose))]
 
 
 def _content(value: Any, depth: int) -> object:

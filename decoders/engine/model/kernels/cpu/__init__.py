@@ -46,6 +46,7 @@ class Kernels:
         path: of the shared object.
         few_rows_linear, rms_norm: see :mod:`~decoders.engine.model.kernels.products`.
         gated_activation, rotary, write_to_cache: see :mod:`~decoders.engine.model.kernels.elementwise`.
+        slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
         round_to_four_bits: the levels of a matrix, and its scales.
     """
@@ -57,6 +58,7 @@ class Kernels:
     gated_activation: Callable[..., Tensor]
     rotary: Callable[..., Tensor]
     write_to_cache: Callable[..., None]
+    slot_attention: Callable[..., Tensor]
     quantized_linear: Callable[..., Tensor]
     round_to_four_bits: Callable[..., tuple[Tensor, Tensor]]
 
@@ -81,6 +83,9 @@ _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "gated_activation": lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
     "rotary": lambda x, *_: x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])),
     "write_to_cache": lambda *_: None,
+    "slot_attention": lambda query, _, value, *more: query.new_empty(
+        *[query.shape[i] for i in (0, 2, 1)], value.shape[3]
+    ),
     "quantized_linear": lambda x, levels, *_: x.new_empty((*x.shape[:-1], sum(len(matrix) for matrix in levels))),
 }
 
@@ -164,7 +169,7 @@ def loaded(variant: str) -> Kernels:
 def check(kernels: Kernels) -> str | None:
     """Compares results with those in float64 for several sizes; what is wrong, None if nothing is."""
     found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
-    return next(filter(None, found), None) or _check_quantized(kernels)
+    return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 
 
 def _drawn(*sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -212,6 +217,42 @@ def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
     kernels.write_to_cache(cache, cache, slots, heads, heads)
     if not torch.equal(cache.gather(2, (slots % 4)[:, None, :, None].expand_as(heads)), heads):
         return f"a wrong write of {name} to the cache"
+    return None
+
+
+def _check_attention(kernels: Kernels) -> str | None:
+    """Two branches behind 70 tokens, ``70 71 72`` and ``70 73 74 75``, for two heads of the keys and six of the queries."""
+    generator = torch.Generator().manual_seed(0)
+    committed, parents, window, softcap = 70, (-1, 0, 1, 0, 3, 4), 40, 3.0
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    rows = [[sum(1 << node for node in path), len(path) - 1, committed] for path in paths]
+    mask = torch.tensor(rows, device="cpu")[None, None]
+    chain = torch.tensor([[(2 << node) - 1, node, committed] for node in range(4)], device="cpu")[None, None]
+    slots = [*range(committed), *(committed + node for node in paths[-1])]
+    for dtype in TYPES:
+        query, key, value = (
+            torch.randn(1, *size, generator=generator, device="cpu").to(dtype)
+            for size in ((6, len(parents), 36), (2, 90, 36), (2, 90, 20))
+        )
+        wide = [tensor.double().repeat_interleave(3, 1) for tensor in (key, value)]
+        for reach, cap in ((0, 0.0), (window, softcap)):
+            options = None, None, None, reach, 0, 0.3, cap
+            ours, name = kernels.slot_attention(query, key, value, mask, *options), str(dtype).removeprefix("torch.")
+            for node, path in enumerate(paths):
+                seen = [*range(committed), *(committed + other for other in path)][-reach:]
+                scores = (query[:, :, node, None].double() * wide[0][:, :, seen]).sum(-1) * 0.3
+                weights = (cap * torch.tanh(scores / cap) if cap else scores).softmax(-1)
+                exact = (weights[..., None] * wide[1][:, :, seen]).sum(2)
+                if (
+                    not (ours[:, node].double() - exact).abs().max()
+                    <= max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max()
+                ):
+                    return f"a wrong attention in {name}"
+            one = query[:, :, paths[-1]], key[:, :, slots], value[:, :, slots]
+            if not torch.equal(kernels.slot_attention(*one, chain, *options), ours[:, paths[-1]]):
+                return f"a wrong attention in {name}: a branch has other bits than a chain"
     return None
 
 

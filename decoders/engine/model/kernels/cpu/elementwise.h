@@ -26,7 +26,7 @@ inline float rounded(float value) {
     return widen(narrowed);
 }
 
-constexpr int SUMS = 16;  // running sums of a norm, whatever the vectors of the processor are
+constexpr int RUNNING = 16;  // running sums of a norm, whatever the vectors of the processor are
 
 // x / sqrt(mean(x^2) + epsilon) * weight, or * (1 + weight); rounded_first: the quotient is rounded to T before it is multiplied.
 template <class T>
@@ -35,15 +35,15 @@ void rms_norm(const T* x, long rows, long width, const T* weight, float epsilon,
         for (long row = begin; row < end; row++) {
             const T* from = x + row * width;
             T* to = out + row * width;
-            float sums[SUMS] = {};
+            float sums[RUNNING] = {};
             long i = 0;
-            for (; i + SUMS <= width; i += SUMS)
-                for (int s = 0; s < SUMS; s++) {
+            for (; i + RUNNING <= width; i += RUNNING)
+                for (int s = 0; s < RUNNING; s++) {
                     float value = widen(from[i + s]);
                     sums[s] += value * value;
                 }
             for (int s = 0; i + s < width; s++) sums[s] += widen(from[i + s]) * widen(from[i + s]);
-            for (int half = SUMS / 2; half; half /= 2)
+            for (int half = RUNNING / 2; half; half /= 2)
                 for (int s = 0; s < half; s++) sums[s] += sums[s + half];
             const float factor = 1.0f / std::sqrt(sums[0] / width + epsilon), added = one_added ? 1.0f : 0.0f;
             if (rounded_first) {

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "attention.h"
 #include "elementwise.h"
 #include "products.h"
 #include "quantized.h"
@@ -12,21 +13,25 @@ namespace {
 
 using torch::stable::Tensor;
 
-// A new contiguous tensor with the sizes of `x` but the last. torch's own wrapper takes twice as long, by its dispatcher.
-Tensor with_last_size(const Tensor& x, int64_t last) {
-    int64_t sizes[16], strides[16], elements = 1;
-    int dims = x.dim();
-    STD_TORCH_CHECK(0 < dims && dims <= 16, "a tensor of 1 to 16 dimensions is needed, not of ", dims);
-    for (int i = dims - 1; i >= 0; i--) {
-        sizes[i] = i == dims - 1 ? last : x.size(i);
-        strides[i] = elements;
-        elements *= sizes[i];
-    }
+// A new contiguous tensor of the type of `x`. torch's own wrapper takes twice as long, by its dispatcher.
+Tensor empty(const std::vector<int64_t>& sizes, const Tensor& x) {
+    std::vector<int64_t> strides(sizes.size());
+    int64_t elements = 1;
+    for (size_t i = sizes.size(); i--; elements *= sizes[i]) strides[i] = elements;
     int32_t type;
     AtenTensorHandle made;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &type));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, type, aoti_torch_device_type_cpu(), 0, &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
     return Tensor(made);
+}
+
+// A new contiguous tensor with the sizes of `x` but the last.
+Tensor with_last_size(const Tensor& x, int64_t last) {
+    STD_TORCH_CHECK(x.dim() > 0, "a tensor of one dimension or more is needed");
+    std::vector<int64_t> sizes(x.dim());
+    for (size_t i = 0; i < sizes.size(); i++) sizes[i] = x.size(i);
+    sizes.back() = last;
+    return empty(sizes, x);
 }
 
 Tensor without_gaps(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
@@ -158,8 +163,7 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin) {
     STD_TORCH_CHECK(cos.dim() == 3 && cos.is_contiguous() && sin.is_contiguous() && sin.numel() == cos.numel() && cos.size(1) == heads.nodes &&
                         (cos.size(0) == 1 || cos.size(0) == heads.rows) && turned <= heads.width && turned % 2 == 0,
                     "cos and sin of every token are needed");
-    int64_t sizes[] = {heads.rows, heads.nodes, heads.heads, heads.width};
-    Tensor out = torch::stable::new_empty(x, {sizes, 4});
+    Tensor out = empty({heads.rows, heads.nodes, heads.heads, heads.width}, x);
     with_type(x, [&](auto type) {
         using T = decltype(type);
         rotate(heads, data<T>(cos), data<T>(sin), turned, cos.size(0) == 1 ? 0 : heads.nodes * turned, data<T>(out), threads());
@@ -182,6 +186,36 @@ void write_to_cache(Tensor keys, Tensor values, Tensor slots, Tensor new_keys, T
             write_slots<T>(own, data<int64_t>(slots), all, threads());
         });
     }
+}
+
+Slots slots(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+
+// query: [B, heads, N, D], key and value: [B, kv_heads, view, D or Dv], mask: [B, 1, nodes, columns] int64, sinks: [heads],
+// scales: [B, kv_heads, view, 1] if keys and values are int8. The last dimension of each has no gaps.
+Tensor slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, std::optional<Tensor> sinks, std::optional<Tensor> key_scales,
+                      std::optional<Tensor> value_scales, int64_t window, int64_t chunk, double scale, double softcap) {
+    using torch::headeronly::ScalarType;
+    auto fits = [&](const Tensor& x) { return x.dim() == 4 && x.size(0) == query.size(0) && (x.size(3) <= 1 || x.stride(3) == 1); };
+    STD_TORCH_CHECK(fits(query) && fits(key) && fits(value) && fits(mask), "queries, keys, values and the mask have four dimensions, the last without gaps");
+    STD_TORCH_CHECK(key.size(1) == value.size(1) && key.size(2) == value.size(2) && key.size(3) == query.size(3), "keys have the width of queries and the slots of values");
+    STD_TORCH_CHECK(key.size(1) > 0 && query.size(1) % key.size(1) == 0, "every head of the keys has as many heads of queries");
+    STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Long && mask.size(3) >= 2 && mask.size(2) >= query.size(2), "the mask has a node for each query");
+    const bool levels = key.scalar_type() == ScalarType::Char;
+    STD_TORCH_CHECK(value.scalar_type() == key.scalar_type() && (levels || key.scalar_type() == query.scalar_type()), "keys and values have the type of queries, or int8");
+    STD_TORCH_CHECK(levels == key_scales.has_value() && levels == value_scales.has_value(), "int8 keys and values have scales");
+    Tensor out = empty({query.size(0), query.size(2), query.size(1), value.size(3)}, query);
+    Slots none = {};
+    Attention given = {
+        query.scalar_type() == ScalarType::Float ? Type::float32 : query.scalar_type() == ScalarType::Half ? Type::float16 : Type::bfloat16,
+        slots(query), slots(key), slots(value), levels ? slots(*key_scales) : none, levels ? slots(*value_scales) : none,
+        sinks ? sinks->data_ptr() : nullptr, out.data_ptr(),
+        query.size(0), query.size(1), key.size(1), query.size(2), query.size(3), value.size(3), key.size(2),
+        data<const int64_t>(mask), mask.stride(0), mask.stride(2), mask.size(2), mask.size(3), window, chunk, float(scale), float(softcap),
+    };
+    if (!out.numel()) return out;
+    if (levels) attend_to_slots<int8_t>(given, threads());
+    else with_type(query, [&](auto type) { attend_to_slots<decltype(type)>(given, threads()); });
+    return out;
 }
 
 // Bytes behind the last element of a contiguous tensor.
@@ -217,7 +251,7 @@ Tensor quantized_linear(Tensor x, std::vector<Tensor> levels, std::vector<Tensor
         int64_t group = groups ? inputs / groups : 0;
         STD_TORCH_CHECK(groups && inputs % groups == 0 && (bytes ? groups == 1 || group % 32 == 0 : group >= 32 && (group & (group - 1)) == 0),
                         "groups are 32 doubled any number of times, or multiples of 32 for int8, or one");
-        STD_TORCH_CHECK(bytes || storage_behind(scale) >= SIXTEENS * scale.element_size(), "of scales for 4 bits 16 more may be read");
+        STD_TORCH_CHECK(bytes || storage_behind(scale) >= int64_t(SIXTEENS * scale.element_size()), "of scales for 4 bits 16 more may be read");
         const void* bias = biases.empty() ? nullptr : bias_of(biases[m], matrix, x);
         all[m] = {matrix.data_ptr(), bias, matrix.size(0), matrix.stride(0), 1, scale.data_ptr(), groups};
         outputs += matrix.size(0);
@@ -267,6 +301,8 @@ DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("gated_activation(Tensor x, int kind, bool gate_first) -> Tensor");
     m.def("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor");
     m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values) -> ()");
+    m.def("slot_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? sinks, Tensor? key_scales, Tensor? value_scales, "
+          "int window, int chunk, float scale, float softcap) -> Tensor");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("few_rows_linear", TORCH_BOX(&few_rows_linear));
@@ -276,4 +312,5 @@ DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("gated_activation", TORCH_BOX(&gated_activation));
     m.impl("rotary", TORCH_BOX(&rotary));
     m.impl("write_to_cache", TORCH_BOX(&write_to_cache));
+    m.impl("slot_attention", TORCH_BOX(&slot_attention));
 }

@@ -1,0 +1,83 @@
+"""How long a run of the bench still takes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .measurement import Competitor
+    from .prompts import Workload
+
+#: Share of a call that its first token takes, before any was timed.
+FIRST_TOKEN = 0.25
+
+
+def expected(
+    warmed: Sequence[Competitor], taken: Mapping[bool, Sequence[float]], coming: Sequence[bool], texts: float
+) -> float:
+    """Seconds that a run is expected to take, compiling included: methods that come take as long as those before them, ours as ours.
+
+    Args:
+        taken: by whether it was one of ours, what each warm-up took.
+        coming: whether each that is still to be warmed up is one of ours.
+        texts: that each writes after its warm-up.
+    """
+    if not all(ours in taken for ours in coming):
+        return math.inf
+    calls = [entry.warmup.second_call for entry in warmed if entry.warmup is not None]
+    warm_ups = sum(sum(taken[ours]) / len(taken[ours]) for ours in coming)
+    return warm_ups + texts * sum(calls) * (1 + len(coming) / max(len(calls), 1))
+
+
+class Pace:
+    """How long a run still takes: each prompt takes each method about as long in every round as in the one before.
+
+    Args:
+        sample: seconds of a timed call over those of an untimed one, until some were timed.
+        checks: whether there are untimed ones.
+    """
+
+    def __init__(
+        self, entries: Sequence[Competitor], workloads: Sequence[Workload], repeats: int, sample: float, checks: bool
+    ) -> None:
+        self.entries, self.sample_over_check, self.checked = entries, sample, checks
+        self.checks, self.samples = dict[tuple[int, str], float](), dict[tuple[int, str], float]()
+        self.rounds = {(id(entry), workload.name): repeats for entry in entries for workload in workloads}
+
+    @contextmanager
+    def check(self, entry: Competitor, workload: Workload) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.checks[id(entry), workload.name] = time.perf_counter() - began
+
+    @contextmanager
+    def sample(self, entry: Competitor, workload: Workload) -> Iterator[None]:
+        key, began = (id(entry), workload.name), time.perf_counter()
+        yield
+        self.samples[key] = time.perf_counter() - began
+        self.rounds[key] -= 1
+
+    def left(self) -> float:
+        """Expected seconds until the end."""
+        going = {id(entry): entry for entry in self.entries if entry.status == "ok"}
+        # A prompt may be longer than the one of the warm-up.
+        once = self.checks if self.checked else self.samples
+        known = [(once[key], self._warm(going[key[0]])) for key in once if key[0] in going]
+        scale = sum(check for check, _ in known) / max(sum(warm for _, warm in known), 1e-9) if known else 1.0
+        timed = [(self.samples[key], once[key]) for key in self.samples if key[0] in going]
+        if timed:
+            self.sample_over_check = sum(s for s, _ in timed) / max(sum(check for _, check in timed), 1e-9)
+        total = 0.0
+        for key in [key for key in self.rounds if key[0] in going]:
+            check = once.get(key, scale * self._warm(going[key[0]]))
+            total += (self.checked and key not in self.checks) * check
+            total += self.rounds[key] * self.samples.get(key, self.sample_over_check * check)
+        return total
+
+    @staticmethod
+    def _warm(entry: Competitor) -> float:
+        return entry.warmup.second_call if entry.warmup is not None else 0.0

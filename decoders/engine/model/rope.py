@@ -1,0 +1,231 @@
+"""Rotary tables that depend on how long the text is: longrope has one up to the original length and one beyond it, dynamic NTK scaling
+another for every length beyond.
+
+transformers takes the table by the longest position of a pass, drafts and other rows included. A private tree gets modules whose table
+is that of a *side*, which a call names: texts up to the first border, up to the second, and so on. A call that stays on its side has
+the tables of transformers in every pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...common.transformers_compat import rope_parameters_of, rope_type_of, set_rope_type
+from ...errors import ContextLengthError, UnsupportedError
+
+#: Kinds of rotary tables that depend on the length; whether there is one table for all lengths beyond the border.
+VARYING = {"longrope": True, "dynamic": False}
+
+
+class Sides:
+    """The lengths at which the rotary tables of a design change.
+
+    Attributes:
+        borders: the longest texts of each side, in order; beyond the last one there is a side more if `open`.
+        open: whether texts beyond the last border have one table for all lengths.
+        now: the side of the present pass.
+        flag: `now` as the modules read it, ``[]`` int64. Private trees of one target share it.
+    """
+
+    def __init__(self, borders: tuple[int, ...], open: bool, device: torch.device) -> None:
+        self.borders, self.open, self.now = borders, open, 0
+        self.flag = torch.zeros((), dtype=torch.int64, device=device)
+
+    def of(self, length: int) -> int:
+        """The side of a text of so many tokens."""
+        return min(self._passed(length), len(self.borders) - (not self.open))
+
+    def take(self, side: int) -> None:
+        """Makes the next passes those of texts on `side`."""
+        if side != self.now:  # never while a step is recorded, which would repeat it
+            self.now = side
+            self.flag.fill_(side)
+
+    def check(self, name: str, prompt: int, new_tokens: int, cached: int | None = None) -> None:
+        """Raises ContextLengthError unless a call stays on one side.
+
+        Args:
+            name: of the design.
+            prompt: tokens of the longest prompt.
+            new_tokens: most tokens behind it; the last one is never read.
+            cached: how many of the prompt's are in a cache of the caller's.
+        """
+        before = self._passed(prompt)
+        border = self.borders[min(before, len(self.borders) - 1)]
+        changes, otherwise = (
+            f"{name} has another rotary table for texts of more than",
+            "call generate without strategy=.",
+        )
+        if cached is not None and self._passed(cached) != before:
+            raise ContextLengthError(
+                f"{changes} {self.borders[before - 1]} tokens: past_key_values was computed of {cached} with one table, and the prompt "
+                f"has {prompt}. Pass the whole text as input_ids without it, or {otherwise}"
+            )
+        if before == self._passed(prompt + max(new_tokens - 1, 0)) and (self.open or not before):
+            return
+        room = border + 1 - prompt
+        raise ContextLengthError(
+            f"{changes} {border} tokens, and {prompt} prompt tokens plus {new_tokens} new ones exceed that length, while the loop "
+            "decodes a text with one table: "
+            + (f"max_new_tokens can be {room} at most, or " if room > 0 else "shorten the prompt, or ")
+            + otherwise
+        )
+
+    def _passed(self, length: int) -> int:
+        return sum(length > border for border in self.borders)
+
+
+def varies(config: PreTrainedConfig) -> bool:
+    """Whether rotary tables of a design depend on the length of the text."""
+    return any(kind in VARYING for kind, _ in _kinds(config))
+
+
+def has_varying_table(module: nn.Module) -> bool:
+    """Whether the forward pass of `module` itself writes such a table into its attributes."""
+    kind = rope_type_of(module)
+    return kind is not None and not VARYING.keys().isdisjoint(kind.values() if isinstance(kind, dict) else (kind,))
+
+
+def take_over(model: PreTrainedModel) -> Sides | None:
+    """Gives a private tree rotary modules whose tables follow a side; None if its tables do not depend on the length.
+
+    Raises:
+        UnsupportedError: its tables do, and no module was found that computes them.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if not varies(config):
+        return None
+    kinds = list(_kinds(config))
+    borders = tuple(sorted({border for kind, border in kinds if kind in VARYING}))
+    several = len(borders) > 1
+    sides = Sides(borders, all(VARYING.get(kind, True) for kind, _ in kinds), model.device)
+    modules = {id(module): module for module in model.modules() if _computes_table(module, config)}
+    if not modules or (several and not sides.open):
+        raise UnsupportedError(
+            f"{type(model).__name__} scales its rotary positions by the sequence's length (rope_type "
+            f"{' / '.join(kind for kind, _ in kinds)}) in a way that the loop cannot follow. Call generate without strategy=."
+        )
+    exchanged = {key: SidedRotary(module, sides) for key, module in modules.items()}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in exchanged:
+                setattr(parent, name, exchanged[id(child)])
+    return sides
+
+
+def with_own_tables(model: nn.Module) -> None:
+    """Gives modules of a private tree whose forward pass writes its table buffers of their own."""
+    for module in model.modules():
+        if has_varying_table(module):
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module.register_buffer(name, buffer.clone(), persistent=False)
+
+
+def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    """The kinds of rotary tables of a design, each with the longest text of its first one."""
+    for parameters in rope_parameters_of(config):
+        kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+        context = int(getattr(config, "max_position_embeddings", None) or (1 << 31))
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        yield kind, int(original) if kind == "longrope" and original else context
+
+
+def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
+    """Whether a module makes rotary tables of positions: it takes these, has buffers and no weights."""
+    if not varies(getattr(module, "config", config)) or next(module.parameters(), None) is not None:
+        return False
+    return "position_ids" in inspect.signature(module.forward).parameters and next(module.buffers(), None) is not None
+
+
+class SidedRotary(nn.Module):
+    """A rotary module with the table of one side for all positions.
+
+    Args:
+        module: whose table depends on the longest position that it is given.
+    """
+
+    flag: Tensor
+
+    def __init__(self, module: nn.Module, sides: Sides) -> None:
+        super().__init__()
+        self._place = list(inspect.signature(module.forward).parameters).index("position_ids")
+        begins = (0, *sides.borders)[: len(sides.borders) + sides.open]
+        self._range = [(begin, *sides.borders[number : number + 1]) for number, begin in enumerate(begins)]
+        self.sides = nn.ModuleList(copy.deepcopy(module) for _ in begins)
+        self.register_buffer("flag", sides.flag, persistent=False)
+        self._settled = [False] * len(begins)
+        self._settled = [self._settle(number) for number in range(len(begins))]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # some designs read attributes of the module
+            return getattr(super().__getattr__("sides")[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        table = self._of_side(0, args, kwargs)
+        for number in range(1, len(self.sides)):
+            chosen, other = self.flag == number, self._of_side(number, args, kwargs)
+            table = _each(lambda own, new, chosen=chosen: torch.where(chosen, new, own), table, other)
+        return table
+
+    def _of_side(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The table as if the longest text of the pass were on a side."""
+        module = self.sides[number]
+        if self._settled[number]:
+            return module(*args, **kwargs)
+        begin, *border = self._range[number]
+        named = "position_ids" in kwargs
+        positions: Tensor = kwargs["position_ids"] if named else args[self._place]
+        if border:
+            positions = positions.clamp(max=border[0] - 1)
+        positions = torch.cat([positions, torch.full_like(positions[..., :1], begin)], dim=-1)
+        if named:
+            table = module(*args, **kwargs | {"position_ids": positions})
+        else:
+            table = module(*args[: self._place], positions, *args[self._place + 1 :], **kwargs)
+        return _each(lambda values: values[..., :-1, :], table)
+
+    def _settle(self, number: int) -> bool:
+        """Fixes the table of a side in its module, so that passes neither compute nor write it; whether that was possible."""
+        module, kind = self.sides[number], rope_type_of(self.sides[number])
+        if kind is None:
+            return False
+        x = torch.zeros(1, 1, 1, device=self.flag.device)
+        given: list[dict[str, Any]] = [{"layer_type": each} for each in kind] if isinstance(kind, dict) else [{}]
+        positions = torch.arange(4, device=self.flag.device)[None]
+        beyond = torch.cat([positions, positions + max(max(each) for each in self._range)], dim=1)
+        try:
+            before = [self._of_side(number, (x, positions), each) for each in given]
+            set_rope_type(module, "default")
+            for text in (positions, beyond):
+                after = [_each(lambda values: values[..., :4, :], module(x, text, **each)) for each in given]
+                pairs = [pair for own, new in zip(before, after, strict=True) for pair in _pairs(own, new)]
+                if not all(torch.equal(*pair) for pair in pairs):
+                    break
+            else:
+                return True
+        except Exception:  # a module of its own design
+            pass
+        set_rope_type(module, kind)
+        return False
+
+
+def _each(function: Callable[..., Tensor], *tables: Any) -> Any:
+    """`function` of each tensor of tables, which are tensors or tuples of them."""
+    if isinstance(tables[0], Tensor):
+        return function(*tables)
+    return tuple(function(*parts) for parts in zip(*tables, strict=True))
+
+
+def _pairs(one: Any, other: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(one, other)] if isinstance(one, Tensor) else list(zip(one, other, strict=True))

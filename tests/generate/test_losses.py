@@ -1,0 +1,63 @@
+"""Where the machine or its load makes us lose, it is said once; and speeds are not compared then."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import decoders
+from decoders.engine.decode import losses
+from decoders.engine.model.kernels import cpu
+from decoders.engine.model.threads import Threads
+from decoders.report import Report
+from decoders.testing import decode, prompts, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_said", set())
+
+
+def call(model: Any) -> Report:
+    return decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config={"compile": False}).report
+
+
+@pytest.mark.parametrize("computing, busy", [(0.3, True), (0.9, False)])
+def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Threads, "end_step", lambda self: (1.0, computing))
+    model = decoders.enable(tiny_model("llama"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        reports = [call(model), call(model)]
+    messages = [str(each.message) for each in said if "steps waited" in str(each.message)]
+    assert len(messages) == busy
+    for report in reports:
+        assert report.waiting == pytest.approx(1 - computing)
+        assert report.busy == report.as_dict()["busy"] == busy
+        assert ("steps waited 70% of their time" in str(report)) == busy
+
+
+def test_waiting_for_a_compiler_is_no_load() -> None:
+    report = Report("none")
+    report.waits(0.0, 0.001)
+    assert report.waiting == 0
+
+
+def test_weights_of_16_bits_without_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lacking in (True, False):
+        if lacking:
+            monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(None, {"avx2": "no compiler"}))
+        else:
+            monkeypatch.undo()
+        monkeypatch.setattr(losses, "_said", set())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                call(decoders.enable(tiny_model("llama").to(torch.bfloat16)))
+                call(decoders.enable(tiny_model("llama")))
+        messages = [str(each.message) for each in said if "there are no kernels for this CPU" in str(each.message)]
+        assert len(messages) == (lacking or cpu.chosen().kernels is None)
+        assert all("bfloat16" in message for message in messages)
