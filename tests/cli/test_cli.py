@@ -559,7 +559,7 @@ def test_doctor_says_that_other_processes_take_the_cores(
 def test_doctor_says_which_kernels_the_cpu_has_and_why_not_others(
     refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = cpu.Kernels("avx2", Path("kernels.so"), torch.add)
+    kernels = cpu.Kernels("avx2", Path("kernels.so"), *[torch.add] * 7)
     monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(kernels, refused))
     (finding,) = doctor.cpu_kernels()
     assert finding.detail.startswith("avx2 (kernels.so)") and finding.status == ("warning" if refused else "ok")

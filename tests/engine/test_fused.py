@@ -18,7 +18,7 @@ from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
-from decoders.engine.model.weights import few_rows, fused, quantized
+from decoders.engine.model.weights import few_rows, fused
 from decoders.engine.model.weights.few_rows import multiply_few_rows
 from decoders.engine.model.weights.quantization import Scheme, quantize
 from decoders.heads.dflash import DFlashConfig, DFlashNetwork
@@ -150,7 +150,8 @@ def test_quantized_shares_have_the_bits_of_products_of_their_own(scheme: Scheme)
     plain = Both(bias=True)
     alone, together = copy.deepcopy(plain), copy.deepcopy(plain)
     assert len(quantize(alone, scheme, None, smallest=0).weights) == 3
-    assert len(quantize(together, scheme, None, smallest=0, groups=GROUP).weights) == 2
+    quantize(together, scheme, None, smallest=0, groups=GROUP)
+    assert together.up.group == (together.up, together.gate)
     for rows in (1, 2, 9):
         x = torch.randn(rows, 32)
         assert torch.equal(together(x), alone(x))
@@ -185,13 +186,13 @@ def products(graph: torch.fx.Graph) -> int:
     return sum(getattr(node.target, "namespace", "").startswith("decoders") for node in graph.nodes)
 
 
+@by_our_kernels
 def test_the_compiler_leaves_one_of_equal_products() -> None:
-    def shares(x: Tensor, other: Tensor, weight: Tensor, scale: Tensor) -> list[Tensor]:
-        # Each layer rounds what it reads by itself: equal values are told by how they are computed.
-        given = [quantized.quantize_activations(t)[0] for t in (x, x, other)]
-        return [torch.ops.decoders.multiply_weight_int8(rows.float(), weight, scale) for rows in given]
+    def shares(x: Tensor, other: Tensor, weight: Tensor) -> list[Tensor]:
+        # Equal values are told by how they are computed.
+        return [few_rows.few_rows_linears(t.abs().round(), [weight], []) for t in (x, x, other)]
 
-    given = (*torch.randn(2, 3, 16), torch.randint(-9, 9, (8, 16), dtype=torch.int8), torch.rand(8))
+    given = (*torch.randn(2, 3, 16), torch.randn(8, 16))
     module = traced(shares, *given)
     assert products(module.graph) == 3
     torch_compat.EqualOnce()(module.graph)
@@ -212,16 +213,17 @@ def test_equal_products_of_matrices_as_they_are_are_one() -> None:
     assert products(module.graph) == 2
 
 
+@by_our_kernels
 def test_what_is_drawn_or_written_between_is_not_equal() -> None:
-    def shares(x: Tensor, weight: Tensor, scale: Tensor) -> list[Tensor]:
-        multiply = torch.ops.decoders.multiply_weight_int8
-        drawn = [multiply(torch.rand_like(x), weight, scale) for _ in range(2)]
-        before = multiply(x, weight, scale)
+    def shares(x: Tensor, weight: Tensor) -> list[Tensor]:
+        multiply = few_rows.few_rows_linears
+        drawn = [multiply(torch.rand_like(x), [weight], []) for _ in range(2)]
+        before = multiply(x, [weight], [])
         changed = x.clone()
         changed.mul_(2)
-        return [*drawn, before, multiply(changed, weight, scale)]
+        return [*drawn, before, multiply(changed, [weight], [])]
 
-    module = traced(shares, torch.randn(3, 16), torch.randint(-9, 9, (8, 16), dtype=torch.int8), torch.rand(8))
+    module = traced(shares, torch.randn(3, 16), torch.randn(8, 16))
     torch_compat.EqualOnce()(module.graph)
     assert products(module.graph) == 4
 

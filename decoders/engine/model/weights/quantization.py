@@ -156,8 +156,8 @@ def quantize(
         quantized.layers[path] = (module, weight)
         if id(module) not in by_module:  # one module may have two names
             by_module[id(module)] = weight
+            module.__dict__.update(weight.made)
             module.__class__ = KINDS[type(module)]
-            vars(module).update(weight.made)
     for paths in same_kind(groups, lambda path: product_kind(modules[path]) if path in quantized.layers else None):
         for begin in range(0, len(paths), MOST_MATRICES):
             group = tuple(modules[path] for path in paths[begin : begin + MOST_MATRICES])

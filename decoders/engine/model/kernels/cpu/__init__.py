@@ -70,12 +70,8 @@ class Kernels:
         operators: Any = getattr(torch.ops, namespace)
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake)
-        return cls(
-            variant,
-            path,
-            *(getattr(operators, name).default for name in _FAKES),
-            round_to_four_bits=operators.round_to_four_bits.default,
-        )
+        # Rounding is no part of a graph, and needs no fake.
+        return cls(variant, path, *(getattr(operators, name).default for name in (*_FAKES, "round_to_four_bits")))
 
 
 #: Per operator, in the order of :class:`Kernels`: a result without values.

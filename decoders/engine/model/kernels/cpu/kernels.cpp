@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "products.h"
 #include "quantized.h"
+#include "rounding.h"
 
 namespace {
 
