@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,10 @@ from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
 from .translation import TokenMap, tokens_of, translated
 
+log = logging.getLogger("decoders")
+
+#: Seconds from which on a comparison of vocabularies is logged.
+SLOW = 2.0
 #: Heads are padded to multiples of up to so many ids; a larger difference means another vocabulary.
 PADDING = 256
 
@@ -76,7 +82,13 @@ class Assistants:
         """
         kept = self._maps.get(model)
         if kept is None or kept[0] is not tokenizer or kept[1] is not other:
+            begin = time.perf_counter()
             kept = self._maps[model] = tokenizer, other, tokens_of(model, target, tokenizer, other)
+            if (seconds := time.perf_counter() - begin) > SLOW:
+                log.info(
+                    "comparing %d tokens of the target with %d of the draft model took %.1f s, once for a draft model: %.0f %% of the "
+                    "target's are shared", len(kept[2].own), len(kept[2].other), seconds, 100 * kept[2].shared,
+                )  # fmt: skip
         return kept[2]
 
     def translated(

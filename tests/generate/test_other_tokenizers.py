@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.errors import UnsupportedError
+from decoders.hf import assistants
 from decoders.hf.assistants import Assistants
 from decoders.hf.translation import ABSENT, token_map, translated
 
@@ -150,3 +151,16 @@ def test_what_is_written_into_the_drafts_embedding_or_head_counts(end: str, writ
         after = twin(assistants)(ids).logits
         assert not torch.equal(after, before)
         assert torch.equal(after, twin(Assistants())(ids).logits)
+
+
+def test_a_slow_comparison_of_vocabularies_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(assistants, "SLOW", -1.0)
+    target, draft, own, other = pair()
+    kept = Assistants()
+    with caplog.at_level("INFO", "decoders"):
+        for _ in range(2):
+            kept.tokens(draft, target, own, other)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert f"{len(own)} tokens of the target with {len(other)} of the draft" in message
