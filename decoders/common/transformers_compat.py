@@ -104,7 +104,8 @@ def rope_type_of(module: nn.Module) -> Any:
 def set_rope_type(module: nn.Module, kind: Any) -> None:
     """Sets it; a name for all types of layers."""
     present = rope_type_of(module)
-    module.rope_type = dict.fromkeys(present, kind) if isinstance(present, dict) and isinstance(kind, str) else kind
+    several = isinstance(present, dict) and isinstance(kind, str)
+    vars(module)["rope_type"] = dict.fromkeys(present, kind) if several else kind
 
 
 # Layers.

@@ -198,9 +198,9 @@ def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) ->
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"candidates": ["lookahead"]}, SettingsError, r"'lookahead' learns from steps .*rests = True"),
-        ({"candidates": ["threshold"]}, SettingsError, "'threshold' learns from steps"),
-        ({"candidates": ["suffix+lookahead"]}, SettingsError, r"'suffix\+lookahead' learns from steps"),
+        ({"candidates": ["lookahead"]}, SettingsError, r"'lookahead' has to see every step.*strategy='lookahead\+prompt_lookup'"),
+        ({"candidates": ["threshold"]}, SettingsError, "'threshold' has to see every step"),
+        ({"candidates": ["suffix+lookahead"]}, SettingsError, r"'suffix\+lookahead' has to see every step"),
         ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
         ({"candidates": ["auto"]}, SettingsError, "not auto itself"),
         ({"candidates": []}, SettingsError, "candidates"),

@@ -137,7 +137,6 @@ MERGED = "prompt_lookup+autoregressive"
         (SettingsError, "strategy", dict(strategy={"name": "prompt_lookup"})),
         (SettingsError, "strategy", dict(strategy=GenerationConfig)),
         (SettingsError, "already holds", dict(strategy=PromptLookup(), strategy_config={"length": 3})),
-        (UnsupportedError, "assistant_model", dict(assistant_model=tiny_model("llama", seed=1))),
         (UnsupportedError, "needs assistant_model=", dict(strategy=Needy)),
         (SettingsError, "path of one as a string, not 3", dict(strategy="speculative", assistant_model=3)),
         (UnknownNameError, "Did you mean 'rejection'", dict(verifier="rejektion")),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,7 @@ class SidedRotary(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:  # some designs read attributes of the module
-            return getattr(super().__getattr__("sides")[0], name)
+            return getattr(cast(nn.ModuleList, super().__getattr__("sides"))[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         table = self._of_side(0, args, kwargs)
