@@ -351,7 +351,9 @@ def test_generate_streams_text_and_reports_on_standard_error(checkpoint: str) ->
     assert answer["report"]["new_tokens"] == [12]
     assert answer["report"]["compiled"] is False
     assert answer["report"]["strategy"] == "auto"
-    streamed = run("generate", checkpoint, "-n", "12", "--no-compile", "--report", "-s", "prompt_lookup", input="abcabc")
+    streamed = run(
+        "generate", checkpoint, "-n", "12", "--no-compile", "--report", "-s", "prompt_lookup", input="abcabc"
+    )
     assert streamed.exit_code == 0, streamed.output
     assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
     assert "tokens each" in streamed.stderr
