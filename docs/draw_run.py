@@ -1,11 +1,12 @@
 """Draws the pictures of README and of how-the-loop-works.md from a run of the demo model: ``python docs/draw_run.py``.
 
-Tokens that were drafted and accepted are coloured; the others are the model's own, one in each step. The tree is that of one step.
+Words of tokens that were drafted and accepted are coloured; the model wrote one token in each step itself. The tree is that of one step.
 """
 
 from __future__ import annotations
 
 import html
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,19 @@ def run() -> tuple[list[tuple[str, str]], str]:
     report = report_of("prompt_lookup", prompt.text, 2 * len(prompt.text))
     pieces = [("drafted" if who else "own", text) for text, who in report.written.pieces()]
     assert "".join(text for _, text in pieces).strip() == prompt.answer.strip(), "a picture has a text that makes sense"
-    caption = f"{report.new_tokens[0]} tokens in {report.steps} steps: {report.accepted} of them (green) were drafted and accepted"
-    return [("prompt", prompt.text), *pieces], caption
+    caption = f"{report.new_tokens[0]} tokens in {report.steps} steps; {report.accepted} were drafted and accepted: words in green"
+    return [("prompt", prompt.text), *whole_words(pieces)], caption
+
+
+def whole_words(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """`pieces` in which each word has one style: one that the model wrote a part of is its own."""
+    styles = [style for style, text in pieces for _ in text]
+    written = "".join(text for _, text in pieces)
+    for word in re.finditer(r"\w+", written):
+        if "own" in styles[word.start() : word.end()]:
+            styles[word.start() : word.end()] = ["own"] * len(word[0])
+    characters = groupby(zip(styles, written, strict=True), key=lambda pair: pair[0])
+    return [(style, "".join(text for _, text in run)) for style, run in characters]
 
 
 def tree() -> str:

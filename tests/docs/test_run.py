@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from importlib import util
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def test_the_pictures_of_a_run_are_what_the_code_draws() -> None:
 def test_no_word_of_the_picture_is_cut_or_has_two_colours() -> None:
     lines = re.findall(r"<text .*?>(.*?)</text>", (DOCS / "run.svg").read_text(encoding="utf-8"))
     spans = [re.findall(r">(.*?)</tspan>", line) for line in lines]
-    pairs = [pair for line in spans for pair in zip(line, line[1:], strict=False)]
+    pairs = [pair for line in spans for pair in pairwise(line)]
     assert not [pair for pair in pairs if re.search(r"\w$", pair[0]) and re.match(r"\w", pair[1])]
 
 
