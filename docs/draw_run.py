@@ -1,6 +1,7 @@
 """Draws the pictures of README and of how-the-loop-works.md from a run of the demo model: ``python docs/draw_run.py``.
 
-Words of tokens that were drafted and accepted are coloured; the model wrote one token in each step itself. The tree is that of one step.
+Words of tokens that were drafted and accepted are coloured; the model wrote one token in each step itself. The tree is that of one
+step.
 """
 
 from __future__ import annotations
