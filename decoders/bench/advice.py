@@ -215,22 +215,22 @@ def advise(
             methods += ours
         uncompiled += [r for r in tried if r.method in variants]
     weights = dict[str, float]()
-    plain = next(method for method in methods if not method.ours)
+    theirs = next(method for method in methods if not method.ours)
     for name in WEIGHTS:
         if time.monotonic() - begin > SETTINGS * seconds:
             break
-        best = verdict.method or AUTO
+        winner = verdict.method or AUTO
         packed = strategy_methods(
             model,
-            [with_setting(best, f"weights={name}")],
+            [with_setting(winner, f"weights={name}")],
             assistant_model,
             None,
             {"compile": False},
             generate.tokenizer,
         )
         progress(f"weights in {name}: packing them", max(begin + seconds - time.monotonic(), 0.0))
-        unpacked = [method for method in methods if method.name == best]
-        tried = compared([plain, *unpacked, *packed], begin + PACKED * seconds)
+        unpacked = [method for method in methods if method.name == winner]
+        tried = compared([theirs, *unpacked, *packed], begin + PACKED * seconds)
         speeds = [_speed(tried, method.name) for method in (*packed, *unpacked)]
         if all(speeds):
             weights[name] = speeds[0] / speeds[1]

@@ -25,6 +25,11 @@ DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
 #: New tokens of a text for the table, however slow the machine.
 FEWEST = 16
+#: Said before the table, so that nobody waits without knowing for what.
+COMPILING = (
+    "Compiling for the table: one to three minutes on two cores the first time, longer on a busy machine, sooner the next time. "
+    "--no-compile leaves that out, --seconds 0 the table."
+)
 #: Strategies shown unless others are asked for: each further one would add to the wait.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
@@ -113,9 +118,13 @@ def demo(
     methods = b.transformers_methods(target, assistant, names=baselines)
     methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
     if compile:
-        progress.print("compiling and measuring for the table; --no-compile or --seconds 0 leave that out", style="dim")
+        progress.print(f"{COMPILING} Then {seconds:.0f} s of measuring (--seconds).", style="dim")
     with progress_bar(progress, len(methods)) as advance:
-        entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=advance)
+
+        def told(what: str, left: float) -> None:
+            advance(what, left + seconds)
+
+        entries = b.warm_up(methods, workloads, new_tokens=max_new_tokens, progress=told)
     console.print(f"{compilation(entries)}\n", style="dim")
     deadline = time.monotonic() + seconds
     lively = live and not as_json and console.is_terminal

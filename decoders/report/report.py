@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import SettingsError
+from .drawing import draw
 from .figures import GrammarUse, Stage, Timings, mean_length
 from .written import Tree, Written, bars
 
@@ -252,7 +253,8 @@ class Report:
         return self.written.tree(step, row)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draws how many tokens steps brought, and where the seconds went, with matplotlib (``pip install 'hf-decoders[bench]'``).
+        """Draws how many tokens steps wrote, how many draft tokens were accepted, and where the seconds went, with matplotlib (``pip
+        install 'hf-decoders[bench]'``).
 
         Args:
             path: of a picture to write; None to write none.
@@ -267,14 +269,8 @@ class Report:
             from matplotlib.figure import Figure  # without pyplot, which would open a display
         except ImportError as error:
             raise ImportError("report.plot() needs matplotlib: pip install 'hf-decoders[bench]'") from error
-        figure = Figure(figsize=(8, 3), layout="constrained")
-        lengths, seconds = figure.subplots(1, 2)
-        lengths.bar(range(1, len(self.accepted_lengths) + 1), self.accepted_lengths)
-        lengths.set(title=self.strategy, xlabel="tokens per step", ylabel="steps")
-        parts = {name: value for name, value in vars(self.timings).items() if value}
-        seconds.barh(list(parts), list(parts.values()))
-        seconds.invert_yaxis()
-        seconds.set(title=f"{self.tokens_per_second:.0f} tokens/s", xlabel="seconds")
+        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        draw(self, *figure.subplots(1, 3, width_ratios=(3, 2, 3)))
         if path is not None:
             figure.savefig(path)
         return figure

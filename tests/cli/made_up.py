@@ -99,7 +99,9 @@ def print_advice(console: Console) -> None:
     outlooks = (Outlook("A draft model", 2.6, "one of a 10th of the time that is right 70% of the time"),)
     (verdict,) = verdicts(compiled)
     uncompiled = [replace(r, compiled_share=0.0) for r in measured]
-    print_of(Advice(verdict, 1.24, outlooks, 87.3, 64, 2, (*uncompiled, *compiled)), console)
+    machine = {"cpu": "Some CPU", "threads": 2, "device": "cpu"}
+    every, weights = (*uncompiled, *compiled), {"int8": 1.4}
+    print_of(Advice(verdict, 1.24, outlooks, 87.3, 64, 2, every, "", 3, machine, weights), console)
 
 
 def print_calibration(console: Console) -> None:
