@@ -19,7 +19,7 @@ from decoders.engine.model.weights.same_bits import Formula, norm_kind
 if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
-from decoders.engine.model.kernels.products import rms_norm
+from decoders.engine.model.kernels.products import rms_norm_on_cuda as rms_norm
 
 KINDS: dict[str, tuple[Callable[..., nn.Module], Formula]] = {
     "llama": (LlamaRMSNorm, Formula(1e-6, one_added=False, rounded_first=True)),
