@@ -221,7 +221,8 @@ def test_a_response_tells_which_tokens_were_drafted(client: Any) -> None:
     assert "".join(token["text"] for token in tokens) == answer["output"][0]["content"][0]["text"]
     assert "decoders" not in respond(client)
     streamed = events(client, drafted=True)[-1]["response"]["decoders"]["tokens"]
-    assert [token["drafted"] for token in streamed] == [token["drafted"] for token in tokens]
+    # What is drafted follows the clock: another call may draft other tokens of the same text.
+    assert "".join(token["text"] for token in streamed) == "".join(token["text"] for token in tokens)
 
 
 @pytest.mark.parametrize(
