@@ -198,7 +198,11 @@ def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) ->
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"candidates": ["lookahead"]}, SettingsError, r"'lookahead' has to see every step.*strategy='lookahead\+prompt_lookup'"),
+        (
+            {"candidates": ["lookahead"]},
+            SettingsError,
+            r"'lookahead' has to see every step.*strategy='lookahead\+prompt_lookup'",
+        ),
         ({"candidates": ["threshold"]}, SettingsError, "'threshold' has to see every step"),
         ({"candidates": ["suffix+lookahead"]}, SettingsError, r"'suffix\+lookahead' has to see every step"),
         ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
