@@ -22,7 +22,9 @@ class Kernels(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         spec = importlib.util.spec_from_file_location("kernels_build", Path(self.root, KERNELS, "build.py"))
         assert spec is not None and spec.loader is not None
-        build = importlib.util.module_from_spec(spec)  # not imported with its package, which imports what is not there yet
+        build = importlib.util.module_from_spec(
+            spec
+        )  # not imported with its package, which imports what is not there yet
         spec.loader.exec_module(build)
         if version == "editable" or importlib.util.find_spec("torch") is None or build.compiler() is None:
             return

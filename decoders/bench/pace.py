@@ -6,11 +6,22 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .measurement import Competitor
-    from .prompts import Workload
+from .prompts import Workload
+
+
+class Competitor(Protocol):
+    """What is known of a method that is measured."""
+
+    @property
+    def status(self) -> str:
+        """ "ok" while it is measured."""
+
+    @property
+    def warmup(self) -> Any:
+        """The times of its first calls (:class:`~decoders.bench.measurement.Warmup`), None before them."""
+
 
 #: Share of a call that its first token takes, before any was timed.
 FIRST_TOKEN = 0.25

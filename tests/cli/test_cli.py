@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -458,12 +459,13 @@ def test_strategy_settings_and_sampling_reach_the_call(checkpoint: str, tmp_path
     prompt.write_text("abcabc")
     common = ["generate", checkpoint, "--prompt-file", str(prompt), "-n", "12", "--no-compile", "--json"]
     common += ["--temperature", "0.9", "--seed", "7"]
-    drafted = run(*common, "--set", "max-ngram=2", "--set", "length=3")
+    lookup = [*common, "--strategy", "prompt-lookup"]
+    drafted = run(*lookup, "--set", "max-ngram=2", "--set", "length=3")
     assert drafted.exit_code == 0, drafted.output
     plain = run(*common, "--strategy", "autoregressive")
     assert json.loads(drafted.stdout)["report"]["settings"]["max_ngram"] == 2
     assert json.loads(drafted.stdout)["text"] == json.loads(plain.stdout)["text"]
-    wrong = run(*common, "--set", "max_ngrm=2")
+    wrong = run(*lookup, "--set", "max_ngrm=2")
     assert wrong.exit_code == 2
     assert "Did you mean 'max_ngram'?" in wrong.stderr
 
@@ -559,7 +561,7 @@ def test_doctor_says_that_other_processes_take_the_cores(
 def test_doctor_says_which_kernels_the_cpu_has_and_why_not_others(
     refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = cpu.Kernels("avx2", Path("kernels.so"), *[torch.add] * 7)
+    kernels = cpu.Kernels("avx2", Path("kernels.so"), *[torch.add] * (len(fields(cpu.Kernels)) - 2))
     monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(kernels, refused))
     (finding,) = doctor.cpu_kernels()
     assert finding.detail.startswith("avx2 (kernels.so)") and finding.status == ("warning" if refused else "ok")

@@ -119,7 +119,7 @@ def test_sampling_values_of_a_line_take_the_place_of_the_commands(tmp_path: Path
     [
         (["--temperature", "1", "--seed", "3"], "temperature not given, now 1.0, seed not given, now 3"),
         (["--chat"], "chat not given, now True"),
-        (["--dtype", "bfloat16"], "dtype float32, now bfloat16"),
+        (["--dtype", "bfloat16"], "dtype auto, now bfloat16"),
         (["-n", "7"], "max_new_tokens 6, now 7"),
         (["--grammar", "json"], "grammar not given, now json"),
     ],
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_the_options_of_its_beginning_only(tmp_path: Path, op
     first = {
         "index": 0,
         "input": mark,
-        "options": {"model": "demo", "dtype": "float32", "max_new_tokens": 6},
+        "options": {"model": "demo", "dtype": "auto", "max_new_tokens": 6},
         "text": "x",
     }
     out.write_text(json.dumps(first) + "\n")

@@ -361,6 +361,7 @@ def test_no_stop_strings_are_an_error_as_in_transformers(letters: PreTrainedToke
         model.generate(**prompts(), stop_strings=[], strategy="prompt_lookup", max_new_tokens=4)
 
 
-def test_stop_strings_without_a_tokenizer_say_what_is_missing(llama: PreTrainedModel) -> None:
+def test_stop_strings_without_a_tokenizer_say_what_is_missing() -> None:
+    model = decoders.enable(tiny_model("llama"))
     with pytest.raises(ValueError, match="tokenizer= to enable"):
-        llama.generate(**prompts(), stop_strings="w5", strategy="prompt_lookup", max_new_tokens=4)
+        model.generate(**prompts(), stop_strings="w5", strategy="prompt_lookup", max_new_tokens=4)

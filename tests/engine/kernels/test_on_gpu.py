@@ -9,7 +9,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from decoders.engine.model.kernels import interpreted
-from decoders.engine.model.kernels.products import few_rows_linear, few_rows_linears, rms_norm_on_cuda as rms_norm
+from decoders.engine.model.kernels.products import few_rows_linear, few_rows_linears
+from decoders.engine.model.kernels.products import rms_norm_on_cuda as rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(interpreted(), reason="kernels are interpreted")]
 

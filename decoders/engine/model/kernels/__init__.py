@@ -11,6 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+#: Most matrices of one product. On CUDA the outputs of each are a multiple of the largest block, so that a block is of one matrix.
+MOST_MATRICES, LARGEST_BLOCK = 3, 64
+
 
 @functools.cache
 def interpreted() -> bool:

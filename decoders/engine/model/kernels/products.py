@@ -11,10 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import cpu, operator, runs_kernels
-
-#: Most matrices of one product. On CUDA the outputs of each are a multiple of the largest block, so that a block is of one matrix.
-MOST_MATRICES, LARGEST_BLOCK = 3, 64
+from . import LARGEST_BLOCK, cpu, operator, runs_kernels
 
 
 def _on_cuda(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import LARGEST_BLOCK, MOST_MATRICES
+from . import LARGEST_BLOCK, MOST_MATRICES
 
 #: Rows that a tensor core multiplies at once. Fewer cost the same.
 TILE = 16

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..kernels.products import MOST_MATRICES, are_one_product, few_rows_linears, multiplies
+from ..kernels import MOST_MATRICES
+from ..kernels.products import are_one_product, few_rows_linears, multiplies
 from .fused import Group, columns_of, outputs_of, plain_weight, same_kind, share_of
 
 

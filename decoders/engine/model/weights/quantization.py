@@ -15,9 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ....errors import UnsupportedError
 from .. import torch_compat
-from ..kernels import cpu
+from ..kernels import MOST_MATRICES, cpu
 from ..kernels.cpu import four_bits
-from ..kernels.products import MOST_MATRICES
 from .fingerprints import Snapshot
 from .fused import Group, columns_of, outputs_of, plain_weight, same_kind
 from .quantized import GROUP, KINDS, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
