@@ -485,7 +485,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-stream-shows-half-a-stop-string", "decoders/server/texts.py",
-        "count = len(text) if ended else len(text) - unfinished(text, self.stops)",
+        "count = len(text) if ended else len(text) - unfinished(text, stops)",
         "count = len(text)",
         ("server/test_texts.py",),
     ),

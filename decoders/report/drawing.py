@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .report import Report
+from typing import Any
 
 #: What seconds went into, by part of :class:`~decoders.report.figures.Timings`.
 PARTS = {
     "prepare": "reading the arguments",
     "wait": "waiting for the model",
-    "pack": "packing the weights, once",
+    "pack": "quantizing the weights, once",
     "check": "checking the model, once",
     "start": "starting the strategy",
     "prefill": "reading the prompt",
@@ -26,8 +23,8 @@ PARTS = {
 }
 
 
-def draw(report: Report, lengths: Any, drafts: Any, seconds: Any) -> None:
-    """Draws the figures of a call into three axes of matplotlib: tokens of steps, draft tokens, seconds."""
+def draw(report: Any, lengths: Any, drafts: Any, seconds: Any) -> None:
+    """Draws the figures of a :class:`~decoders.report.Report` into three axes of matplotlib: tokens of steps, draft tokens, seconds."""
     tokens, steps = sum(report.new_tokens), report.steps
     _numbered(lengths, lengths.bar(range(1, len(report.accepted_lengths) + 1), report.accepted_lengths), "{:.0f}")
     lengths.set(

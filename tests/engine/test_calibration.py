@@ -30,7 +30,7 @@ def test_points_are_measured_for_every_size_once_and_kept(engine: Engine, tmp_pa
     calibration = engine.calibration
     curve = calibration.measured(tmp_path, [1, 2], [32], False, anew=True)
     assert {(p.rows, p.context) for p in curve.points} == {(1, 32), (2, 32)}
-    assert [p.nodes for p in curve.points if p.rows == 1] == [3, 5, 9, 17, 33, 65]  # a block has three nodes at least
+    assert [p.nodes for p in curve.points if p.rows == 1] == [1, 3, 5, 9, 17, 33, 65]  # two nodes are padded to three
     assert curve_files.read(tmp_path, subject_of(engine.target)) == curve
     assert calibration.measured(tmp_path, [1], [2000], False) is not None
     assert calibration.known(tmp_path) == curve  # in a longer context the steps of a call teach the difference
@@ -39,7 +39,7 @@ def test_points_are_measured_for_every_size_once_and_kept(engine: Engine, tmp_pa
 def test_a_call_waits_for_few_steps(stepwise: Any) -> None:
     engine, sizes = stepwise(lambda sizes: 10 + sizes[-1])
     points = engine.calibration.measured(None, [1], [16], False).points
-    assert [p.nodes for p in points] == [3, 5, 17] and len(sizes) == 4 * len(points)
+    assert [p.nodes for p in points] == [1, 5, 17] and len(sizes) == 4 * len(points)
 
 
 def test_sizes_are_those_of_the_blocks_of_a_call(engine: Engine, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_another_process_reads_what_one_has_measured(engine: Engine, tmp_path: P
 
 def test_little_time_leaves_sizes_out(tmp_path: Path) -> None:
     curve = Engine(tiny_model("llama")).calibration.measured(tmp_path, [1], [16, 500], False, seconds=1e-9, anew=True)
-    assert [p.nodes for p in curve.points] == [3, 5]
+    assert [p.nodes for p in curve.points] == [1, 3]
 
 
 @pytest.fixture
@@ -107,9 +107,9 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, lis
 
 def test_a_machine_that_is_slow_for_a_while_makes_no_size_dear(stepwise: Any) -> None:
     """Two steps of each size come first; of those that follow, a stretch as long as all steps of one size is slow."""
-    engine, sizes = stepwise(lambda sizes: 100 if 14 <= len(sizes) < 24 else 10 + sizes[-1])
+    engine, sizes = stepwise(lambda sizes: 100 if 16 <= len(sizes) < 26 else 10 + sizes[-1])
     points = engine.calibration.measured(None, [1], [16], False, anew=True).points
-    assert sizes[12:24] == [3, 3, 5, 5, 9, 9, 17, 17, 33, 33, 65, 65]
+    assert sizes[14:28] == [1, 1, 3, 3, 5, 5, 9, 9, 17, 17, 33, 33, 65, 65]
     assert [p.seconds for p in points] == pytest.approx([0.001 * (10 + p.nodes) for p in points])
 
 
@@ -122,7 +122,7 @@ def test_what_another_size_left_in_the_caches_is_not_what_a_step_costs(stepwise:
 def test_compiling_takes_no_time_from_measuring(stepwise: Any) -> None:
     engine, _ = stepwise(lambda sizes: 10 + sizes[-1] + (60_000 if sizes[-1] not in sizes[:-1] else 0))
     points = engine.calibration.measured(None, [1], [16], False, anew=True).points
-    assert [p.nodes for p in points] == [3, 5, 9, 17, 33, 65]
+    assert [p.nodes for p in points] == [1, 3, 5, 9, 17, 33, 65]
 
 
 def test_what_steps_show_of_sizes_is_kept_until_they_are_measured_anew(tmp_path: Path) -> None:

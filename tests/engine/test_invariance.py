@@ -120,7 +120,7 @@ def test_for_torchs_attention_text_is_read_in_multiples_of_four_tokens(
     expected = model.generate(ids, **options, decoders_config=BY_TORCH)
     monkeypatch.setattr(Target, "inputs", spy)
     actual = model.generate(ids, **options, decoders_config=BY_TORCH | {"prefill_chunk": chunk})
-    assert sizes and all(size % 4 == 0 for size in sizes)
+    assert sizes and all(size % 4 == 0 or size == 1 for size in sizes)
     assert torch.equal(actual, expected)
 
 

@@ -254,8 +254,9 @@ def test_in_lower_precision_the_end_of_a_kept_prompt_is_read_again(length: int) 
     """It may have been read in another tier; a step that runs a branch's tokens again starts with some of it."""
     model, inputs = decoders.enable(one_layer().bfloat16()), prompts(1, length)
     for compile in (False, True):
-        decode(model, inputs, "autoregressive", max_new_tokens=4, decoders_config={"compile": compile})
-        again = decode(model, inputs, "autoregressive", max_new_tokens=4, decoders_config={"compile": compile})
+        config = {"compile": compile, "attention": "sdpa"}
+        decode(model, inputs, "autoregressive", max_new_tokens=4, decoders_config=config)
+        again = decode(model, inputs, "autoregressive", max_new_tokens=4, decoders_config=config)
         assert again.report.reused == [max(length - 1 - 4, 0)] and again.report.prefill_steps == 1
 
 

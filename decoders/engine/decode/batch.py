@@ -239,9 +239,6 @@ class Batch(Roster):
     def fit_blocks(self) -> None:
         """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so it comes before `start`."""
         self.forward_pass.fit(self.blocks, self.row_count)
-        # A block behind text has a multiple of `Target.multiple` nodes, as the text has.
-        if self.pending:
-            self.blocks.single = False
 
     @property
     def tiers(self) -> tuple:
@@ -272,6 +269,9 @@ class Batch(Roster):
                 draft = strategy.propose(self.state, sequences)
         check_draft(draft, strategy.name, self.blocks.rows)
         self.fit_blocks()
+        # A block behind text has a multiple of `Target.multiple` nodes, as the text has.
+        if self.pending:
+            self.blocks.single = False
         if self.verifier is not None:  # judges by the scores, on the device
             draft = draft if draft.scores is None else draft.moved(self.target.device)
         draft = self._pruned(self._without_placeholders(draft))

@@ -327,10 +327,9 @@ def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Non
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     kernels = cpu.chosen().kernels
-    fits = (
-        kernels is not None and keys.dtype == values.dtype == buffer.dtype and keys.stride(-1) == values.stride(-1) == 1
-    )
-    return kernels.write_to_cache if kernels is not None and fits else None
+    if kernels is None or buffer.dtype not in cpu.TYPES or not keys.dtype == values.dtype == buffer.dtype:
+        return None
+    return kernels.write_to_cache if keys.stride(-1) == values.stride(-1) == 1 else None
 
 
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

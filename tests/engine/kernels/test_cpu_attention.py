@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -267,6 +268,6 @@ def test_a_wrong_attention_is_refused(wrong: str) -> None:
         out = right.slot_attention(query, *rest)
         return out * (1.1 if wrong == "numbers" else 1 + query.shape[2] * 2**-8)
 
-    broken = cpu.Kernels(right.variant, right.path, right.few_rows_linear, odd)
+    broken = replace(right, slot_attention=odd)
     assert "attention" in str(cpu.check(broken))
     assert cpu.check(right) is None

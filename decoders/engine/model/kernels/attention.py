@@ -91,8 +91,9 @@ def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
     rows, nodes = offsets.shape
     columns = [offsets[..., None], base[:, None, None].expand(rows, nodes, 1)]
     if visible is not None:
-        queries, spare = visible.shape[1], -nodes % WORD
-        bits = F.pad(visible, (0, spare)).view(rows, queries, -1, WORD).long()
+        # At least two words where sizes are dynamic in compiled code, which would otherwise be for one word alone.
+        queries, count = visible.shape[1], nodes // WORD + 2 if base.device.type == "cpu" else -(-nodes // WORD)
+        bits = F.pad(visible, (0, count * WORD - nodes)).view(rows, queries, count, WORD).long()
         words = (bits << torch.arange(WORD, device=base.device)).sum(-1)
         columns.insert(0, F.pad(words, (0, 0, nodes - queries, 0)))
     return torch.cat(columns, dim=-1)[:, None]

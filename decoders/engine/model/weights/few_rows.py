@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels import MOST_MATRICES
-from ..kernels.products import are_one_product, few_rows_linears, multiplies
+from ..kernels.products import are_one_product, multiplies, product_or_none
+from ..torch_compat import own_parameters
 from .fused import Group, columns_of, outputs_of, plain_weight, same_kind, share_of
 
 
@@ -30,7 +30,7 @@ class _FewRows:
 
     def matrix(self) -> Tensor:
         """``[out, in]``, of any strides."""
-        return cast(Tensor, self._parameters["weight"])  # type: ignore[attr-defined]  # self.weight takes ten times as long
+        return cast(Tensor, own_parameters(cast(nn.Module, self))["weight"])  # self.weight takes ten times as long
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.group
@@ -47,23 +47,7 @@ def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     """
     matrices = [layer.matrix() for layer in layers]
     biases = [] if layers[0].bias is None else [layer.bias for layer in layers]
-    if x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
-        try:  # the operator checks what it is given, in a twentieth of the time that it takes here
-            return few_rows_linears(x, matrices, biases)
-        except RuntimeError:
-            if _fit(x, matrices, biases):
-                raise
-            return None
-    return few_rows_linears(x, matrices, biases) if _fit(x, matrices, biases) else None
-
-
-def _fit(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> bool:
-    """Whether a kernel computes the product."""
-    if x.dtype != matrices[0].dtype or 1 not in matrices[0].stride():
-        return False
-    if any(bias.dtype != x.dtype or not bias.is_contiguous() for bias in biases):
-        return False
-    return len(matrices) == 1 or are_one_product(matrices)
+    return product_or_none(x, matrices, biases)
 
 
 class FewRowsLinear(_FewRows, nn.Linear):
@@ -74,7 +58,7 @@ class FewRowsConv1D(_FewRows, Conv1D):
     """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
 
     def matrix(self) -> Tensor:
-        return cast(Tensor, self._parameters["weight"]).t()
+        return super().matrix().t()
 
 
 #: Per kind of layer, the class that replaces it.

@@ -65,8 +65,13 @@ def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tu
     if outputs_of(pair[0]) != outputs_of(pair[1]) or (kind := _activation(others[0])) is None:
         return None
     inputs, weight = pair[0].matrix().shape[1], pair[0].weight
-    x = torch.randn(4, inputs, generator=torch.Generator().manual_seed(0), device="cpu").to(weight.dtype)
-    expected = module(x)
+    x = torch.randn(1, 4, inputs, generator=torch.Generator().manual_seed(0), device="cpu").to(weight.dtype)
+    try:
+        expected = module(x)
+    except Exception:  # it has other arguments
+        return None
+    if not isinstance(expected, Tensor):
+        return None
     for gate_first in (True, False):
         stand_in = _gated_class(cast(Hashable, type(module)), kernels.gated_activation, kind, gate_first)
         tried = stand_in.compute((pair, down), x)  # type: ignore[attr-defined]
@@ -161,6 +166,7 @@ def _rotary(plain: Callable, rotary: Callable) -> Callable:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
         fits = (
             q.dtype == k.dtype == cos.dtype == sin.dtype
+            and q.dtype in cpu.TYPES
             and cos.dim() == 3
             and q.dim() == k.dim() == 4
             and q.shape[-1] == cos.shape[-1]
