@@ -156,7 +156,7 @@ inline void score_tile(const float* queries, long width, const float* keys, floa
 // Adds the values of `count` places times their weights [N, PLACES] to V vectors of the sums of N queries. slots: null if the places
 // are neighbours.
 template <int N, int V, class C>
-inline void value_tile(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide) {
+[[gnu::noinline]] void value_tile(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide) {
     Vec own[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) own[n][v] = load(sums + n * wide + v * LANES);
@@ -207,7 +207,7 @@ struct Transposed {
     float* rows;  // [LANES, width rounded up to 4]
 
     // count: at most LANES; slots: null if they are neighbours from `slot` on, -1 for none.
-    void some(long slot, const int* slots, long count, float* to) const {
+    [[gnu::noinline]] void some(long slot, const int* slots, long count, float* to) const {
         const float* from = rows;
         long length = (width + 3) / 4 * 4, ld = length;
         if (!slots && count == LANES && std::is_same_v<C, float> && width % 4 == 0) {
@@ -362,7 +362,7 @@ struct Queries {
     }
     const Seen& of(long n) const { return seen[(begin + n) / group]; }
 
-    void take() {
+    [[gnu::noinline]] void take() {
         float scale = a.softcap ? a.scale : a.scale * LOG2_E;
         for (long n = 0; n < count; n++) {
             long from = a.query.at(row, head * group + (begin + n) % group) + (begin + n) / group * a.query.of_slot;
@@ -387,7 +387,7 @@ struct Queries {
     }
 
     // Attends to places from … to - 1.
-    void attend(long from, long to) {
+    [[gnu::noinline]] void attend(long from, long to) {
         clear(stretch);
         long first, straight, end;
         range(first, straight, end);
@@ -466,11 +466,11 @@ struct Queries {
         if (from < to) add_one(scores + (n - tile) * PLACES + from - block, values + from * a.value.of_slot, nullptr, to - from, n);
     }
 
-    void add_one(const float* weights, const C* from, const int* at, long number, long n) {
+    [[gnu::noinline]] void add_one(const float* weights, const C* from, const int* at, long number, long n) {
         add_values(1, weights, from, a.value.of_slot, at, number, stretch.sums + n * wide, wide, a.value_width);
     }
 
-    void add_stretch(long n, const float* sums, float total, float top) {
+    [[gnu::noinline]] void add_stretch(long n, const float* sums, float total, float top) {
         merge(all.sums + n * wide, all.totals[n * LANES], all.tops[n], sums, total, top, wide);
     }
 
@@ -487,7 +487,7 @@ struct Queries {
         write_all(all);
     }
 
-    void write_all(const Mean& m) {
+    [[gnu::noinline]] void write_all(const Mean& m) {
         for (long n = 0; n < count; n++) write(m.sums + n * wide, m.totals[n * LANES], m.tops[n], n);
     }
 
