@@ -229,7 +229,7 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names after ``DECODERS_`` that are no settings: the file's path, the plugin lists, and the key of `decoders serve`.
+#: Names after ``DECODERS_`` that are no settings: the file's path, the plugin lists, the key of `decoders serve`, kernels.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)

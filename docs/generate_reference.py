@@ -407,6 +407,7 @@ def settings_page() -> Iterator[str]:
         "plugins_block": "Plugins not to load: entry-point or distribution names, comma-separated.",
         "plugins_allow": "If set, the only plugins to load.",
         "plugins_strict": "`1`: a plugin that fails to load, or a name claimed twice, is an error.",
+        "cpu_kernels": "The variant of the kernels for CPUs (`decoders doctor` says which is chosen), or `off`: PyTorch multiplies.",
         "api_key": "Keys of which clients of `decoders serve` must send one, with blanks between them.",
     }
     for name in settings.NOT_SETTINGS:

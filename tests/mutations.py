@@ -70,7 +70,7 @@ MUTATIONS = (
         ("engine/kernels/test_tree_attention.py",),
     ),
     Mutation(
-        "stretches-of-a-product-are-cut-by-the-number-of-rows", "decoders/engine/model/kernels/products.py",
+        "stretches-of-a-product-are-cut-by-the-number-of-rows", "decoders/engine/model/kernels/products_triton.py",
         "flat.shape[0], plan(outputs, inputs, x.element_size())",
         "flat.shape[0], plan(outputs * flat.shape[0], inputs, x.element_size())",
         ("engine/kernels/test_products.py",),
@@ -359,8 +359,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a-layer-gets-the-columns-of-its-neighbour", "decoders/engine/model/weights/fused.py",
-        "return product.narrow(-1, columns[0], columns[1] - columns[0])",
-        "return product.narrow(-1, 0, columns[1] - columns[0])",
+        "return joint.narrow(-1, columns[0], columns[1] - columns[0])",
+        "return joint.narrow(-1, 0, columns[1] - columns[0])",
         ("engine/test_fused.py", "engine/test_few_rows.py"),
     ),
     Mutation(

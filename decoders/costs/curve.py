@@ -28,7 +28,7 @@ class Subject(_Stored):
         model: class and sizes of the model; weights do not matter.
         dtype: of its weights.
         quantization: method of a quantised checkpoint, precision of quantized copies and of the cache; "" for the model's own.
-        device: name of the processor, with the instructions that kernels are chosen by, or of the GPU.
+        device: name of the processor, with its instructions and our kernels for them, or of the GPU.
         threads: of torch, within an operation; 0 on a GPU.
         attention: of the loop, "sdpa" or "triton".
         torch: version.

@@ -24,6 +24,7 @@ from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.cli.generate import show_report
 from decoders.constraints import library
+from decoders.engine.model.kernels import cpu
 from decoders.engine.model.target import Invariance
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.plugins import PluginInfo, registry, reset_registry
@@ -536,6 +537,19 @@ def test_doctor_says_that_other_processes_take_the_cores(
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     finding = next(one for one in doctor.device() if one.name == "threads")
     assert finding.status == status and ("waits 50%" in finding.detail) == (status == "warning")
+
+
+@pytest.mark.parametrize("refused", [{}, {"avx512": "a wrong product of float32"}])
+def test_doctor_says_which_kernels_the_cpu_has_and_why_not_others(
+    refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = cpu.Kernels("avx2", Path("kernels.so"), torch.add)
+    monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(kernels, refused))
+    (finding,) = doctor.cpu_kernels()
+    assert finding.detail.startswith("avx2 (kernels.so)") and finding.status == ("warning" if refused else "ok")
+    monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(None, {"avx2": "no C++ compiler"}))
+    (finding,) = doctor.cpu_kernels()
+    assert (finding.status, finding.detail) == ("warning", "none: torch multiplies; avx2: no C++ compiler")
 
 
 @pytest.mark.parametrize(

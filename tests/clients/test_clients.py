@@ -305,7 +305,7 @@ def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
 
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
-@pytest.mark.parametrize("weights", ["keep", "packed", "int8"])
+@pytest.mark.parametrize("weights", ["keep", "int8"])
 def test_what_is_left_without_an_adapter_is_enabled(
     plain: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, method: str, weights: str
 ) -> None:

@@ -23,6 +23,7 @@ from ..model import torch_compat
 from ..model.blocks import NodeBlock
 from ..model.buckets import row_bucket
 from ..model.compiled.tiers import Compile, PassKind
+from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
@@ -71,7 +72,8 @@ def subject_of(target: Target) -> Subject:
     ]
     on_cpu, device = target.device.type == "cpu", processor_name(target.device)
     if on_cpu:  # a virtual machine may hide instructions that the processor's name implies
-        device = f"{device}, {torch_compat.instructions()}"
+        kernels = cpu.chosen().kernels
+        device = f"{device}, {torch_compat.instructions()}" + (f", {kernels.variant} kernels" if kernels else "")
     return Subject(
         model="-".join([type(config).__name__, *sizes, str(target.vocab_size)]),
         dtype=str(target.dtype).removeprefix("torch."), quantization=" ".join(filter(None, parts)),

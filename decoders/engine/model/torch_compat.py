@@ -36,7 +36,7 @@ def computes_bfloat16() -> bool:
 
 
 def _onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
 def instructions() -> str:

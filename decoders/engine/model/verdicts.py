@@ -43,7 +43,7 @@ KEPT = 200
 #: their own code is digested, of other classes only the name: they change with the versions of their packages.
 _FOLLOWED = (
     "decoders.", "transformers.models.", "transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.cache_utils",
-    "transformers.integrations.sdpa", "transformers.activations",
+    "transformers.integrations.sdpa", "transformers.activations", "torch.nn.modules.linear",
 )  # fmt: skip
 #: What ``functools.cache`` makes of a function.
 _CACHED = type(functools.cache(len))

@@ -140,9 +140,9 @@ def share_of(x: Tensor, by: object, columns: tuple[int, int], multiply: Callable
     if torch.compiler.is_dynamo_compiling():  # the compiler merges the equal products
         product = multiply(x)
         return product if product is None else product[..., columns[0] : columns[1]]
-    product = _products.of(x, by, multiply)
-    if product is None:
-        return product
-    if columns[1] == product.shape[-1]:
+    joint: Product = _products.of(x, by, multiply)
+    if joint is None:
+        return joint
+    if columns[1] == joint.shape[-1]:
         _products.forget()
-    return product.narrow(-1, columns[0], columns[1] - columns[0])
+    return joint.narrow(-1, columns[0], columns[1] - columns[0])

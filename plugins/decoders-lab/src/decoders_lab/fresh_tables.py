@@ -32,7 +32,7 @@ def fresh_tables(runs: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 def calls_table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
     """A row for every call of every process, in their order."""
-    columns = ("prompt", "first token", "tokens/s after it", "longest pause", "whole call", "packing", "compiling",
+    columns = ("prompt", "first token", "tokens/s after it", "longest pause", "whole call", "making ready", "compiling",
                "in background", "steps compiled")  # fmt: skip
     table = plain_table(title, *columns)
     for run in runs:

@@ -10,8 +10,9 @@ from statistics import median
 import torch
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from decoders.bench.measurement import rotation
 from decoders.bench.tables import plain_table, shown
@@ -99,12 +100,21 @@ def measure(
                 name, float((-likelihood.mean()).exp()), float((own.exp() * difference).sum(-1).mean()),
                 float((own.argmax(-1) == torch.cat(rows).argmax(-1)).float().mean()),
                 float((difference - difference.mean(-1, keepdim=True)).square().mean(-1).sqrt().mean()),
-                sum(tensor.nbytes for tensor in target.matrices), slot,
+                _matrix_bytes(target), slot,
                 target.invariance.holds if target.invariance is not None else None,
                 {count: times[name, count] for count in nodes},
             )
         )  # fmt: skip
     return costs
+
+
+def _matrix_bytes(target: Target) -> int:
+    """Bytes of the quantized matrices, and of the linear layers that have none."""
+    quantized = {id(module) for module, _ in target.quantized.layers.values()}
+    linear = [
+        part for part in target.model.modules() if isinstance(part, (nn.Linear, Conv1D)) and id(part) not in quantized
+    ]
+    return sum(t.nbytes for t in {*target.matrices, *(layer.weight for layer in linear)})
 
 
 def _read(target: Target, text: Tensor) -> Tensor:

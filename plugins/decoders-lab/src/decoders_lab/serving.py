@@ -80,7 +80,7 @@ def overhead(
         with client(*server.bound) as request_seconds:
             for name, (tokens, path, body) in routes.items():
                 pairs = [(alone(tokens), request_seconds(path, body)) for _ in range(requests + 3)]
-                pairs = pairs[3:]  # the first ones pack weights and start threads
+                pairs = pairs[3:]  # the first ones make the model ready and start threads
                 own, whole = [a for a, _ in pairs], [b for _, b in pairs]
                 results.append(Overhead(name, median(own), median(whole), median(b - a for a, b in pairs)))
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
@@ -77,14 +78,14 @@ class Choice:
 
     Attributes:
         kernels: None where torch multiplies.
-        refused: per variant that was tried and not taken, the reason.
+        refused: per variant that was tried and not taken, the reason; or why none was tried.
     """
 
     kernels: Kernels | None
     refused: dict[str, str]
 
     def __str__(self) -> str:
-        said = "torch's products" if self.kernels is None else f"{self.kernels.variant} ({self.kernels.path})"
+        said = "none: torch multiplies" if self.kernels is None else f"{self.kernels.variant} ({self.kernels.path})"
         return "; ".join([said, *(f"{variant}: {reason}" for variant, reason in self.refused.items())])
 
 
@@ -110,7 +111,9 @@ def _chosen() -> Choice:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise SettingsError(f"{VARIABLE}={asked!r}: this machine knows {', '.join([*known, 'off'])}.{hint}")
     refused: dict[str, str] = {}
-    for variant in [] if asked == "off" else [asked] if asked else known:
+    if asked == "off" or not known:
+        return Choice(None, {"off": VARIABLE} if known else {sys.platform: "there are kernels for Linux and macOS"})
+    for variant in [asked] if asked else known:
         if not has_instructions(variant):
             if asked:
                 refused[variant] = "the processor does not have its instructions"
@@ -140,12 +143,8 @@ def loaded(variant: str) -> Kernels:
             return Kernels.load(variant, folder / name)
     started = time.perf_counter()
     path = build.compile_into(kept, variant)
-    _log.info(
-        "compiled the CPU kernels for %s in %.1f s, once on this machine: %s",
-        variant,
-        time.perf_counter() - started,
-        path,
-    )
+    seconds = time.perf_counter() - started
+    _log.info("compiled the CPU kernels for %s in %.1f s, once on this machine: %s", variant, seconds, path)
     return Kernels.load(variant, path)
 
 

@@ -1,0 +1,183 @@
+"""Products of few rows on a CPU: right, with the same bits for a row among any others, by every variant; and which one is chosen."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decoders.engine.model.kernels import cpu, products
+from decoders.engine.model.kernels.cpu import build
+from decoders.engine.model.torch_compat import has_instructions
+from decoders.engine.model.weights.few_rows import KINDS, multiply_few_rows
+from decoders.errors import SettingsError
+
+VARIANTS = [variant for variant in build.variants() if has_instructions(variant)]
+#: Types, and how far a result is rounded.
+DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+needs_kernels = pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are no kernels for this CPU")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(before)
+
+
+def stored(matrix: Tensor, by_rows: bool, gap: int) -> Tensor:
+    """The same matrix by rows or by columns, so many numbers apart from each other."""
+    lines = matrix if by_rows else matrix.t()
+    lines = F.pad(lines, (0, gap)).contiguous()[:, : lines.shape[1]]
+    return lines if by_rows else lines.t()
+
+
+def case(number: int, dtype: torch.dtype, by_rows: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Rows, matrices and biases: odd sizes, tails, gaps."""
+    draw, generator = random.Random(number), torch.Generator().manual_seed(number)
+    rows, inputs, gap = draw.randint(1, 70), draw.randint(1, 130), draw.choice([0, 0, 1, 8, 13])
+    sizes = [draw.randint(1, 70) for _ in range(draw.randint(1, 3))]
+    if not by_rows:
+        sizes = sizes[:1] * len(sizes)  # of the same strides
+    x, *all_matrices = (torch.randn(count, inputs, generator=generator).to(dtype) for count in (rows, *sizes))
+    matrices = [stored(matrix, by_rows, gap) for matrix in all_matrices]
+    biases = [torch.randn(size, generator=generator).to(dtype) for size in sizes] if draw.random() < 0.5 else []
+    return x, matrices, biases
+
+
+@needs_kernels
+@pytest.mark.parametrize("by_rows", [True, False], ids=["by rows", "by columns"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_products_are_those_of_float64_and_a_row_has_the_same_bits_among_any_others(
+    variant: str, dtype: torch.dtype, by_rows: bool
+) -> None:
+    multiply = cpu.loaded(variant).few_rows_linear
+    for number in range(40):
+        x, matrices, biases = case(number, dtype, by_rows)
+        torch.set_num_threads(1)
+        whole, joint = multiply(x, matrices, biases), torch.cat(matrices).double()
+        exact = F.linear(x.double(), joint, torch.cat(biases).double() if biases else None)
+        most = F.linear(x.double().abs(), joint.abs()) + 1
+        assert whole.dtype == dtype and whole.shape == exact.shape
+        assert ((whole.double() - exact).abs() <= exact.abs() * DTYPES[dtype] + most * 2e-6).all(), number
+        torch.set_num_threads((2, 3, 8)[number % 3])
+        assert torch.equal(multiply(x, matrices, biases), whole), number
+        begin, end = sorted(random.Random(number).sample(range(len(x) + 1), 2))
+        assert torch.equal(multiply(x[begin:end], matrices, biases), whole[begin:end]), (number, begin, end)
+        assert torch.equal(multiply(x[0], matrices, biases), whole[0])
+        alone = [multiply(x, [m], biases[i : i + 1]) for i, m in enumerate(matrices)]
+        assert torch.equal(torch.cat(alone, -1), whole), number
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_number_of_rows_has_the_same_bits(variant: str) -> None:
+    multiply = cpu.loaded(variant).few_rows_linear
+    for dtype in DTYPES:
+        x, matrix = torch.randn(70, 131).to(dtype), torch.randn(45, 131).to(dtype)
+        whole = multiply(x, [matrix], [])
+        for rows in range(71):
+            assert torch.equal(multiply(x[:rows], [matrix], []), whole[:rows]), rows
+
+
+@needs_kernels
+def test_rows_may_have_any_shape_and_strides() -> None:
+    matrix = torch.randn(40, 96)
+    assert products.multiplies(matrix)
+    x = torch.randn(3, 5, 2, 96)
+    expected = products.few_rows_linear(x.reshape(-1, 96), matrix, None).view(3, 5, 2, 40)
+    assert torch.equal(products.few_rows_linear(x, matrix, None), expected)
+    assert torch.equal(products.few_rows_linear(x.transpose(0, 2), matrix, None), expected.transpose(0, 2))
+    assert products.few_rows_linear(x[:0], matrix, None).shape == (0, 5, 2, 40)
+
+
+@needs_kernels
+def test_what_does_not_fit_is_an_error() -> None:
+    multiply, x, matrix = cpu.chosen().kernels.few_rows_linear, torch.randn(2, 8), torch.randn(4, 8)
+    gaps, across = torch.randn(4, 16)[:, ::2], torch.randn(8, 4).t()
+    for wrong in ([], [matrix] * 4, [matrix[:, :7]], [matrix.half()], [gaps], [matrix, across]):
+        with pytest.raises(RuntimeError, match="matri"):
+            multiply(x, wrong, [])
+    with pytest.raises(RuntimeError, match="bias"):
+        multiply(x, [matrix], [torch.randn(5)])
+
+
+# --- which kernels are chosen -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choosing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The next layer asks anew which kernels there are."""
+    monkeypatch.setattr(cpu, "_chosen", functools.cache(cpu._chosen.__wrapped__))
+    monkeypatch.setitem(products._operators, "cpu", products._operators["cpu"])
+    return monkeypatch
+
+
+def is_replaced() -> bool:
+    layer = nn.Linear(8, 8)
+    multiply_few_rows(layer)
+    return type(layer) is KINDS[nn.Linear]
+
+
+@needs_kernels
+@pytest.mark.skipif(len(VARIANTS) < 2, reason="there is no other variant")
+def test_a_wrong_kernel_falls_back_to_the_next_variant_and_one_warning_says_so(choosing: pytest.MonkeyPatch) -> None:
+    best, second, *_ = VARIANTS
+    right = cpu.loaded(best)
+
+    def wrong(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
+        out = right.few_rows_linear(x, matrices, biases)
+        return out if len(x) != 3 else out * 1.00001
+
+    planted, loaded = replace(right, few_rows_linear=wrong), cpu.loaded
+    choosing.delenv(cpu.VARIABLE, raising=False)
+    choosing.setattr(cpu, "loaded", lambda variant: planted if variant == best else loaded(variant))
+    with pytest.warns(UserWarning, match=f"kernels for {best} do not work here") as warned:
+        assert is_replaced() and is_replaced()
+    assert len(warned) == 1
+    choice = cpu.chosen()
+    assert choice.kernels is not None and choice.kernels.variant == second
+    assert f"{best}: a wrong product of float32: 3 rows" in str(choice)
+
+
+def test_an_unknown_variant_is_an_error_that_names_the_nearest(choosing: pytest.MonkeyPatch) -> None:
+    choosing.setenv(cpu.VARIABLE, "portabel")
+    with pytest.raises(SettingsError, match="portable, off. Did you mean 'portable'"):
+        is_replaced()
+
+
+@needs_kernels
+def test_a_variant_is_forced_by_its_name(choosing: pytest.MonkeyPatch) -> None:
+    choosing.setenv(cpu.VARIABLE, VARIANTS[-1])
+    assert is_replaced() and products._operators["cpu"] is cpu.loaded(VARIANTS[-1]).few_rows_linear
+
+
+def test_off_leaves_torchs_layers(choosing: pytest.MonkeyPatch) -> None:
+    choosing.setenv(cpu.VARIABLE, "off")
+    assert not is_replaced()
+    assert "DECODERS_CPU_KERNELS" in str(cpu.chosen())
+
+
+def test_without_a_compiler_torchs_layers_stay_and_the_reason_is_told(
+    choosing: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    choosing.delenv(cpu.VARIABLE, raising=False)
+    choosing.setenv("CXX", "/nonexistent")
+    choosing.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choosing.setattr(cpu, "loaded", cpu.loaded.__wrapped__)
+    choosing.setattr(build, "file_name", lambda variant: f"none-{variant}.so")  # a wheel brings its own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not is_replaced()
+    assert "no C++ compiler" in str(cpu.chosen()) and "torch multiplies" in str(cpu.chosen())
