@@ -1,4 +1,4 @@
-"""Attention over the slot cache by the CPU's kernels, every variant of this machine: right, and with bits that depend on a path alone."""
+"""Attention over the slot cache by every variant of the CPU's kernels: right, and with bits that depend on a path alone."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ CASES: dict[str, dict[str, Any]] = {
     "more queries than are read for at once": dict(tree=branching(100, 1), base=[40], view=192, group=3),
     "text": dict(tree=causal_block(2, 40, CPU), base=[0, 170], view=256, text=True, group=2),
     "text with a window": dict(tree=causal_block(1, 170, CPU), base=[90], view=320, text=True, kind=LayerKind(window=20), group=3),
-    "text in chunks, with sinks": dict(tree=causal_block(1, 70, CPU), base=[90], view=192, text=True, kind=LayerKind(chunk=50), sinks=True),
+    "text in chunks, with sinks": dict(
+        tree=causal_block(1, 70, CPU), base=[90], view=192, text=True, kind=LayerKind(chunk=50), sinks=True
+    ),
     "text that begins before its row": dict(tree=causal_block(2, 10, CPU), base=[-3, 9], view=64, text=True),
 }  # fmt: skip
 
@@ -184,8 +186,8 @@ class Sequence:
         )
         query = torch.full((1, self.query.shape[1], nodes, self.query.shape[3]), float("nan"), dtype=self.dtype)
         query[:, :, path] = self.query[:, :, tokens]
-        for own, given in ((key, self.key), (value, self.value)):
-            own[:, :, :base], own[:, :, at] = given[:, :, :base], given[:, :, tokens]
+        for own, whole in ((key, self.key), (value, self.value)):
+            own[:, :, :base], own[:, :, at] = whole[:, :, :base], whole[:, :, tokens]
         tree = Topology.from_parents(parents).tensors(rows, CPU)
         begin = torch.tensor([base] * rows)
         mask = pack_mask(begin, tree.offsets, tree.visible)
