@@ -160,7 +160,8 @@ class RuntimeSettings(Settings):
     attention: Attention = Field(
         "auto",
         description="Attention of the target: triton is a kernel for CUDA whose cost follows the length of each row, sdpa PyTorch's "
-        "with masks. auto takes triton on CUDA where the model's design allows it and its logits are right, else sdpa.",
+        "with masks. auto takes a kernel where the model's design allows it and its logits are right, triton on CUDA and ours in C++ "
+        "on a CPU, else sdpa.",
     )
     exact_products: bool = Field(
         True,

@@ -5,11 +5,13 @@ Measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) with one to three threads
 - Our products (:mod:`~decoders.engine.model.kernels.products`), and those with quantized weights
   (:mod:`~decoders.engine.model.weights.quantized`), give a row the same bits for any number of rows. torch's, where ours do not
   run, do so from two rows up at best.
+- Our attention (:mod:`~decoders.engine.model.kernels.attention`) adds keys in the order of a path's places: a node has the same bits in
+  every block, in whichever slots its path is. What follows is of PyTorch's, which is used where ours does not run.
 - Fused attention works on 32 query rows of a head at a time; a remainder of one to three is summed in another order. Blocks
   and chunks of text therefore have a multiple of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
 - Its last 512 slots are summed in another order if their number lies strictly between 192 and 384:
   :func:`~decoders.engine.model.buckets.view_bucket`.
-- silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
+- With either, silu, sigmoid and tanh-gelu compute the last elements of every thread's share with scalar code, which rounds otherwise:
   :func:`~decoders.engine.model.weights.same_bits.align_activations`. exp, tanh, gelu (erf), softmax and norms do not.
 - Softmax sums by slot modulo 16, and the product with the values by groups of slots. A path therefore has the same bits only if its
   nodes are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on other branches are run again

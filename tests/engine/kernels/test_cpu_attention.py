@@ -1,4 +1,4 @@
-"""Attention over the slot cache by the CPU's kernels, every variant here: right, with bits that depend on a path alone."""
+"""Attention over the slot cache by every variant of the CPU's kernels: right, and with bits that depend on a path alone."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ class Sequence:
         )
         query = torch.full((1, self.query.shape[1], nodes, self.query.shape[3]), float("nan"), dtype=self.dtype)
         query[:, :, path] = self.query[:, :, tokens]
-        for own, source in ((key, self.key), (value, self.value)):
-            own[:, :, :base], own[:, :, at] = source[:, :, :base], source[:, :, tokens]
+        for own, whole in ((key, self.key), (value, self.value)):
+            own[:, :, :base], own[:, :, at] = whole[:, :, :base], whole[:, :, tokens]
         tree = Topology.from_parents(parents).tensors(rows, CPU)
         begin = torch.tensor([base] * rows)
         mask = pack_mask(begin, tree.offsets, tree.visible)

@@ -9,46 +9,16 @@
 #include <atomic>
 #include <bit>
 #include <climits>
-#include <type_traits>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "products.h"
-#include "vector_math.h"
 
 namespace {
 
-constexpr long PLACES = 64;        // of a block; a multiple of the lanes of every vector
-constexpr long STRETCH = 512;      // places of a stretch, a multiple of PLACES
-constexpr long MOST_QUERIES = 256;  // queries (times heads of a group) for which keys and values are read once
-constexpr int TILE = 6;            // queries of a tile
+constexpr long STRETCH = 512;          // places of a stretch, a multiple of PLACES
+constexpr long MOST_QUERIES = 256;     // queries (times heads of a group) for which keys and values are read once
 constexpr long LEAST_SHARED = 200000;  // products for which several threads are worth their start
-#if defined(__AVX512F__) || defined(__ARM_NEON)
-constexpr int SUMS = 24;  // vectors of sums that are in registers
-#elif defined(__AVX2__)
-constexpr int SUMS = 12;
-#else
-constexpr int SUMS = 6;
-#endif
-
-// A tensor [rows, heads, slots, width] of which `width` has no gaps.
-struct Slots {
-    const void* data;
-    long of_row, of_head, of_slot;
-    long at(long row, long head) const { return row * of_row + head * of_head; }
-};
-
-enum class Type { float32, bfloat16, float16 };
-
-inline float widen(Type type, const void* from, long i) {
-    if (type == Type::float32) return ((const float*)from)[i];
-    return type == Type::bfloat16 ? widen(((const bfloat16*)from)[i]) : widen(((const float16*)from)[i]);
-}
-
-inline void narrow(float value, Type type, void* to, long i) {
-    if (type == Type::float32) ((float*)to)[i] = value;
-    else if (type == Type::bfloat16) narrow(value, ((bfloat16*)to)[i]);
-    else narrow(value, ((float16*)to)[i]);
-}
 
 struct Attention {
     Type type;  // of queries, scales, sinks and the result
@@ -104,238 +74,6 @@ inline Seen seen_by(const Attention& a, long row, long query, long in_order, std
     return seen;
 }
 
-// Calls `body` with the constant `count`, of 1 to TILE.
-template <class Body>
-inline void with_count(int count, Body body) {
-    switch (count) {
-        case 1: return body(std::integral_constant<int, 1>());
-        case 2: return body(std::integral_constant<int, 2>());
-        case 3: return body(std::integral_constant<int, 3>());
-        case 4: return body(std::integral_constant<int, 4>());
-        case 5: return body(std::integral_constant<int, 5>());
-        default: return body(std::integral_constant<int, TILE>());
-    }
-}
-
-// Calls `body(constant number of vectors, first vector)` until all of begin … end - 1 were in a call.
-template <int QUERIES, class Body>
-inline void in_vectors(long begin, long end, Body body) {
-    constexpr int MOST = std::min(SUMS / QUERIES, 4);
-    if constexpr (MOST > 1) for (; end - begin >= MOST; begin += MOST) body(std::integral_constant<int, MOST>(), begin);
-    for (; begin < end; begin++) body(std::integral_constant<int, 1>(), begin);
-}
-
-// Scores of N queries for V vectors of places. keys: [width, PLACES].
-template <int N, int V>
-inline void score_tile(const float* queries, long width, const float* keys, float* scores) {
-    Vec sums[N][V];
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) sums[n][v] = zeros();
-    for (long d = 0; d < width; d++, keys += PLACES) {
-        Vec k[V];
-        for (int v = 0; v < V; v++) k[v] = load(keys + v * LANES);
-        for (int n = 0; n < N; n++) {
-            Vec x = broadcast(queries[n * width + d]);
-            for (int v = 0; v < V; v++) sums[n][v] = multiply_add(x, k[v], sums[n][v]);
-        }
-    }
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(scores + n * PLACES + v * LANES, sums[n][v]);
-}
-
-// Scores of `count` queries for the places of vectors begin … end - 1 of a block.
-[[gnu::noinline]] inline void score(int count, const float* queries, long width, const float* keys, float* scores, long begin, long end) {
-    with_count(count, [&](auto constant) {
-        constexpr int N = decltype(constant)::value;
-        in_vectors<N>(begin, end, [&](auto vectors, long v) {
-            score_tile<N, decltype(vectors)::value>(queries, width, keys + v * LANES, scores + v * LANES);
-        });
-    });
-}
-
-// Adds the values of `count` places times their weights [N, PLACES] to V vectors of the sums of N queries. slots: null if the places
-// are neighbours.
-template <int N, int V, class C>
-inline void value_tile(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide) {
-    Vec own[N][V];
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) own[n][v] = load(sums + n * wide + v * LANES);
-    for (long i = 0; i < count; i++) {
-        const C* value = values + (slots ? slots[i] : i) * stride;
-        Vec x[V];
-        for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
-        for (int n = 0; n < N; n++) {
-            Vec weight = broadcast(weights[n * PLACES + i]);
-            for (int v = 0; v < V; v++) own[n][v] = multiply_add(weight, x[v], own[n][v]);
-        }
-    }
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(sums + n * wide + v * LANES, own[n][v]);
-}
-
-template <int N, class C>
-inline void add_values_of(const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, long width) {
-    long whole = width / LANES;
-    in_vectors<N>(0, whole, [&](auto vectors, long v) {
-        value_tile<N, decltype(vectors)::value>(weights, values + v * LANES, stride, slots, count, sums + v * LANES, wide);
-    });
-    if (long rest = width - whole * LANES) {  // not read past its end
-        for (long i = 0; i < count; i++) {
-            C part[LANES] = {};
-            long slot = slots ? slots[i] : i;
-            memcpy(part, values + slot * stride + whole * LANES, rest * sizeof(C));
-            value_tile<N, 1>(weights + i, part, 0, nullptr, 1, sums + whole * LANES, wide);
-        }
-    }
-}
-
-template <class C>
-[[gnu::noinline]] void add_values(int queries, const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, long width) {
-    with_count(queries, [&](auto constant) {
-        add_values_of<decltype(constant)::value>(weights, values, stride, slots, count, sums, wide, width);
-    });
-}
-
-// A part of the keys of one row and head, transposed: to[d * PLACES + i] is number d of the key at slot i.
-template <class C>
-struct Transposed {
-    const C* keys;
-    long stride, width;
-    Type type;  // of the scales
-    const Slots& scales;
-    long first_scale;
-    float* rows;  // [LANES, width rounded up to 4]
-
-    // count: at most LANES; slots: null if they are neighbours from `slot` on, -1 for none.
-    void some(long slot, const int* slots, long count, float* to) const {
-        const float* from = rows;
-        long length = (width + 3) / 4 * 4, ld = length;
-        if (!slots && count == LANES && std::is_same_v<C, float> && width % 4 == 0) {
-            from = (const float*)(keys + slot * stride);
-            ld = stride;
-        } else if (!slots && count == LANES && std::is_same_v<C, bfloat16> && width % 8 == 0 && stride % 2 == 0) {
-            return pairs(slot, to);
-        } else {
-            for (long i = 0; i < LANES; i++) {
-                long one = i < count ? slots ? slots[i] : slot + i : -1;
-                float* row = rows + i * length;
-                if (one < 0) {
-                    memset(row, 0, length * sizeof(float));
-                    continue;
-                }
-                const C* key = keys + one * stride;
-                float scale = 1;
-                if constexpr (std::is_same_v<C, int8_t>) scale = widen(type, scales.data, first_scale + one * scales.of_slot);
-                long d = 0;
-                for (; d + LANES <= width; d += LANES) {
-                    Vec v = load(key + d);
-                    if constexpr (std::is_same_v<C, int8_t>) v = v * broadcast(scale);
-                    store(row + d, v);
-                }
-                for (; d < width; d++) row[d] = widen(key[d]) * scale;
-                for (; d < length; d++) row[d] = 0;
-            }
-        }
-        for (long d = 0; d < length; d += 4) {
-            Vec v[4];
-            for (int i = 0; i < 4; i++) v[i] = load_fours(from + d + i * ld, ld);
-            transpose_fours(v);
-            for (int i = 0; i < 4; i++) store(to + (d + i) * PLACES, v[i]);
-        }
-    }
-
-    // Pairs of 16-bit numbers are transposed as one, and taken apart then.
-    void pairs(long slot, float* to) const {
-        const float* from = (const float*)(keys + slot * stride);
-        long ld = stride / 2;
-        for (long d = 0; d < width / 2; d += 4) {
-            Vec v[4];
-            for (int i = 0; i < 4; i++) v[i] = load_fours(from + d + i * ld, ld);
-            transpose_fours(v);
-            for (int i = 0; i < 4; i++) {
-                store(to + (2 * (d + i)) * PLACES, first_of_pairs(bits_of(v[i])));
-                store(to + (2 * (d + i) + 1) * PLACES, second_of_pairs(bits_of(v[i])));
-            }
-        }
-    }
-
-    // Slots begin … end - 1 of the block of places that begins at `block`.
-    void straight(long block, long begin, long end, float* to) const {
-        for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
-            if (long before = begin - block - i; before > 0) {
-                int slots[LANES];
-                for (long n = 0; n < LANES; n++) slots[n] = n >= before && block + i + n < end ? int(block + i + n) : -1;
-                some(0, slots, LANES, to + i);
-            } else {
-                some(block + i, nullptr, std::min(end - block - i, long(LANES)), to + i);
-            }
-        }
-    }
-
-    // The slots of places begin … end - 1 of the same block.
-    void gathered(long block, long begin, long end, const int* from, float* to) const {
-        for (long i = (begin - block) / LANES * LANES; i < end - block; i += LANES) {
-            int slots[LANES];
-            for (long n = 0, place = block + i; n < LANES; n++, place++) slots[n] = place >= begin && place < end ? from[place - begin] : -1;
-            some(0, slots, LANES, to + i);
-        }
-    }
-};
-
-// A weighted mean in the making.
-struct Mean {
-    float* sums;    // [queries, wide], weighted values
-    float* totals;  // [queries, LANES], weights by places modulo LANES; [queries, 1] once `closed`
-    float* tops;    // [queries], the largest score, of which powers are taken relatively
-};
-
-inline float total_of(const float* lanes) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += lanes[i];
-    return sum;
-}
-
-inline void multiply_all(float* numbers, long count, float factor) {
-    for (long i = 0; i < count; i += LANES) store(numbers + i, load(numbers + i) * broadcast(factor));
-}
-
-// Turns the scores of one query for places begin … end - 1 of a block into weights, relative to its largest score so far.
-inline void weigh(float* scores, long begin, long end, float* sums, long wide, float* total, float& top) {
-    const float none = -INFINITY;
-    long first = begin / LANES * LANES, last = (end + LANES - 1) / LANES * LANES;
-    for (long i = first; i < begin; i++) scores[i] = none;
-    for (long i = end; i < last; i++) scores[i] = none;
-    Vec most = load(scores + first);
-    for (long i = first + LANES; i < last; i += LANES) most = larger(most, load(scores + i));
-    float block_top = largest(most);
-    if (block_top > top) {
-        float factor = power_of_two(top - block_top);
-        if (factor != 1 && top != none) {
-            multiply_all(sums, wide, factor);
-            multiply_all(total, LANES, factor);
-        }
-        top = block_top;
-    }
-    Vec sum = load(total), relative = broadcast(top == none ? 0 : top);
-    for (long i = first; i < last; i += LANES) {
-        Vec weight = power_of_two(load(scores + i) - relative);
-        store(scores + i, weight);
-        sum = sum + weight;
-    }
-    store(total, sum);
-}
-
-// Adds a stretch to those before it.
-inline void merge(float* sums, float& total, float& top, const float* more_sums, float more_total, float more_top, long wide) {
-    float highest = std::max(top, more_top);
-    if (highest == -INFINITY) return;
-    float own = power_of_two(top - highest), others = power_of_two(more_top - highest);
-    for (long i = 0; i < wide; i += LANES)
-        store(sums + i, multiply_add(load(more_sums + i), broadcast(others), load(sums + i) * broadcast(own)));
-    total = multiply_add(more_total, others, total * own);
-    top = highest;
-}
-
 // Queries of one row and head of the keys: query n of `count` is head `(begin + n) % group` of node `(begin + n) / group`.
 template <class C>
 struct Queries {
@@ -362,7 +100,7 @@ struct Queries {
     }
     const Seen& of(long n) const { return seen[(begin + n) / group]; }
 
-    void take() {
+    [[gnu::noinline]] void take() {
         float scale = a.softcap ? a.scale : a.scale * LOG2_E;
         for (long n = 0; n < count; n++) {
             long from = a.query.at(row, head * group + (begin + n) % group) + (begin + n) / group * a.query.of_slot;
@@ -387,7 +125,7 @@ struct Queries {
     }
 
     // Attends to places from … to - 1.
-    void attend(long from, long to) {
+    [[gnu::noinline]] void attend(long from, long to) {
         clear(stretch);
         long first, straight, end;
         range(first, straight, end);
@@ -466,11 +204,11 @@ struct Queries {
         if (from < to) add_one(scores + (n - tile) * PLACES + from - block, values + from * a.value.of_slot, nullptr, to - from, n);
     }
 
-    void add_one(const float* weights, const C* from, const int* at, long number, long n) {
+    [[gnu::noinline]] void add_one(const float* weights, const C* from, const int* at, long number, long n) {
         add_values(1, weights, from, a.value.of_slot, at, number, stretch.sums + n * wide, wide, a.value_width);
     }
 
-    void add_stretch(long n, const float* sums, float total, float top) {
+    [[gnu::noinline]] void add_stretch(long n, const float* sums, float total, float top) {
         merge(all.sums + n * wide, all.totals[n * LANES], all.tops[n], sums, total, top, wide);
     }
 
@@ -487,7 +225,7 @@ struct Queries {
         write_all(all);
     }
 
-    void write_all(const Mean& m) {
+    [[gnu::noinline]] void write_all(const Mean& m) {
         for (long n = 0; n < count; n++) write(m.sums + n * wide, m.totals[n * LANES], m.tops[n], n);
     }
 
