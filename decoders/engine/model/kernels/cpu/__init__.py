@@ -1,7 +1,7 @@
-"""Kernels for CPUs in C++: products of few rows that read matrices where they are.
+"""Kernels for CPUs in C++: products that read matrices where they are, attention over the slot cache, and what surrounds them.
 
 A variant per kind of processor is a shared object of its own. It is taken from the package where a wheel brought it, else from the
-folder of kept results, where the first process on a machine puts it (some seconds). Without a compiler there are none, and torch
+folder of kept results, where the first process on a machine puts it, in 10 to 20 seconds. Without a compiler there are none, and torch
 multiplies.
 """
 
@@ -159,10 +159,12 @@ def loaded(variant: str) -> Kernels:
     for folder in (build.FOLDER, kept):
         if (folder / name).exists():
             return Kernels.load(variant, folder / name)
+    if build.compiler() is not None:
+        _log.warning("compiling the CPU kernels for %s, once on this machine: some 20 seconds", variant)
     started = time.perf_counter()
     path = build.compile_into(kept, variant)
     seconds = time.perf_counter() - started
-    _log.info("compiled the CPU kernels for %s in %.1f s, once on this machine: %s", variant, seconds, path)
+    _log.info("compiled the CPU kernels for %s in %.1f s: %s", variant, seconds, path)
     return Kernels.load(variant, path)
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -32,7 +33,7 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
 _TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 #: GCC takes what its own header of AVX-512 leaves undefined on purpose for uninitialized values (its bug 105593).
 _FLAGS = (
-    "-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+    "-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
     _TARGET,
 )  # fmt: skip
 
@@ -83,10 +84,17 @@ def compile_into(folder: Path, variant: str, more: tuple[str, ...] = ()) -> Path
     own = [*variants()[variant], f"-DDECODERS_NAMESPACE=decoders_{variant}"]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as beside:
+        objects = {source: Path(beside) / f"{source.stem}.o" for source in sorted(FOLDER.glob("*.cpp"))}
+
+        def run(*arguments: str | Path) -> None:
+            command = [program, *_FLAGS, *own, *more, *map(str, arguments)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(f"{program} does not compile the kernels for CPUs: {done.stderr.strip()[:2000]}")
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda source: run(*headers, "-c", source, "-o", objects[source]), objects))
         made = Path(beside) / to.name
-        command = [program, *_FLAGS, *own, *more, *headers, str(FOLDER / "kernels.cpp"), "-o", str(made), *libraries]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(f"{program} does not compile the kernels for CPUs: {done.stderr.strip()[:2000]}")
+        run("-shared", *objects.values(), "-o", made, *libraries)
         made.replace(to)
     return to

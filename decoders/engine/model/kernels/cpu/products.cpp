@@ -1,0 +1,71 @@
+// The operator of products by matrices of float32, bfloat16 and float16.
+#include "products.h"
+#include "tensors.h"
+
+namespace {
+
+// From so many rows on torch multiplies by float32, faster by a third. In 16 bits it is slower, and the bits of a row would be others.
+constexpr int64_t MANY_ROWS = 96;
+
+// The same by torch's products. x: [R, K], out: [R, all outputs].
+void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, const std::vector<Tensor>& biases, Tensor& out) {
+    int64_t rows = x.size(0), outputs = out.size(1), first = 0;
+    for (size_t m = 0; m < matrices.size(); m++) {
+        int64_t own = matrices[m].size(0);
+        Tensor weights = torch::stable::transpose(matrices[m], 0, 1), part = torch::stable::narrow(out, 1, first, own);
+        std::array<StableIValue, 3> stack{
+            torch::stable::detail::from(x), torch::stable::detail::from(weights), torch::stable::detail::from(part)};
+        TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+        torch::stable::detail::to<Tensor>(stack[0]);  // the result, which is `part`
+        if (!biases.empty()) {
+            const float* bias = data<float>(biases[m]);
+            in_threads(threads(), [&](int thread, int of) {
+                long begin, end;
+                share_of(rows, 1, thread, of, begin, end);
+                for (float* y = data<float>(out) + begin * outputs + first; begin < end; begin++, y += outputs)
+                    for (int64_t o = 0; o < own; o++) y[o] += bias[o];
+            });
+        }
+        first += own;
+    }
+}
+
+// x: [..., K], matrices: up to three of [O, K], all stored by rows or all by columns, biases: as many of [O], or none.
+Tensor few_rows_linear(Tensor x, std::vector<Tensor> matrices, std::vector<Tensor> biases) {
+    constexpr size_t MOST = 3;
+    int64_t count = matrices.size(), inputs = x.size(x.dim() - 1), outputs = 0;
+    STD_TORCH_CHECK(0 < count && count <= int64_t(MOST), "one to three matrices are multiplied at once, not ", count);
+    STD_TORCH_CHECK(biases.empty() || int64_t(biases.size()) == count, "every matrix has a bias, or none");
+    Matrix all[MOST];
+    for (int64_t m = 0; m < count; m++) {
+        const Tensor& matrix = matrices[m];
+        STD_TORCH_CHECK(matrix.dim() == 2 && matrix.size(1) == inputs && matrix.scalar_type() == x.scalar_type(),
+                        "matrices have the type of x and as many inputs");
+        STD_TORCH_CHECK(matrix.stride(1) == 1 || matrix.stride(0) == 1, "matrices are stored by rows or by columns");
+        STD_TORCH_CHECK((matrix.stride(1) == 1) == (matrices[0].stride(1) == 1), "matrices are stored alike");
+        const void* bias = biases.empty() ? nullptr : bias_of(biases[m], matrix, x);
+        all[m] = {matrix.data_ptr(), bias, matrix.size(0), matrix.stride(0), matrix.stride(1)};
+        outputs += matrix.size(0);
+    }
+    Tensor out = with_last_size(x, outputs), rows = without_gaps(x);
+    int64_t number = inputs ? x.numel() / inputs : 0;
+    if (number >= MANY_ROWS && x.scalar_type() == torch::headeronly::ScalarType::Float) {
+        Tensor flat = torch::stable::view(out, {number, outputs});
+        many_rows_linear(torch::stable::view(rows, {number, inputs}), matrices, biases, flat);
+        return out;
+    }
+    with_type(x, [&](auto type) {
+        using T = decltype(type);
+        multiply(data<T>(rows), number, inputs, all, count, data<T>(out), threads());
+    });
+    return out;
+}
+
+}  // namespace
+
+DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
+    m.def("few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor");
+}
+DECODERS_IMPL(DECODERS_NAMESPACE, m) {
+    m.impl("few_rows_linear", TORCH_BOX(&few_rows_linear));
+}
