@@ -86,3 +86,10 @@ def test_a_weight_of_a_fused_layer_counts_in_the_next_call() -> None:
     after = decode(model, inputs, "autoregressive", max_new_tokens=8).sequences
     assert not torch.equal(after, before)
     assert torch.equal(after, decode(model, inputs, max_new_tokens=8).sequences)
+
+
+def test_layers_on_another_device_are_left_alone() -> None:
+    model = tiny_model("llama").to("meta")
+    twin = share_weights(model)
+    fuse_layers(twin)
+    assert not any(changed(model, twin, "Attention")) and not any(changed(model, twin, "MLP"))

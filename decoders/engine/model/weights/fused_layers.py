@@ -29,8 +29,9 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial
 
 @torch.no_grad()
 def fuse_layers(model: nn.Module) -> None:
-    """Makes parts of the layers of `model`, a private twin on the CPU whose linear layers are replaced already, run fused."""
-    kernels = cpu.chosen().kernels
+    """Makes parts of the layers of `model`, a private twin whose linear layers are replaced already, run fused, if it is on a CPU."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    kernels = cpu.chosen().kernels if on_cpu else None
     if kernels is None:
         return
     rotating: dict[type[nn.Module], type[nn.Module] | None] = {}
