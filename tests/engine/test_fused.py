@@ -16,7 +16,7 @@ from decoders.common.transformers_compat import set_attention
 from decoders.engine.decode.drafts.modules import ModuleTwin
 from decoders.engine.model import torch_compat
 from decoders.engine.model.cache import CacheBuffers
-from decoders.engine.model.kernels import cpu
+from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights import few_rows, fused
 from decoders.engine.model.weights.few_rows import multiply_few_rows
@@ -72,13 +72,13 @@ def test_layers_that_read_the_same_are_found(name: str, groups: list[str]) -> No
 def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(tiny_model(name))
     products: Counter[tuple[int, ...]] = Counter()
-    multiply = few_rows.few_rows_linears
+    multiply = few_rows.product_or_none
 
     def counted(x: Tensor, matrices: list[Tensor], biases: list[Tensor]) -> Tensor:
         products[tuple(matrix.data_ptr() for matrix in matrices)] += 1
         return multiply(x, matrices, biases)
 
-    monkeypatch.setattr(few_rows, "few_rows_linears", counted)
+    monkeypatch.setattr(few_rows, "product_or_none", counted)
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
     target.forward(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
     layers = [module for module in target.model.modules() if type(module) in few_rows.KINDS.values()]
@@ -182,7 +182,7 @@ def traced(function: Callable[..., object], *arguments: Tensor) -> torch.fx.Grap
     return make_fx(torch.func.functionalize(function, remove="mutations_and_views"))(*arguments)
 
 
-def products(graph: torch.fx.Graph) -> int:
+def product_count(graph: torch.fx.Graph) -> int:
     return sum(getattr(node.target, "namespace", "").startswith("decoders") for node in graph.nodes)
 
 
@@ -190,7 +190,7 @@ def products(graph: torch.fx.Graph) -> int:
 def test_the_compiler_leaves_one_of_equal_products() -> None:
     def shares(x: Tensor, other: Tensor, weight: Tensor) -> list[Tensor]:
         # Equal values are told by how they are computed.
-        return [few_rows.few_rows_linears(t.abs().round(), [weight], []) for t in (x, x, other)]
+        return [products.few_rows_linears(t.abs().round(), [weight], []) for t in (x, x, other)]
 
     given = (*torch.randn(2, 3, 16), torch.randn(8, 16))
     module = traced(shares, *given)
@@ -205,7 +205,7 @@ def test_the_compiler_leaves_one_of_equal_products() -> None:
 @by_our_kernels
 def test_equal_products_of_matrices_as_they_are_are_one() -> None:
     def shares(x: Tensor, weight: Tensor) -> list[Tensor]:
-        multiply = few_rows.few_rows_linears
+        multiply = products.few_rows_linears
         return [multiply(x, [weight, weight], []), multiply(x, [weight, weight], []), multiply(x, [weight], [])]
 
     module = traced(shares, torch.randn(3, 16), torch.randn(8, 16))
@@ -216,7 +216,7 @@ def test_equal_products_of_matrices_as_they_are_are_one() -> None:
 @by_our_kernels
 def test_what_is_drawn_or_written_between_is_not_equal() -> None:
     def shares(x: Tensor, weight: Tensor) -> list[Tensor]:
-        multiply = few_rows.few_rows_linears
+        multiply = products.few_rows_linears
         drawn = [multiply(torch.rand_like(x), [weight], []) for _ in range(2)]
         before = multiply(x, [weight], [])
         changed = x.clone()

@@ -313,7 +313,8 @@ def test_a_stop_string_that_names_a_special_token_ends_a_row(
         expected = tiny_model("llama").generate(**prompts(), stop_strings=[stop], **options)
         ours = llama.generate(**prompts(), stop_strings=[stop], strategy=named(strategy, 1), **options, **EAGER)
         assert ours.tolist() == expected.tolist() == [prompts()["input_ids"][0].tolist() + text[: place + 1]]
-        with decoders.Scheduler(llama, tokenizer=tokenizer, strategy=named(strategy, 1), **EAGER) as scheduler:
+        model = decoders.enable(tiny_model("llama"))  # which keeps the tokenizer
+        with decoders.Scheduler(model, tokenizer=tokenizer, strategy=named(strategy, 1), **EAGER) as scheduler:
             prompt = prompts()["input_ids"][0].tolist()
             request = scheduler.submit(prompt, max_new_tokens=NEW, eos_token_id=UNUSED, stop_strings=[stop])
             request.result()
