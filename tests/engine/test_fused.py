@@ -194,10 +194,10 @@ def test_the_compiler_leaves_one_of_equal_products() -> None:
 
     given = (*torch.randn(2, 3, 16), torch.randn(8, 16))
     module = traced(shares, *given)
-    assert products(module.graph) == 3
+    assert product_count(module.graph) == 3
     torch_compat.EqualOnce()(module.graph)
     module.recompile()
-    assert products(module.graph) == 2
+    assert product_count(module.graph) == 2
     for left, right in zip(module(*given), shares(*given), strict=True):
         assert torch.equal(left, right)
 
@@ -210,7 +210,7 @@ def test_equal_products_of_matrices_as_they_are_are_one() -> None:
 
     module = traced(shares, torch.randn(3, 16), torch.randn(8, 16))
     torch_compat.EqualOnce()(module.graph)
-    assert products(module.graph) == 2
+    assert product_count(module.graph) == 2
 
 
 @by_our_kernels
@@ -225,7 +225,7 @@ def test_what_is_drawn_or_written_between_is_not_equal() -> None:
 
     module = traced(shares, torch.randn(3, 16), torch.randn(8, 16))
     torch_compat.EqualOnce()(module.graph)
-    assert products(module.graph) == 4
+    assert product_count(module.graph) == 4
 
 
 def test_a_model_that_cannot_run_on_zeros_is_left_as_it_is() -> None:
