@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import time
 import warnings
@@ -32,6 +33,10 @@ from .target import Target
 from .verdicts import Verdict
 from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
+
+_log = logging.getLogger("decoders")
+#: Seconds from which on a check is logged.
+NOTEWORTHY = 2.0
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
@@ -87,6 +92,8 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
             verdicts.keep(key, verdict)
     target.checked = verdict.day
     target.check_seconds = time.perf_counter() - started
+    if target.check_seconds > NOTEWORTHY:
+        _log.info("checked %s against its own passes in %.1f s", type(model).__name__, target.check_seconds)
     return target
 
 

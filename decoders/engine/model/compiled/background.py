@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import gc
+import logging
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ import torch
 from ....common import devices
 from ..threads import set_threads, torchs_own
 from ..torch_compat import device_waits_behind, traced_by_one_thread
+
+_log = logging.getLogger("decoders")
 
 #: Switch interval of the interpreter during compilation, in seconds (Python's default is 0.005). Every operator of a decoding
 #: step releases the lock and waits for it again: with the default a step of 300 operators would take 1.5 s.
@@ -103,6 +106,8 @@ class BackgroundCompile:
                 raise  # Ctrl-C, if the caller compiles
         finally:
             self.seconds = time.perf_counter() - started
+            if self.ready:
+                _log.info("compiled %s in %.1f s, for the calls that begin from now on", self.name, self.seconds)
             _running.discard(self)
             self._over.set()
 
