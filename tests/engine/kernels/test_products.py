@@ -159,7 +159,9 @@ def test_layers_of_16_bits_multiply_few_rows_by_the_kernel_and_many_by_torch(nam
     assert not {type(module) for module in model.modules()} & set(few_rows.KINDS.values())
     layer, own = next((a, b) for a, b in zip(twin.modules(), model.modules(), strict=True) if type(b) in few_rows.KINDS)
     x = random(MOST_ROWS + 1, layer.matrix().shape[1], dtype=torch.bfloat16)
-    torch.testing.assert_close(layer(x), own(x), rtol=2**-7, atol=2**-7)  # torch's own kernels: which, depends on the processor
+    torch.testing.assert_close(
+        layer(x), own(x), rtol=2**-7, atol=2**-7
+    )  # torch's own kernels: which, depends on the processor
     assert torch.equal(layer(x[None, :-1]), few_rows_linear(x[None, :-1], layer.matrix(), own.bias))
     assert layer(x[:0]).shape == (0, layer.matrix().shape[0])
     with torch.no_grad():
