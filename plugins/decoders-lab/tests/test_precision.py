@@ -22,7 +22,8 @@ def test_precisions_are_compared_with_the_models_own(monkeypatch: pytest.MonkeyP
     own, int8, both = measure(tiny_model("llama"), ["int8", "int4+kv:int8"], [text], [4], 1, compile=False, length=20)
     assert (own.divergence, own.agreement, own.logit_error) == (0, 1, 0)
     assert 0 < int8.logit_error < both.logit_error
-    assert both.matrix_bytes < int8.matrix_bytes < own.matrix_bytes
+    # 4 bits are stored in blocks of 128 inputs, which such narrow matrices do not fill.
+    assert int8.matrix_bytes < own.matrix_bytes and both.matrix_bytes < own.matrix_bytes
     assert both.slot_bytes < own.slot_bytes == int8.slot_bytes
     assert both.same_bits is int8.same_bits is True
     assert own.perplexity == pytest.approx(int8.perplexity, rel=0.05) and own.step_seconds[4] > 0
