@@ -20,6 +20,7 @@ import decoders
 from decoders.common import devices
 from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode.batch import Batch
+from decoders.engine.decode.proposer import Proposer
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.engine.decode.grammar.host_guide import HostGuide
@@ -150,8 +151,8 @@ class Costs(TorchFunctionMode):
         monkeypatch.setattr(device, "pinned", noted)
         monkeypatch.setattr(device, "copy", copied)
         monkeypatch.setattr(blocks, "moved_together", moved)
-        for hook in ("propose", "mask", "settle", "observe"):
-            monkeypatch.setattr(Batch, hook, self._watched(getattr(Batch, hook)))
+        for owner, hook in ((Proposer, "propose"), (Batch, "mask"), (Batch, "settle"), (Proposer, "observe")):
+            monkeypatch.setattr(owner, hook, self._watched(getattr(owner, hook)))
 
     def _watched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any) -> Any:

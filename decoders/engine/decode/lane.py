@@ -17,14 +17,16 @@ from ...strategy import PromptChunk, Strategy
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
+from .clock import StepClock
 from .engine import Engine
 from .grammar.host_guide import HostGuide
 from .losses import warn_of_load
+from .prompt_reader import PromptReader
+from .proposer import Proposer
 from .request import Request, RequestOutput, empty_report
 from .rows import stop_tensor
 from .session import Session
 from .step import step
-from .watch import StepWatch
 
 #: Slots of a new pool; it grows with its texts.
 FIRST_SLOTS = 256
@@ -44,7 +46,9 @@ class Lane:
 
     Attributes:
         admission: the requests whose prompts are not read yet.
-        batch: the others, and their steps.
+        batch: the others.
+        proposer: the strategy that drafts for them.
+        prompts: reads prompts that are more than text.
         rows: the requests in the batch, in the order of its rows; those that have left are removed before the next step.
     """
 
@@ -55,18 +59,20 @@ class Lane:
         request = replace(request, multimodal=None)  # the lane may outlive the request, whose images are large
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
-        self.batch = batch = Batch(engine, request, self.stack, capacity)
+        self.batch = batch = Batch(engine, request, capacity)
+        self.proposer = Proposer(batch, self.stack)
+        self.prompts, self._clock = PromptReader(batch, self.proposer), StepClock(batch, self.proposer)
         static = engine.target.static
         # Where rows are padded to a bucket, padding rows must not overwrite prompts and texts behind the batch.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
         batch.session = self.pool
-        self.admission = Admission(batch, self.pool, reserved)
+        self.admission = Admission(self.prompts, self.pool, reserved)
         self.rows: list[Seat] = []
         self._weights = engine.target.weights
         self._tiers: set[Hashable] | None = None
-        self._clock = 0
+        self._uses = 0
 
     @property
     def seats(self) -> list[Seat]:
@@ -84,7 +90,7 @@ class Lane:
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
-        return any(drafter.outdated for drafter in batch.drafters) or batch.forward_pass.outdated(
+        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.outdated(
             self._tiers, mode, batch.request.plan, joined=self.capacity > 1
         )
 
@@ -115,7 +121,7 @@ class Lane:
         An error that concerns all of them, such as one of the strategy, is raised.
         """
         with self._running():
-            if self.template.runtime.compile is True and not self.batch.arranged:
+            if self.template.runtime.compile is True and not self.proposer.arranged:
                 self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
                 self.batch.forward_pass.compile_both()
@@ -141,7 +147,7 @@ class Lane:
             for seat in self.seats:
                 seat.member.close(cause)
             try:
-                self.batch.finish(cause)
+                self.proposer.finish(cause)
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
                 warnings.warn(f"decoders: {message}", stacklevel=2)
@@ -175,16 +181,16 @@ class Lane:
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
-            step(batch, StepWatch(batch))
+            step(self.proposer, batch, self._clock)
             return
         seat, begin, count = piece
         self._move_to_front([*self.rows, seat])
         batch.next_piece = functools.partial(self.pool.piece, begin, count)
         try:
-            step(batch, StepWatch(batch))
+            step(self.proposer, batch, self._clock)
         finally:
             batch.next_piece = None
-        self.admission.was_read(seat, batch.piece_seconds, count)
+        self.admission.was_read(seat, self._clock.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
         """Removes the requests that have ended or whose grammar failed. Others may have their rows from the next step on."""
@@ -208,8 +214,8 @@ class Lane:
             warn_of_load(seat.member.report)
             if seat.plan is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
-                self._clock += 1
-                self.pool.used[seat.place] = self._clock
+                self._uses += 1
+                self.pool.used[seat.place] = self._uses
         if not self.seats:
             self._rebatch([])
 
@@ -242,9 +248,8 @@ class Lane:
             prompts=[*texts, *[texts[0].new_zeros(1)] * added], new_tokens=max(request.new_tokens for request in requests),
         )  # fmt: skip
         members = [(seat.member, row) for row, seat in enumerate(seats)]
-        anew = batch.arrange(shared, members, sources + [-1] * added)
+        anew = self.proposer.arrange(shared, members, sources + [-1] * added)
         if shared.strategy.reads_prompt:
-            batch.where = "prefill"
             self._show_prompts(anew and any(source >= 0 for source in sources))
 
     def _move_to_front(self, seats: list[Seat]) -> None:
@@ -264,12 +269,12 @@ class Lane:
         """Shows the strategy the prompts of new rows; if it has started `anew`, the texts of all rows."""
         batch = self.batch
         if anew:
-            batch.read_prompts(batch.lengths, [0] * batch.width)
+            self.prompts.read(batch.lengths, [0] * batch.width)
         for row, seat in enumerate(self.rows):
             for chunk in seat.chunks if not anew else ():
                 if batch.request.strategy.prompt_logits:
                     chunk = replace(chunk, logits=self.engine.head(chunk.hidden))
-                batch.show(among_rows(chunk, row, self.pool.rows.length), max(batch.lengths))
+                self.proposer.show(among_rows(chunk, row, self.pool.rows.length), max(batch.lengths))
             seat.chunks.clear()
 
 
