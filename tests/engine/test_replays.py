@@ -20,10 +20,10 @@ import decoders
 from decoders.common import devices
 from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode.batch import Batch
-from decoders.engine.decode.proposer import Proposer
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.engine.decode.grammar.host_guide import HostGuide
+from decoders.engine.decode.proposer import Proposer
 from decoders.engine.decode.sessions import KEPT_SESSIONS
 from decoders.engine.model import blocks
 from decoders.engine.model.compiled import background, tiers
