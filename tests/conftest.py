@@ -251,9 +251,9 @@ def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from decoders.engine.model.compiled import tiers
     from decoders.engine.model.target import ForwardResult
 
-    def run(self: Any, nodes: Any, base: Any, tree: Any, buffers: Any, view: Any, kept: Any = None) -> ForwardResult:
+    def run(self: Any, given: Any, kept: Any = None) -> ForwardResult:
         self.compiled_passes += 1
-        plain = self.target.forward(nodes, base, tree, buffers, view)
+        plain = self.target.forward(given)
         logits = plain.logits.roll(1, -1)
         return ForwardResult(logits if kept is None else logits[:, kept], plain.hidden, plain.layers)
 

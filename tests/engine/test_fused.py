@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig
 from decoders.common.transformers_compat import set_attention
 from decoders.engine.decode.drafts.modules import ModuleTwin
 from decoders.engine.model import torch_compat
+from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.self_check import target_of
@@ -80,7 +81,9 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(few_rows, "product_or_none", counted)
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
-    target.forward(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
+    target.forward(
+        PassInput(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
+    )
     layers = [module for module in target.model.modules() if type(module) in few_rows.KINDS.values()]
     multiplied = [place for matrices in products for place in matrices]
     assert sorted(multiplied) == sorted(layer.matrix().data_ptr() for layer in layers)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ...strategy import Draft, HostStep, Sequences, Step
 from ...tree import Topology, TreeTensors
-from ..model.blocks import NodeBlock, after_text
+from ..model.blocks import NodeBlock, PassInput, after_text
 from ..model.cache import move_slots
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
@@ -141,7 +141,9 @@ class Core:
             positions = begin[:, None] + torch.arange(count, device=base.device)
             tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
             tree = after_text(count, tree)
-        return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
+        return nodes, self.run(
+            PassInput(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
+        )
 
     def choose(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows

@@ -18,7 +18,7 @@ from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
 from . import attention, buckets, own_masks, recurrent, rope
-from .blocks import LeadingText, causal_block
+from .blocks import LeadingText, PassInput, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
 from .kernels import attention as kernel
@@ -303,7 +303,7 @@ class Target:
         start = torch.zeros(1, dtype=torch.int64, device=self.device)
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
         tree = causal_block(1, 4, self.device)
-        result = self.forward(tokens, start, tree, rows, torch.arange(16, device=self.device)[:8])
+        result = self.forward(PassInput(tokens, start, tree, rows, torch.arange(16, device=self.device)[:8]))
         head.check(result.hidden, result.logits)
         return head
 
@@ -331,31 +331,20 @@ class Target:
         seen = self.static or torch.compiler.is_dynamo_compiling()
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
-    def forward(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText = LeadingText(), root: Tensor | None = None,
-    ) -> ForwardResult:  # fmt: skip
-        """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
-
-        Args:
-            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") are run as some token. If
-                `tree` has more nodes, these are its last ones, and the others were run before.
-            base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block begins before its row: results of
-                nodes in front of position 0 are unused, and they are written to slots at the end of the cache.
-            view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
-            text: nodes that the block begins with, for which there are no results.
-            root: ``[B, H]``, the embedding of the node behind them where that is no token.
-        """
+    def forward(self, given: PassInput) -> ForwardResult:
+        """One pass over a block of nodes, without the piece that it may come with."""
+        nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
             # Some designs read more of a token than its embedding: drafts get a pass of their own, with ids, where that is possible.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
-                first = self.forward(nodes[:, :count], base, begin, buffers, view, text, root)
-                return first.followed_by(self.forward(nodes[:, count:], base, tree, buffers, view))
+                first = self.forward(given._replace(nodes=nodes[:, :count], tree=begin))
+                drafts = given._replace(nodes=nodes[:, count:], text=LeadingText(), root=None)
+                return first.followed_by(self.forward(drafts))
             # Its place may hold -1, which would be taken for a node without a draft token and left out.
             nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
-        inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
+        inputs = self.inputs(nodes, given.base, given.tree, given.buffers, given.view, text if text.length else None)
         if root is not None:
             vectors = self.embed(inputs.pop("input_ids")).clone()
             vectors[:, text.length] = root
