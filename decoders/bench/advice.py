@@ -27,10 +27,10 @@ from .shapes import SHAPES, random_workloads
 from .variants import with_setting
 from .verdict import AUTO, GAIN, Verdict, pooled, times, verdicts
 
-#: What is tried without a draft model, and with one.
+#: Strategies that are tried without a draft model, and with one.
 STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")
 DRAFTED = ("speculative", "threshold")
-#: Settings that are tried of the one that wins: shorter and longer drafts. ``auto`` finds out by itself.
+#: Settings of the winning strategy that are tried: shorter and longer drafts. ``auto`` has none, since it adapts by itself.
 TUNED = {
     "prompt_lookup": ("length=4", "length=16"),
     "suffix": ("nodes=12", "alpha=8"),
@@ -38,28 +38,29 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: Number formats of weights that are tried with the one that wins. They change texts, so they are never what is advised by itself.
+#: Number formats of weights that are tried with the winning strategy. They change the text, so they are only mentioned, never
+#: recommended.
 WEIGHTS = ("int8", "int4")
-#: New tokens of a text: most, fewest on a slow machine and for the sake of further prompts; of a first call.
+#: Number of new tokens of a text: the greatest; the least, on a slow machine or to fit in more prompts; and that of a first call.
 MOST, FEWEST, FEW = 96, 16, 2
-#: Share of the fastest method's speed that is about as fast, after so few texts.
+#: Methods above this share of the fastest method's speed count as equally fast, since so few texts are measured.
 ABOUT = 0.9
-#: Shares of the time: for the comparison, until the end of that of settings, of that of weights, and of that of compiled steps.
+#: Shares of the time at which each part must end: the comparison of strategies, of settings, of weights, and of compiled steps.
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.9
-#: A draft model that is supposed: its size and time beside the target's, and how often it is right.
+#: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
-#: Heads that are supposed: nodes of their tree, tokens that a step brings, time beside a step of the target.
+#: Hypothetical heads: nodes of their tree, tokens per step, and their time relative to a step of the target.
 HEADS_NODES, HEADS_TOKENS, HEADS_TIME = 24, 2.5, 0.1
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What something else would bring.
+    """An estimate of what a draft model or heads would bring.
 
     Attributes:
-        what: a draft model, or heads.
-        ratio: tokens/s over transformers', by what steps cost here and what is supposed.
-        supposed: of it.
+        what: "a draft model" or "heads".
+        ratio: estimated ratio to transformers' tokens/s, from the measured costs of steps and the assumptions.
+        supposed: the assumptions.
     """
 
     what: str
@@ -69,19 +70,19 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use.
+    """The recommendation of :func:`advise`.
 
     Attributes:
         verdict: the method, its speed, and a sentence.
-        compiling: tokens/s compiled over uncompiled; None where only uncompiled steps were measured, which the verdict is about then.
-        outlooks: what else would help, or would not.
-        seconds: that finding out took.
-        new_tokens, prompts: of the texts that were written for it.
-        records: what was measured, uncompiled and compiled.
-        given: prompts that there were; more than `prompts` where the time was too short for all.
-        machine: processor, threads, device and versions, as :func:`decoders.bench.machine.facts` says them.
-        weights: by number format, tokens/s of the method with it over those without, both uncompiled.
-        busy: a warning where other processes took the cores meanwhile, else "".
+        compiling: tokens/s compiled over uncompiled; None if only uncompiled steps were measured, which the verdict is then about.
+        outlooks: estimates for a draft model and heads.
+        seconds: duration of the measurement.
+        new_tokens, prompts: number of new tokens of each text, and number of measured prompts.
+        records: the measurements, uncompiled and compiled.
+        given: number of given prompts; more than `prompts` if time was too short for all.
+        machine: processor, threads, device and versions, as :func:`decoders.bench.machine.facts` returns them.
+        weights: for each number format, the method's tokens/s with it over those without, both uncompiled.
+        busy: a warning if other processes used the cores during the measurement, else "".
     """
 
     verdict: Verdict
@@ -102,12 +103,12 @@ class Advice:
 
     @property
     def headline(self) -> str:
-        """The verdict's sentence, on condition where the machine was busy."""
+        """The verdict's sentence, with a reservation if the machine was busy."""
         return f"If that holds on a quiet machine: {self.verdict.text}" if self.busy else self.verdict.text
 
     @property
     def measured(self) -> str:
-        """What the figures are of: prompts, number format, machine."""
+        """The conditions of the measurement: prompts, number format, machine."""
         some = f"{self.prompts} of {self.given} prompts (more with more seconds)"
         of = some if self.prompts < self.given else f"{self.prompts} prompt{'s' if self.prompts > 1 else ''}"
         names = {"cpu": "{}", "threads": "{} threads", "device": "device {}"}
@@ -117,12 +118,12 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The call to paste; "" where transformers' own is as good."""
+        """The recommended call as code; "" if transformers' own is as fast."""
         return self.verdict.code if self.verdict.arguments else ""
 
     @property
     def lines(self) -> list[str]:
-        """What else would help, a sentence each."""
+        """One sentence for each further possibility: compiling, number formats, a draft model, heads."""
         now = self.verdict.ratio.median if self.verdict.ratio is not None else 1.0
         result = []
         if self.compiling is not None:
@@ -132,7 +133,7 @@ class Advice:
         for outlook in self.outlooks:
             worth = "worth a try" if outlook.ratio > 1.1 * now else "no more than this has"
             speed = f"{times(outlook.ratio)} times transformers' tokens/s"
-            result.append(f"{outlook.what} would have {speed}, {worth} (reckoned for {outlook.supposed}).")
+            result.append(f"{outlook.what} would have {speed}, {worth} (estimated for {outlook.supposed}).")
         for name, gain in self.weights.items():
             worth = "and other texts: compare them" if gain > GAIN else "so nothing is gained"
             result.append(
@@ -161,22 +162,21 @@ def advise(
     compile: bool = True,
     progress: Callable[[str, float], None] = lambda what, left: None,
 ) -> Advice:
-    """Tries the strategies that need nothing but the model (and a draft model, where one is given) on `prompts`, and says what to use.
+    """Measures the strategies that need only the model (and `assistant_model`, if given) on `prompts`, and recommends one.
 
     Args:
-        model: enabled, or it will be.
-        prompts: texts or messages like those to come: speed depends on them. None: instructions where there is a chat template, else
-            code and texts to copy.
+        model: a model, which is enabled if it is not yet.
+        prompts: texts or messages that resemble your use, since speed depends on them. None: ready instructions if there is a chat
+            template, else ready code and texts to copy.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: that it may take. On a slow machine shorter texts are tried, and then fewer prompts; it takes longer only where a
-            single round does, compiling or packing.
+        seconds: duration of the measurement. A slow machine gets shorter texts, then fewer prompts. It takes longer only if a
+            single round, compiling or quantizing does.
         compile: whether to measure compiled steps too; the default setting compiles in the background in long use.
-        progress: told what begins, and how many seconds it may still take.
+        progress: called with what begins and the remaining seconds.
 
     Raises:
-        SettingsError: there is no prompt, or no tokenizer to read them with.
-        UnsupportedError: a model that cannot be decoded.
+        SettingsError: there is no prompt or no tokenizer. UnsupportedError: the model cannot be decoded.
     """
     begin, busy = time.monotonic(), machine.busy()
     generate = enabled(model, tokenizer)
@@ -259,7 +259,7 @@ def advise(
         if plain := _speed(compiled if compiling else uncompiled, PLAIN):
             outlooks += _outlooks(curve, context, compiling, plain)
     records, too_busy = comparable(records)
-    if too_busy:  # which method is the fastest may hold, by how much does not
+    if too_busy:  # on a busy machine the order of methods may be right, but ratios are not
         name = verdict.method or "transformers' own generate"
         text = f"{name} was the fastest, but no speed is compared here. {too_busy}"
         verdict, gain, outlooks = replace(verdict, text=text, ratio=None, by_kind={}), None, []
@@ -297,7 +297,9 @@ def _workloads(
 
 
 def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float) -> tuple[int, list[Workload]]:
-    """How many new tokens, and which prompts, so that all methods can write every text twice: all prompts rather than long texts."""
+    """The number of new tokens and the prompts for which all methods can write each text twice. More prompts go before longer
+    texts.
+    """
     rates = []
     for method in (methods[0], next(method for method in methods if method.name == PLAIN)):
         decode(method, every[0], FEW)  # makes the model ready
@@ -313,7 +315,7 @@ def _compiled(arguments: Any) -> dict[str, Any]:
 
 
 def _speed(records: Sequence[Record], method: str) -> float:
-    """Its ratio to transformers, all prompts together; 0 where there is none."""
+    """The method's ratio to transformers over all prompts; 0 if it was not measured."""
     (together,) = pooled(records).values()
     return next((r.ratio.median for r in together if r.method == method and r.ratio is not None), 0.0)
 
@@ -324,7 +326,7 @@ def _failed(records: Sequence[Record]) -> Verdict:
 
 
 def _outlooks(curve: CostCurve, context: int, compiled: bool, plain: float) -> list[Outlook]:
-    """What drafts would bring by what steps cost. plain: plain decoding's ratio to transformers."""
+    """Estimates for a draft model and for heads, from the cost of steps. plain: plain decoding's ratio to transformers."""
 
     def step(nodes: int) -> float:
         return curve.seconds(nodes, 1, context, compiled) / curve.seconds(1, 1, context, compiled)

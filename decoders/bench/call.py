@@ -1,6 +1,6 @@
-"""One timed call of one method, and what its stream tells: when tokens came, in how many steps, and what was written.
+"""One timed call of one method, with times of its tokens, its number of steps, and its text, as a streamer sees them.
 
-The models' own configs stay as they are.
+The models' configs are not changed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TimedCall:
         seconds: wall time, compilation included.
         compile_seconds: spent on compiling.
         compilations: graphs that were compiled.
-        report: the loop's own, None of transformers.
-        steps: passes of the target that another engine tells.
+        report: the loop's report; None for transformers.
+        steps: passes of the target, if another engine reports them.
     """
 
     sequences: Tensor
@@ -58,7 +58,7 @@ class TimedCall:
 
 
 def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = None) -> TimedCall:
-    """One call, timed as a whole with the device waited for at both ends. Greedy, unless the method samples."""
+    """Makes one call and times it as a whole; the device is synchronized before and after. Greedy, unless the method samples."""
     if method.engine is not None:
         return _decode_elsewhere(method, workload, new_tokens, streamer)
     model, sampling = method.model, method.sampling
@@ -77,8 +77,8 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
         torch.manual_seed(sampling.seed)
     if streamer is not None:
         arguments["streamer"] = streamer
-    # transformers' own must not pass through ours, whose default strategy may be set in the environment.
-    loaded: Any = model  # its type does not tell `generate`, which comes with the class that was loaded
+    # Methods of transformers bypass our `generate`, whose default strategy may be set in the environment.
+    loaded: Any = model  # the declared type has no `generate`; the class of the loaded model has
     generate = loaded.generate if method.ours else type(loaded).generate.__get__(loaded)
     drafter = arguments.get("strategy")
     if isinstance(drafter, Synthetic):
@@ -96,7 +96,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
 
 
 def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Lets a drafter know what plain decoding writes in a call, unless it has just been told."""
+    """Gives a made-up drafter the text that plain decoding writes in this call, unless it has it already."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
     if drafter.rehearsed == key:
@@ -108,7 +108,7 @@ def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[
 
 
 def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, streamer: Any) -> TimedCall:
-    """A call of `method`'s engine, its rows padded as ours are. What the streamer raises ends the call and is raised again."""
+    """A call of another engine, with rows padded as ours. An exception of the streamer ends the call and is raised again."""
     assert method.engine is not None
     ids, mask = workload.input_ids, workload.attention_mask
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
@@ -117,7 +117,7 @@ def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, strea
     def tell(tokens: list[int]) -> bool:
         try:
             streamer.put(torch.tensor(tokens))
-        except BaseException as error:  # it must not pass through an engine written in C++
+        except BaseException as error:  # the exception must not pass through C++ code of the engine
             raised.append(error)
             return False
         return True
@@ -142,10 +142,10 @@ def _decode_elsewhere(method: Method, workload: Workload, new_tokens: int, strea
 
 @contextlib.contextmanager
 def lent_configs(method: Method) -> Iterator[None]:
-    """For the length of a call of transformers' own, copies in the place of both models' generation configs.
+    """Replaces both models' generation configs by copies during a call of transformers.
 
-    transformers reads how many tokens to draft from the assistant's config, not from the call, and under its heuristic
-    schedule writes there what it ended with. Later calls, of other methods too, would start from that.
+    transformers reads the number of draft tokens from the assistant's config, not from the call, and its heuristic schedule writes
+    the last number there. Later calls, of other methods, too, would start from that number.
     """
     models = [] if method.ours else [m for m in (method.model, method.assistant) if m is not None]
     own_configs = [m.generation_config for m in models]
@@ -163,7 +163,7 @@ def lent_configs(method: Method) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unwarned(method: Method) -> Iterator[None]:
-    """Silences transformers in assisted generation, which warns of arguments that it passes to the assistant itself."""
+    """Silences transformers' warnings about arguments that it passes to the assistant itself in assisted generation."""
     level = logging.get_verbosity()
     if method.assistant is not None:
         logging.set_verbosity_error()
@@ -187,7 +187,7 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Rows of the model's input embedding, or as many as its config says that a text may hold."""
+    """The number of rows of the input embedding, or the vocabulary size of the model's config if that is smaller."""
     if own := getattr(model.config, "cost_scaled_vocabulary", None):
         return int(own)
     embedding: Any = model.get_input_embeddings()
@@ -198,10 +198,10 @@ Decode = Callable[..., TimedCall]
 
 
 class PutCounter(BaseStreamer):
-    """Counts transformers' target forwards: one `put` each, however many tokens it brings.
+    """Counts transformers' forward passes of the target: one `put` for each pass, however many tokens it commits.
 
-    Assisted generation drafts before its first forward, which reads the prompt too, and what it puts ends with the stop
-    token or at the last token asked for: tokens per `put` compare with our tokens per step.
+    Assisted generation drafts before its first pass, which also reads the prompt, and a `put` ends with the stop token or the last
+    requested token. So tokens per `put` are comparable with our tokens per step.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,9 @@ class PutCounter(BaseStreamer):
 
 @contextlib.contextmanager
 def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
-    """Counts the forward passes of transformers' assistant in the one entry of the list; that of its prompt drafts too."""
+    """Counts the forward passes of transformers' assistant in the list's only entry. The pass that reads the prompt also drafts,
+    and is counted.
+    """
     count = [0]
     if model is None:
         yield count
@@ -233,7 +235,7 @@ def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
 
 
 class _FirstToken(Exception):
-    """Ends a call once its first token is there."""
+    """A streamer that ends a call at its first token."""
 
 
 class _UntilFirstToken(BaseStreamer):
@@ -246,12 +248,13 @@ class _UntilFirstToken(BaseStreamer):
         self.prompt_seen = True
 
     def end(self) -> None:
-        """A call without a token ends here."""
+        """Called at the end of a call that wrote no token."""
 
 
 def first_token(method: Method, workload: Workload, new_tokens: int, decode: Decode = decode) -> float | None:
-    """Seconds from the start of a call to its first token; None if there is none. Where transformers hands
-    tokens over one step late (it does so on some devices), that is part of its figure.
+    """Seconds from the start of a call to its first token; None if there is no token.
+
+    On some devices transformers passes tokens to the streamer one step late; its figure then includes this step.
     """
     device = method.model.device
     synchronize(device)
@@ -266,7 +269,7 @@ def first_token(method: Method, workload: Workload, new_tokens: int, decode: Dec
 
 
 def written(method: Method, workload: Workload, sequences: Tensor) -> list[list[int]]:
-    """New tokens per row, up to and with the stop token. Without one, padding cannot be told from text and counts."""
+    """New tokens per row, up to and including the stop token. Without a stop token padding looks like text and is counted."""
     stops = set(stop_tokens(method.model))
     rows = []
     for row in sequences[:, workload.input_ids.shape[1] :].tolist():
@@ -276,7 +279,7 @@ def written(method: Method, workload: Workload, sequences: Tensor) -> list[list[
 
 
 class Stamps(BaseStreamer):
-    """Notes the time of every `put` after the prompt's."""
+    """A streamer that notes the time of every `put` after the prompt's."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -294,8 +297,8 @@ class Stamps(BaseStreamer):
 def stamped(
     method: Method, workload: Workload, new_tokens: int, decode: Decode = decode
 ) -> tuple[TimedCall, dict[str, float | None]]:
-    """A call, and seconds: `first_token` from its start, `pause`, the longest from one token to the next, and
-    `tokens_per_second` of what came after the first, all rows (compilation included).
+    """A call with its times: `first_token`, seconds from the start; `pause`, the longest time between two tokens;
+    `tokens_per_second` of all rows after the first token. Compilation is included.
     """
     synchronize(method.model.device)
     stamps, started = Stamps(), time.perf_counter()
@@ -312,5 +315,5 @@ def stamped(
 
 
 def compiled_share(report: Report | None) -> float | None:
-    """Share of a call's steps that ran compiled, None of transformers'."""
+    """Share of a call's steps that ran compiled; None for transformers."""
     return report.compiled_steps / report.steps if report is not None and report.steps else None

@@ -14,7 +14,7 @@ from ..common.repetition import in_loops
 from ..report import Stage
 from .measurement import Check, Competitor, Measurement
 
-#: What a step of ours is made of, in order.
+#: The parts of a step of our loop, in order.
 PARTS = ("propose", "mask", "core", "observe", "host")
 
 
@@ -36,13 +36,13 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """None of no values."""
+        """The spread of `values`; None if there are none."""
         return cls(median(values), min(values), max(values), len(values)) if values else None
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Median milliseconds per step, prefill excluded. transformers tells only the `total`."""
+    """Median milliseconds per step without prefill. Only the `total` is known for transformers."""
 
     total: float
     propose: float | None = None
@@ -54,15 +54,15 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What a draft model did per target step; medians over the calls.
+    """A draft model's work per target step; medians over the calls.
 
     Attributes:
         model: name or path.
         depth: 0 drafts for the target, 1 for its draft model.
-        drafter: what drafts for this model.
+        drafter: name of the strategy that drafts for this model.
         passes: forward passes per target step.
-        tokens_per_pass: written per row and pass with the drafter's help, None without one.
-        forward_share: seconds of its passes, as a share of those of the target's steps.
+        tokens_per_pass: tokens per row and pass with that drafter's help; None without a drafter.
+        forward_share: seconds of its passes over seconds of the target's steps.
     """
 
     model: str
@@ -74,7 +74,7 @@ class StageFigures:
 
 
 def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Tokens per row and step: of the timed calls, which differ when sampling, or else of the untimed ones."""
+    """Tokens per row and step, of the timed calls if they have steps, else of the untimed calls."""
     if lengths := [s.accepted_lengths for s in samples if s.accepted_lengths]:
         tokens = sum((n + 1) * count for histogram in lengths for n, count in enumerate(histogram))
         return tokens / sum(map(sum, lengths))
@@ -83,7 +83,7 @@ def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
 
 
 def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Draft passes per step, likewise the median of the calls."""
+    """Draft passes per step, the median of the timed calls, else of the untimed calls."""
     for calls in (samples, checks):
         passes = [call.draft_passes / call.steps for call in calls if call.draft_passes is not None and call.steps]
         if passes:
@@ -92,15 +92,15 @@ def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
 
 
 def looping(rows: Sequence[Sequence[int]]) -> float | None:
-    """Share of the tokens of all rows that go on with a loop; None of no tokens."""
+    """Share of the tokens of all rows that continue a loop; None if there are no tokens."""
     count = sum(map(len, rows))
     return sum(int(in_loops(torch.tensor(row)).sum()) for row in rows if row) / count if count else None
 
 
 def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models, each followed by those of its drafter. `calls`: a call's stages, and the call."""
+    """Figures of the draft models, each followed by the figures of its drafter. calls: pairs of a call's stages and the call."""
     figures: list[StageFigures] = []
-    for stages in zip(*(stages for stages, _ in calls), strict=False):  # the same model in every call
+    for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
         passes, tokens_and_passes, shares = [], [0, 0], []
         for stage, (_, sample) in zip(stages, calls, strict=True):
             passes.append(stage.passes / sample.steps if sample.steps else 0.0)
@@ -118,7 +118,7 @@ def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int =
 
 
 def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
-    """Tokens per second of every repeat, all its prompts together."""
+    """Tokens per second of each repeat, over all its prompts."""
     ordered = sorted(samples, key=lambda s: s.repeat)
     speeds = {}
     for repeat, group in groupby(ordered, key=lambda s: s.repeat):
@@ -130,7 +130,7 @@ def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
 
 
 def ratio(samples: Sequence[Measurement], baseline: Sequence[Measurement]) -> Spread | None:
-    """Tokens per second of every repeat over the baseline's in the same repeat."""
+    """For each repeat, tokens per second over the baseline's in the same repeat."""
     speeds, others = per_repeat(samples), per_repeat(baseline)
     return Spread.of([speeds[repeat] / others[repeat] for repeat in speeds if repeat in others])
 
@@ -144,14 +144,14 @@ def first_tokens(samples: Sequence[Measurement]) -> Spread | None:
 
 
 def parts_of_a_step(sample: Measurement) -> dict[str, float]:
-    """Milliseconds; a step whose core was timed as prefill has none that is known."""
+    """Milliseconds of each part of a step; empty if the core was timed as prefill."""
     assert sample.steps is not None
     counts = dict.fromkeys(PARTS, sample.steps) | {"core": sample.steps - sample.prefill_steps}
     return {part: getattr(sample, part) / counts[part] * 1e3 for part in PARTS}
 
 
 def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Medians over the calls. For transformers: what follows the first token, over the steps after the first."""
+    """Medians over the calls. For transformers the time after the first token is divided by the steps after the first."""
     parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if parts_of_calls:
         medians = {part: median([parts[part] for parts in parts_of_calls]) for part in PARTS}
@@ -165,7 +165,7 @@ def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTim
 
 
 def difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
-    """Where the new tokens first differ from the baseline's; empty if they are the same."""
+    """The first place where the new tokens differ from the baseline's; "" if they are equal."""
     tokens, expected = entry.checks[workload].tokens, baseline.checks[workload].tokens
     for row, (row_tokens, row_expected) in enumerate(zip(tokens, expected, strict=True)):
         if row_tokens != row_expected:
@@ -178,7 +178,9 @@ def difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
 
 
 def agreement(entry: Competitor, baseline: Competitor, workloads: Sequence[str]) -> tuple[int, int]:
-    """New tokens of each row before the first that differs, and new tokens of the baseline; sums over `workloads`."""
+    """How many new tokens equal the baseline's up to the first difference in each row, and how many new tokens the baseline has;
+    sums over `workloads`.
+    """
     leading = compared = 0
     for name in workloads:
         for row, expected in zip(entry.checks[name].tokens, baseline.checks[name].tokens, strict=True):

@@ -17,18 +17,18 @@ from ..strategies.synthetic import Synthetic
 
 #: Spread of the lengths: standard deviation of their logarithm.
 SPREAD = 0.9
-#: Seconds after which a run of transformers' continuous batching that gives nothing is over.
+#: Seconds without a result after which a run of transformers' continuous batching is ended.
 PATIENCE = 120.0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come.
+    """A request of the load.
 
     Attributes:
-        seconds: after the beginning.
+        seconds: its arrival, in seconds after the start.
         prompt: token ids.
-        new_tokens: to generate; there are no stop tokens.
+        new_tokens: number of tokens to generate; there are no stop tokens.
     """
 
     seconds: float
@@ -38,15 +38,15 @@ class Arrival:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What one method made of the load.
+    """The result of one method under a load.
 
     Attributes:
         method: its name.
         seconds: from the first arrival to the last end.
-        tokens: that were asked for, of all requests.
-        first_token: per request, seconds from its arrival, where the method tells.
-        latency: per request, seconds from its arrival to its end.
-        per_token: the same less the first token, per further token.
+        tokens: number of requested tokens, of all requests.
+        first_token: per request, seconds from arrival to first token, if the method reports them.
+        latency: per request, seconds from arrival to end.
+        per_token: per request, seconds from first token to end, divided by the number of further tokens.
     """
 
     method: str
@@ -61,7 +61,7 @@ class LoadResult:
         return self.tokens / self.seconds
 
     def goodput(self, within: float) -> float:
-        """Requests per second that were done within so many seconds of their arrival."""
+        """Requests per second that ended within `within` seconds of their arrival."""
         return sum(latency <= within for latency in self.latency) / self.seconds
 
 
@@ -72,10 +72,10 @@ def arrivals(
     """`count` requests with lengths from a log-normal distribution.
 
     Args:
-        prompts: taken in turns.
-        median, longest: of the new tokens.
-        rate: arrivals per second, a Poisson process; None: all come at once.
-        spread: standard deviation of the logarithm of the lengths; 0: all are the median.
+        prompts: used in turns.
+        median, longest: median and greatest number of new tokens.
+        rate: arrivals per second, a Poisson process; None: all arrive at once.
+        spread: standard deviation of the logarithm of the lengths; 0: all requests have the median.
     """
     drawn, now, requests = random.Random(seed), 0.0, []
     for number in range(count):
@@ -88,7 +88,7 @@ def arrivals(
 def rehearse(
     model: PreTrainedModel, drafters: Sequence[Synthetic], load: Sequence[Arrival], options: Mapping[str, Any]
 ) -> None:
-    """Lets made-up drafters know what plain decoding writes for a load."""
+    """Gives made-up drafters the texts that plain decoding writes for a load."""
     longest: dict[tuple[int, ...], int] = {}
     for request in load if drafters else ():
         longest[tuple(request.prompt)] = max(longest.get(tuple(request.prompt), 0), request.new_tokens)
@@ -109,7 +109,7 @@ def rehearse(
 def scheduled(
     model: PreTrainedModel, strategy: str | Synthetic, load: Sequence[Arrival], rows: int, options: Mapping[str, Any]
 ) -> LoadResult:
-    """A :class:`decoders.Scheduler` with so many rows."""
+    """Runs the load in a :class:`decoders.Scheduler` with `rows` rows."""
     ends = [0.0] * len(load)
 
     def note(number: int) -> Callable[[Any], None]:
@@ -140,7 +140,9 @@ def in_batches(
     rows: int,
     options: Mapping[str, Any],
 ) -> LoadResult:
-    """``generate`` over batches of up to `rows` of those that have arrived, each until its longest row ends; None: transformers'."""
+    """Runs the load in batches of ``generate``: up to `rows` requests that have arrived, until the longest row ends. strategy None:
+    transformers' own.
+    """
     ours = {} if strategy is None else {"strategy": strategy, **options}
     waiting, ends, began = list(range(len(load))), [0.0] * len(load), time.monotonic()
     while waiting:
@@ -166,10 +168,10 @@ def in_batches(
 
 
 def continuous(model: PreTrainedModel, load: Sequence[Arrival]) -> LoadResult:
-    """transformers' own continuous batching.
+    """Runs the load in transformers' continuous batching.
 
     Raises:
-        RuntimeError: it gives no result.
+        RuntimeError: it returns no result.
     """
     config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)
     ends, numbers = [0.0] * len(load), {f"load-{number}": number for number in range(len(load))}
@@ -200,7 +202,7 @@ def _sleep_until(moment: float) -> None:
 def result_of(
     method: str, load: Sequence[Arrival], began: float, firsts: Sequence[float], ends: Sequence[float]
 ) -> LoadResult:
-    """What came of a load: when it began, and when its requests had their first tokens, if that is known, and their last."""
+    """The result of a load, from its start time, the times of the requests' first tokens (if known) and their end times."""
     arrived = [began + request.seconds for request in load]
     further = [
         (end - first) / (request.new_tokens - 1)

@@ -58,7 +58,7 @@ def busy() -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done its work; nothing to wait for on the CPU."""
+    """Waits until the device has finished its work; returns at once for the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -82,7 +82,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int =
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that one forward reads: all parameters, without an embedding that is only looked up.
+    """Bytes of weights that one forward pass reads: all parameters, except an embedding that is only looked up.
 
     In a mixture of experts all experts count, though a step may read only a few.
     """
@@ -97,7 +97,7 @@ class PeakMemory:
     """Context manager that measures the peak of the work inside it.
 
     Attributes:
-        bytes: the peak; None where the system does not tell.
+        bytes: the peak; None if the system does not report it.
         kind: "device" (CUDA's allocator), "process" (resident set of the whole process, other models included) or
             "unknown".
     """
@@ -131,7 +131,7 @@ class PeakMemory:
 def resident() -> int | None:
     """Bytes of this process that are in memory now; None without psutil.
 
-    Pages that were freed and not given back to the system count: no other process can have them.
+    Freed pages that were not returned to the system are counted, since no other process can use them.
     """
     try:
         import psutil

@@ -1,7 +1,7 @@
-"""Interleaved measurement: everything that is compared runs in turn, in an order that rotates.
+"""Interleaved measurement: the compared methods take turns, in an order that rotates.
 
-A machine gets slower and faster by the minute, so methods take turns. The order changes, because a method that always ran
-after the same other one would inherit its caches.
+They take turns because a machine's speed changes by the minute. The order rotates because a method that always follows the same
+other method would inherit its caches.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from .pace import FIRST_TOKEN, Pace, expected
 from .prompts import Workload
 
 T = TypeVar("T")
-#: Share of the seconds of a run behind which no warm-up begins.
+#: Share of a run's seconds after which no warm-up begins.
 WARM_UP = 0.5
-#: Told what begins, and how many seconds the run is still expected to take; infinite before anything is known.
+#: Called with what begins and the expected remaining seconds, which are infinite at first.
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timed call; times in seconds. What comes from our report is None, or empty, for transformers.
+    """One timed call; times in seconds. Values of our :class:`~decoders.report.Report` are None or empty for transformers.
 
     Attributes:
-        workload: its name.
-        repeat: which round.
+        workload: the workload's name.
+        repeat: number of the round.
         position: place in that round's order.
         seconds: of the whole call without `compile_seconds`.
         compile_seconds: spent on compiling.
         compilations: graphs compiled.
-        new_tokens: of all rows.
-        first_token: from the start of a call to its first token, from a call of its own that is cut off there.
-        steps: of the report.
-        prefill_steps: of the report.
-        prefill: of the report's timings.
-        propose: of the report's timings.
-        core: of the report's timings.
-        observe: of the report's timings.
-        mask: of the report's timings.
-        host: of the report's timings.
-        overhead: of the report.
-        accepted_lengths: of the report.
+        new_tokens: number of new tokens in all rows.
+        first_token: from the start of a call to its first token, measured in a separate call that ends there.
+        steps: ``report.steps``.
+        prefill_steps: ``report.prefill_steps``.
+        overhead: ``report.overhead``.
+        accepted_lengths: ``report.accepted_lengths``.
+        stages: ``report.stages``.
+        waiting: ``report.waiting``.
+        prefill: ``report.timings.prefill``.
+        propose: ``report.timings.propose``.
+        core: ``report.timings.core``.
+        observe: ``report.timings.observe``.
+        mask: ``report.timings.mask``.
+        host: ``report.timings.host``.
         draft_passes: forward passes of the draft models that the strategy runs itself.
-        stages: of the report.
-        prompt_tokens: of the longest row.
-        compiled_share: of the steps, in the compiled tier.
-        waiting: of the report.
+        prompt_tokens: number of prompt tokens in the longest row.
+        compiled_share: share of the steps that ran compiled.
     """
 
     workload: str
@@ -94,13 +94,13 @@ class WarmupCost:
         compile_seconds: spent on compiling in the first.
         compilations: graphs compiled in the first.
         second_compilations: graphs compiled in the second.
-        peak_memory: bytes; None where the system does not tell.
-        memory_kind: what of: "device", "process" or "unknown".
-        cache_bytes: of the loop's key-value cache.
+        peak_memory: bytes; None if the system does not report them.
+        memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
+        cache_bytes: size of the loop's key-value cache.
         first_token: seconds from the start of the first call to its first token, compilation included.
-        memory_added: bytes by which the two calls made the process larger; None where the system does not tell.
-        pack_seconds: for making the model ready, as reported.
-        background_seconds: for compiling beside a call that went on, as reported.
+        memory_added: bytes by which the two calls made the process larger; None if the system does not report them.
+        pack_seconds: time for making the model ready, as reported.
+        background_seconds: time of compiling in the background, as reported.
     """
 
     first_call: float
@@ -119,7 +119,7 @@ class WarmupCost:
 
 @dataclass(frozen=True)
 class Check:
-    """What one untimed call wrote.
+    """The output of one untimed call.
 
     Attributes:
         tokens: new tokens of each row.
@@ -140,11 +140,11 @@ class Competitor:
 
     Attributes:
         status: "ok", "skipped" (the method does not do this) or "failed" (an error).
-        reason: why there are no figures, empty if there are.
+        reason: why there are no figures; "" if there are.
         warmup: the first two calls.
-        checks: what one untimed call wrote, by workload.
+        checks: the output of one untimed call, by workload.
         samples: the timed calls.
-        kind_of: kind of prompt by workload.
+        kind_of: kind of prompt, by workload.
     """
 
     method: Method
@@ -161,7 +161,7 @@ class Interrupted(KeyboardInterrupt):
     """A run was interrupted after some of its prompts had been measured.
 
     Attributes:
-        entries: what was measured, of the prompts that every method has decoded.
+        entries: the measurements of the prompts that every method has decoded.
     """
 
     def __init__(self, entries: list[Competitor]) -> None:
@@ -170,7 +170,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def rotation(items: Sequence[T], turn: int) -> list[T]:
-    """`items` started `turn` places further on; odd rounds go backwards, so that no one has a fixed neighbour."""
+    """`items` rotated by `turn` places, in odd rounds backwards, so that no item always follows the same other."""
     if not items:
         return []
     order = deque(items)
@@ -193,12 +193,12 @@ def measure(
 ) -> list[Competitor]:
     """:func:`warm_up`, then :func:`take_turns`, on workloads of one batch size.
 
-    A method that raises is not called again, and its entry says why. `progress` is called before every call.
+    A method that raises is not called again, and its entry has the reason. `progress` is called before every call.
 
     Args:
-        seconds: that it may take, compiling included: methods whose warm-up would begin behind half of it are skipped, and no further
-            prompt begins behind all of it. The baseline, a method of ours and a prompt are measured in any case.
-        measured: told what there is so far, of the prompts that every method has decoded, after each of them.
+        seconds: duration of the run, compiling included. Methods whose warm-up would begin in its second half are skipped, and no
+            prompt begins after its end. The baseline, one strategy and one prompt are always measured.
+        measured: called after each prompt that every method has decoded, with the entries so far.
 
     Raises:
         Interrupted: Ctrl-C, after some prompts were measured.
@@ -223,7 +223,7 @@ def measure(
 
 
 def complete(entries: Sequence[Competitor]) -> list[Competitor]:
-    """`entries` without the prompts that not every method has decoded; empty if none is left."""
+    """`entries` with only the prompts that every method has decoded; empty if there is none."""
     sampled = [{sample.workload for sample in entry.samples} for entry in entries if entry.status == "ok"]
     names = set.intersection(*sampled) if sampled else set()
     kept = [
@@ -247,11 +247,12 @@ def warm_up(
     rounds: float = 0.0,
     deadline: float | None = None,
 ) -> list[Competitor]:
-    """Two calls of every method on the first workload: what compiles compiles here, and memory is measured.
+    """Two calls of every method on the first workload, in which methods compile and memory is measured.
 
     Args:
-        rounds: that follow over all workloads, for the seconds that are left.
-        deadline: of ``time.monotonic``; methods whose turn would come later are skipped, but for the first and the first of ours.
+        rounds: number of rounds that follow, to estimate the remaining seconds.
+        deadline: by ``time.monotonic``; methods whose turn comes later are skipped, except the first method and the first strategy
+            of ours.
     """
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
@@ -287,15 +288,18 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """One untimed call per workload (its text is compared, and caches are filled for its shape), then `repeats` timed rounds over all
-    workloads, in each of which the methods run in another order. Returns the rounds taken: after `deadline`, of
-    ``time.monotonic``, no other one than the first begins.
+    """One untimed call per workload, whose text is compared and which fills caches for its shape; then `repeats` timed rounds over
+    all workloads, each with another order of the methods.
 
     Args:
-        first_tokens: whether the time to the first token is measured, in a call of its own.
-        checks: whether there are untimed calls; else the texts of the first round are compared.
-        by_prompt: whether the deadline ends the first round, too, behind a prompt.
-        measured: told that all have decoded a prompt in a round.
+        first_tokens: whether to measure the time to the first token, in a separate call.
+        checks: whether to make the untimed calls; otherwise the texts of the first round are compared.
+        deadline: by ``time.monotonic``; after it no round but the first begins.
+        by_prompt: whether the deadline also ends the first round, after a prompt.
+        measured: called when all methods have decoded a prompt in a round.
+
+    Returns:
+        The number of rounds.
     """
     pace = Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks)
     forget(entries)
@@ -311,7 +315,7 @@ def take_turns(
         forget(entries)
         for workload in workloads:
             if by_prompt and turn and deadline is not None and time.monotonic() > deadline:
-                for entry in entries if repeat else ():  # a round has all prompts, or is none
+                for entry in entries if repeat else ():  # only complete rounds count
                     entry.samples = [sample for sample in entry.samples if sample.repeat < repeat]
                 return repeat
             for position, entry in enumerate(rotation(entries, turn)):
@@ -326,7 +330,7 @@ def take_turns(
 
 
 def forget(entries: Sequence[Competitor]) -> None:
-    """Models whose strategies keep what they learn forget it: a round has its prompts in order, and begins cold."""
+    """Clears the memories of strategies at the start of a round, so that each round learns from the same prompts in the same order."""
     for entry in entries:
         if entry.method.arguments.get("decoders_config", {}).get("memory"):
             generate.forget(entry.method.model)
@@ -337,14 +341,14 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
         return
     try:
         action()
-    except DecodersError as error:  # this method does not do what was asked, and says why
+    except DecodersError as error:  # the method does not support this, and says why
         entry.status, entry.reason = "skipped", _first_line(error)
     except Exception as error:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
 
 
 def calls(methods: int, workloads: int, repeats: int) -> int:
-    """How often :func:`measure` reports progress: once per method in the warm-up, the rest in :func:`take_turns`."""
+    """How many times :func:`measure` reports progress: once per method in the warm-up, then in :func:`take_turns`."""
     return methods * (1 + workloads * (1 + repeats))
 
 
@@ -353,7 +357,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
     first, stamps = stamped(entry.method, workload, new_tokens, decode)
     with PeakMemory(entry.method.model.device) as memory:
         second = decode(entry.method, workload, new_tokens)
-    # transformers does not say how long it compiled: what the first call took longer, if it compiled at all.
+    # transformers does not report its compile time; the first call's extra time stands for it if it compiled at all.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)
@@ -370,7 +374,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
 def _call(
     method: Method, entry: Competitor, workload: Workload, new_tokens: int, decode: Decode
 ) -> tuple[TimedCall, list[list[int]]]:
-    """A call and what it wrote; the first one of a workload is noted in ``entry.checks``."""
+    """Makes a call; the output of a workload's first call is kept in ``entry.checks``."""
     if workload.name in entry.checks:
         call = decode(method, workload, new_tokens)
         return call, written(method, workload, call.sequences)
@@ -416,7 +420,7 @@ def _sample(
 
 
 def draft_passes(report: Report) -> int | None:
-    """Forward passes of the draft models that the strategy asks itself; None if there is none."""
+    """Forward passes of the draft models that the strategy itself calls; None if there are no draft models."""
     return sum(stage.passes for stage in report.stages) if report.stages else None
 
 

@@ -1,4 +1,4 @@
-"""What is measured: our strategies and transformers' own methods of generating, behind one call."""
+"""The methods that are measured, behind one call: our strategies, and transformers' own ways of generating."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..settings import RuntimeSettings, load_settings
 from ..strategies.synthetic import Synthetic
 from .variants import Variant, assistant_tokens, parse
 
-#: transformers' generate with its dynamic cache: what every ratio refers to, and greedy "identical" too.
+#: transformers' generate with its dynamic cache: the baseline of all ratios, and of "identical" in greedy runs.
 BASELINE = "transformers"
-#: What "identical" refers to when sampling: transformers draws its tokens from another generator of random numbers.
+#: The baseline of "identical" in sampled runs, because transformers draws from another random generator.
 PLAIN = "autoregressive"
-#: Settings of the loop that change the target's numbers, and so its text.
+#: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Those that engines depend on: one model has one engine, and one for each of its drafts.
+#: Settings on which an engine depends. A model has one engine, and one for each of its draft models.
 OF_ENGINES = (*PRECISION, "draft_weights")
-#: A grammar that allows every text: what constrained decoding costs by itself.
+#: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"
 #: Tokens that transformers' own prompt lookup proposes per step (the value its documentation uses).
 LOOKUP_TOKENS = 10
@@ -38,10 +38,10 @@ class Sampling:
     """How tokens are drawn.
 
     Attributes:
-        temperature: that logits are divided by.
-        top_k: likeliest tokens that are kept; 0 keeps all.
+        temperature: divides the logits.
+        top_k: number of likeliest tokens that are kept; 0 keeps all.
         top_p: probability mass that is kept; 1 keeps all.
-        seed: of the first round; every further round takes the next.
+        seed: the first round's seed; each further round adds 1.
     """
 
     temperature: float = 1.0
@@ -50,38 +50,38 @@ class Sampling:
     seed: int = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Of ``generate``, the seed apart."""
-        # All three, though they may cut nothing off: what is left out is filled from the model's config.
+        """Arguments of ``generate``, without the seed."""
+        # All three are given, even without effect, because the model's config would replace missing ones.
         return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """What another engine wrote.
+    """The output of another engine.
 
     Attributes:
-        tokens: new tokens of each row, up to and with a stop token.
-        steps: passes of the target; None where the engine does not tell.
+        tokens: new tokens of each row, up to and including a stop token.
+        steps: passes of the target; None if the engine does not report them.
     """
 
     tokens: list[list[int]]
     steps: int | None = None
 
 
-#: Told the new tokens of a step, of every row; says whether to go on.
+#: Called with each row's new tokens of a step; returns whether to continue.
 OnTokens = Callable[[list[int]], bool]
 
 
 class Engine(Protocol):
-    """Another engine. It decodes greedily, and every call reads its prompts anew."""
+    """Another engine, which decodes greedily and reads its prompts anew in every call."""
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, stops: frozenset[int], on_tokens: OnTokens | None = None
     ) -> EngineOutput:
-        """At most `new_tokens` for each of `prompts`."""
+        """Generates at most `new_tokens` tokens for each of `prompts`."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees its memory."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +90,22 @@ class Method:
 
     Attributes:
         name: a strategy's registry name (``a+b``) with the settings as written, or ``transformers…``.
-        dtype: of the weights.
-        arguments: of ``generate``.
-        ours: whether they are for an enabled model's ``generate``.
-        exact: whether its output must be plain decoding's own.
-        settings: given by hand, for the record.
-        impossible: why it cannot run at all.
-        one_row_only: why it cannot run on batches.
-        sampling: None is greedy.
-        verifier: the rule that accepts our drafts, "" for transformers' own methods.
-        coupled: whether that rule makes every strategy draw the same tokens from the same seed.
-        grammar: that the text must follow, as written, "" without.
+        dtype: dtype of the weights.
+        arguments: arguments of ``generate``.
+        ours: whether it is a strategy of an enabled model.
+        exact: whether its output must equal plain decoding's.
+        settings: the settings that the user gave, for the record.
+        impossible: why it cannot run at all; "" if it can.
+        one_row_only: why it cannot run on batches; "" if it can.
+        sampling: how tokens are drawn; None: greedy.
+        verifier: name of the verifier; "" for transformers' methods.
+        coupled: whether that verifier makes every strategy draw the same tokens from the same seed.
+        grammar: the grammar of the text, as written; "" without one.
         assistant: transformers' assistant model.
-        assistant_config: what its generation config holds during a call.
-        engine: another engine that decodes in the place of `model`, which then lends its stop tokens and its sizes.
+        assistant_config: fields of the assistant's generation config during a call.
+        engine: another engine that decodes instead of `model`, whose stop tokens and sizes are used.
         weights: number format of that engine's matrices.
-        bits: of one weight there.
+        bits: bits per weight in that engine.
     """
 
     name: str
@@ -128,18 +128,18 @@ class Method:
     bits: float | None = None
 
     def skip_reason(self, rows: int) -> str:
-        """Why it cannot decode `rows` rows and is skipped; empty if it can."""
+        """Why the method is skipped for `rows` rows; "" if it is not."""
         return self.impossible or (self.one_row_only if rows > 1 else "")
 
     @property
     def incomparable(self) -> str:
-        """What is shown in the place of "identical" where tokens need not be the baseline's; empty where they must."""
+        """The text shown instead of "identical" if the tokens need not equal the baseline's; "" if they must."""
         if self.sampling is None or (self.ours and self.coupled):
             return ""
         return "n/a" if not self.ours else "same distribution" if self.exact else "other distribution"
 
     def in_round(self, repeat: int) -> Self:
-        """As it is in a round: every round draws other tokens, the same ones for all who draw from the seed."""
+        """The method with a round's seed: each round draws other tokens, the same for all methods that draw from the seed."""
         if self.sampling is None or not repeat:
             return self
         return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + repeat))
@@ -153,19 +153,19 @@ def transformers_methods(
     sampling: Sampling | None = None,
     tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
 ) -> list[Method]:
-    """transformers' own methods: all that apply, or those of `names`. The baseline always comes first.
+    """transformers' own methods: all that apply, or the methods in `names`. The baseline always comes first.
 
-    ``transformers-assisted`` drafts as transformers does unless told otherwise; ``transformers-assisted[5]`` drafts five
-    tokens in every step, whatever the assistant thinks of them.
-
-    Off CUDA transformers compiles nothing by itself; ``transformers-compiled`` makes it compile its static-cache decoding.
+    ``transformers-assisted`` drafts with transformers' defaults; ``transformers-assisted[5]`` drafts five tokens in every step,
+    whatever the assistant's confidence. transformers compiles by itself on CUDA only; ``transformers-compiled`` makes it compile
+    its static-cache decoding anywhere.
 
     Args:
-        tokenizers: of a draft with another vocabulary: ``tokenizer`` and ``assistant_tokenizer``, as ``generate`` takes them.
+        tokenizers: ``tokenizer`` and ``assistant_tokenizer`` as arguments of ``generate``, for a draft model with another
+            vocabulary.
 
     Raises:
-        UnknownNameError: no such method.
-        SettingsError: brackets that say nothing.
+        UnknownNameError: there is no such method.
+        SettingsError: the brackets are wrong.
     """
     dtype = dtype or str(model.dtype).removeprefix("torch.")
     one_row = "transformers' assisted generation takes one row"
@@ -216,7 +216,7 @@ def strategy_methods(
     sampling: Sampling | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Method]:
-    """Registered strategies, all or those of `names`. Enables `model`.
+    """Methods for registered strategies: all of them, or the strategies in `names`. Enables `model`.
 
     A name may carry settings, ``speculative[length=2]``, and be there several times with other ones; ``verifier=…`` among
     them names the verifier, ``grammar=…`` a grammar of the library or a file with one, ``compile=false`` the uncompiled tier;
@@ -227,14 +227,13 @@ def strategy_methods(
     brackets of its own. When sampling, plain decoding comes first: it is what the others are compared with.
 
     Args:
-        settings: by strategy name, for all its variants; brackets go before.
-        decoders_config: of every call, for instance ``{"compile": False}``.
-        assistant_tokenizer: of a draft with another vocabulary.
+        settings: settings by strategy name, for all its variants; settings in brackets take precedence.
+        decoders_config: settings of the loop for every call, for instance ``{"compile": False}``.
+        assistant_tokenizer: the tokenizer of a draft model with another vocabulary.
 
-    Raises:
-        UnknownNameError: no such strategy.
-        PluginError: no such strategy.
-        SettingsError: no such setting, or of no strategy chosen.
+        Raises:
+            UnknownNameError, PluginError: there is no such strategy.
+            SettingsError: there is no such setting, or `settings` names a strategy that is not measured.
     """
     enable(model, tokenizer)
     settings_by_strategy = {canonical(name): dict(values) for name, values in (settings or {}).items()}
@@ -264,13 +263,13 @@ def strategy_methods(
 
 
 def synthetic_methods(model: PreTrainedModel, acceptances: Sequence[str], **options: Any) -> list[Method]:
-    """A drafter for each of `acceptances` that is right as often as that says: :class:`~decoders.strategies.synthetic.Synthetic`.
+    """Made-up drafters (:class:`~decoders.strategies.synthetic.Synthetic`), one for each acceptance rate in `acceptances`.
 
     Args:
-        options: as :func:`strategy_methods` takes them.
+        options: arguments of :func:`strategy_methods`.
 
     Raises:
-        SettingsError: they are no shares.
+        SettingsError: an acceptance rate is not between 0 and 1.
     """
     drafters = {f"synthetic[{text}]": Synthetic.of(text) for text in acceptances}
     plain = strategy_methods(model, [PLAIN], **options)[0] if drafters else None
@@ -284,14 +283,14 @@ def synthetic_methods(model: PreTrainedModel, acceptances: Sequence[str], **opti
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` once more, not enabled, with the same parameters in memory."""
+    """A second model object that is not enabled and shares the parameters of `model`."""
     twin = copy.copy(model)
     vars(twin).pop("generate", None)
     return twin
 
 
 def named_grammar(name: str) -> Spec | CompiledGrammar:
-    """The grammar that stands in the brackets: of the library, of a plugin, of a file, or all texts under the name of ``anything``."""
+    """The grammar named in the brackets: from the library, a plugin or a file; ``anything`` allows all texts."""
     return regex(r"(?:.|\n)*") if name == ANYTHING else grammar_or_file(name)
 
 
@@ -299,7 +298,7 @@ def _method(
     variant: Variant, model: PreTrainedModel, draft: PreTrainedModel | None, settings_by_strategy: Mapping[str, dict[str, Any]],
     decoders_config: Mapping[str, Any], sampling: Sampling | None,
 ) -> tuple[set[str], Method]:  # fmt: skip
-    """The method, and the strategies of `settings_by_strategy` that it took settings from."""
+    """The method of a variant, and the keys of `settings_by_strategy` whose settings it uses."""
     classes = [registry().strategy(part) for part in variant.parts]
     parts = [cls.name for cls in classes]
     bracketed = {canonical(part): values for part, values in variant.settings.items()}
@@ -322,13 +321,13 @@ def _method(
         variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
     )
     verifier = resolve_verifier(verifier_name)
-    # Every repeat has the same prompt. Keys and values kept from the call before would make it free, and what a strategy has
-    # learnt there would be the answer.
+    # Every repeat has the same prompt. Kept keys and values would make reading it free, and a strategy that had learned from the
+    # last repeat would know the answer.
     loop_settings = {"reuse": False, "memory": False} | dict(decoders_config) | dict(variant.loop)
     arguments: dict[str, Any] = {"strategy": name, "verifier": verifier_name, "decoders_config": loop_settings}
     if config:
         arguments["strategy_config"] = config
-    # The object knows: a strategy with a draft_model of its own needs no assistant, and takes none.
+    # Asked of the instance, since a strategy with a draft_model setting needs no assistant.
     if variant.grammar:
         arguments["grammar"] = named_grammar(variant.grammar)
     elif resolved is not None and resolved.needs_grammar:

@@ -1,4 +1,4 @@
-"""How long a run of the bench still takes."""
+"""Estimates the remaining time of a bench run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .prompts import Workload
 
 
 class Competitor(Protocol):
-    """What is known of a method that is measured."""
+    """The attributes of a measured method that the estimate reads."""
 
     @property
     def status(self) -> str:
@@ -20,22 +20,23 @@ class Competitor(Protocol):
 
     @property
     def warmup(self) -> Any:
-        """The times of its first calls (:class:`~decoders.bench.measurement.Warmup`), None before them."""
+        """The times of its first calls (:class:`~decoders.bench.measurement.Warmup`); None before them."""
 
 
-#: Share of a call that its first token takes, before any was timed.
+#: Assumed share of a call's time until its first token, until some were timed.
 FIRST_TOKEN = 0.25
 
 
 def expected(
     warmed: Sequence[Competitor], taken: Mapping[bool, Sequence[float]], coming: Sequence[bool], texts: float
 ) -> float:
-    """Seconds that a run is expected to take, compiling included: methods that come take as long as those before them, ours as ours.
+    """Expected seconds of a run, compiling included. A coming method is assumed to take as long as the finished methods of its kind
+    (ours, or not).
 
     Args:
-        taken: by whether it was one of ours, what each warm-up took.
-        coming: whether each that is still to be warmed up is one of ours.
-        texts: that each writes after its warm-up.
+        taken: durations of the warm-ups so far, by whether the method is ours.
+        coming: for each method that is not warmed up yet whether it is ours.
+        texts: number of texts that each method writes after its warm-up.
     """
     if not all(ours in taken for ours in coming):
         return math.inf
@@ -45,11 +46,11 @@ def expected(
 
 
 class Pace:
-    """How long a run still takes: each prompt takes each method about as long in every round as in the one before.
+    """The remaining time of a run, assuming that a prompt takes a method as long in every round as in the round before.
 
     Args:
-        sample: seconds of a timed call over those of an untimed one, until some were timed.
-        checks: whether there are untimed ones.
+        sample: assumed ratio of a timed call's seconds to an untimed call's, until some were timed.
+        checks: whether there are untimed calls.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Pace:
     def left(self) -> float:
         """Expected seconds until the end."""
         going = {id(entry): entry for entry in self.entries if entry.status == "ok"}
-        # A prompt may be longer than the one of the warm-up.
+        # A prompt may be longer than the warm-up's.
         once = self.checks if self.checked else self.samples
         known = [(once[key], self._warm(going[key[0]])) for key in once if key[0] in going]
         scale = sum(check for check, _ in known) / max(sum(warm for _, warm in known), 1e-9) if known else 1.0

@@ -20,8 +20,8 @@ class Workload:
     """Prompts that are decoded in one call.
 
     Attributes:
-        name: of the prompt, or of the first and last.
-        kind: what it is counted under.
+        name: the prompt's name, or the names of the first and last prompt.
+        kind: the kind of prompt under which it is summarised.
         input_ids: ``[B, P]``, padded on the left.
         attention_mask: ``[B, P]``.
     """
@@ -41,7 +41,7 @@ def workloads(
 ) -> list[Workload]:
     """Workloads of `rows` prompts each from ``(name, kind, text or messages)``; prompts of one kind stay together.
 
-    The last workload of a kind is filled up from the kind's first prompts, so that all have the same number of rows.
+    The last workload of a kind is filled up with the kind's first prompts, so that all workloads have the same number of rows.
     """
     workloads_made = []
     for kind in dict.fromkeys(kind for _, kind, _ in texts):

@@ -35,31 +35,31 @@ class Record:
 
     Attributes:
         method: its name.
-        dtype: of the weights.
-        batch: rows.
-        kind: of prompt.
+        dtype: dtype of the weights.
+        batch: number of rows.
+        kind: kind of prompt.
         status: "ok", "skipped" (the method does not do this) or "failed" (an error).
         reason: why there are no figures.
         ours: whether it is a strategy of an enabled model.
-        exact: whether its output must be plain decoding's own.
-        settings: given by hand.
+        exact: whether its output must equal plain decoding's.
+        settings: the settings that the user gave.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
-        baseline: what they were compared with: transformers; our plain decoding when sampling, or under the same grammar,
-            if that is measured too.
+        baseline: the method that they were compared with: transformers; when sampling, or with a grammar, our plain decoding if it
+            was measured.
         difference: where they first differ.
-        leading: of each row, new tokens before the first one that is not the baseline's, all rows of all prompts together.
-        compared: new tokens of the baseline, to which `leading` compares.
-        looping: share of the new tokens that go on with a loop (:func:`~decoders.common.repetition.in_loops`), which flatters
-            methods that draft from the text so far.
-        incomparable: what to expect instead where they need not be equal ("same distribution").
-        verifier: the rule that accepts our drafts.
+        leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
+        compared: number of the baseline's new tokens.
+        looping: share of the new tokens that continue a loop (:func:`~decoders.common.repetition.in_loops`), which flatters methods
+            that draft from the text so far.
+        incomparable: what holds instead if the tokens need not be equal ("same distribution").
+        verifier: name of the verifier; "" for transformers' methods.
         tokens_per_second: new tokens of all rows per second of wall time, compilation excluded; one value per repeat, over
             all prompts of the kind.
-        ratio: the same repeat's value over the baseline's.
-        plain_ratio: the same over that of our plain decoding, if that is measured too.
+        ratio: tokens per second over the baseline's in the same repeat.
+        plain_ratio: tokens per second over our plain decoding's, if that was measured.
         first_token: seconds to the first token, the mean over prompts of each repeat.
-        accepted_length: tokens per row and step; 1 is plain decoding. Of ours over all repeats, of transformers in one call
-            per prompt.
+        accepted_length: tokens per row and step, 1 for plain decoding; for our strategies over all repeats, for transformers over
+            one call per prompt.
         draft_passes: forward passes per step of the models that draft for the target.
         outside_core: share of the step outside forward, verification and commit.
         overhead: share outside the forward passes of target and draft models.
@@ -71,26 +71,26 @@ class Record:
         compilations: graphs compiled in the first call.
         recompilations: graphs compiled in all later calls.
         peak_memory: bytes.
-        memory_kind: what of: "device", "process" or "unknown".
-        cache_bytes: of the loop's key-value cache.
-        weight_bytes: of the target's weights that one step reads.
+        memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
+        cache_bytes: size of the loop's key-value cache.
+        weight_bytes: bytes of the target's weights that one step reads.
         samples: the timed calls.
-        model: what was measured, as it was named.
-        random_weights: whether it is a shape; how often drafts are accepted means nothing there.
+        model: the measured model, as the user named it.
+        random_weights: whether the model is a shape, whose acceptance means nothing.
         scaled: ``cost-scaled to 0.49B`` where a small model was padded to that size, else "".
-        engine: of another engine, its name; "" of transformers and of ours.
-        weights: number format of the matrices there.
-        prompt_tokens: the median prompt's.
+        engine: name of another engine; "" for transformers and for our strategies.
+        weights: number format of that engine's matrices.
+        prompt_tokens: number of tokens in the median prompt.
         prefill: seconds of reading it.
-        compiled_share: of the steps, in the compiled tier.
+        compiled_share: share of the steps that ran compiled.
         cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
-        memory_added: bytes by which the first two calls made the process larger; the first method is charged for
-            what all share.
+        memory_added: bytes by which the first two calls made the process larger; memory that all methods share is counted for the
+            first.
         pack_seconds: of the first call, see :class:`~decoders.report.Timings`.
         background_seconds: of the first call, see :class:`~decoders.report.Timings`.
-        temperature: that tokens were drawn with; 0 is greedy.
-        bandwidth_fraction: bytes of the target's weights, read once per step, over the core's (for transformers: the
-            step's) time, relative to the measured copy bandwidth. Above 1 the weights stay in a cache.
+        temperature: temperature of the sampling; 0: greedy.
+        bandwidth_fraction: bytes of the target's weights per second of the core (for transformers: of the step), relative to the
+            measured copy bandwidth. Above 1 the weights stay in a cache.
     """
 
     method: str
@@ -147,7 +147,7 @@ class Record:
 
     @property
     def group(self) -> tuple[str, str, int, float]:
-        """What methods that are compared have in common."""
+        """The key of the methods that are compared with each other."""
         return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """`records`, without ratios where steps waited for more than half of their time; and what is to be said of that, else ""."""
+    """`records`, without ratios if steps waited for more than half of their time, and a warning about it, else ""."""
     if (waits := waiting(records)) <= BUSY:
         return list(records), ""
     return [replace(r, ratio=None, plain_ratio=None) for r in records], (
@@ -173,7 +173,12 @@ def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
 def summarise(
     entries: Sequence[Competitor], bandwidth: float | None = None, model: str = "", random_weights: bool = False
 ) -> list[Record]:
-    """One record per entry and kind; `bandwidth` of the device in bytes per second, `model` as it is to be called."""
+    """One record per entry and kind of prompt.
+
+    Args:
+        bandwidth: the device's copy speed in bytes per second.
+        model: the model's name in the records.
+    """
     records = []
     for entry in entries:
         method = entry.method
@@ -211,7 +216,7 @@ def _record(
     token_baseline: Competitor | None,
     bandwidth: float | None,
 ) -> Record:
-    """`speed_baseline`: whose speed the ratio refers to. `token_baseline`: whose tokens "identical" refers to."""
+    """The record of an entry for one kind of prompt. The ratio refers to `speed_baseline`, "identical" to `token_baseline`."""
     method = entry.method
     record = Record(
         method.name, method.dtype, entry.rows, kind, entry.status, entry.reason, method.ours,

@@ -16,9 +16,9 @@ from transformers.initialization import no_init_weights
 from ..errors import UnknownNameError
 from .prompts import Workload
 
-#: Random numbers that weights are taken from, over and over. A prime: no two rows of a matrix are the same.
+#: Number of random numbers, which are repeated to fill weights. It is a prime, so that no two rows of a matrix are equal.
 BLOCK = 4_194_301
-#: Shown beside figures of shapes.
+#: The note beside figures of shapes.
 RANDOM_WEIGHTS = (
     "Random weights: times and memory are those of the real model, how often drafts are accepted means nothing."
 )
@@ -32,7 +32,7 @@ class RandomShape:
 
     Attributes:
         design: transformers' ``model_type``.
-        sizes: of its config.
+        sizes: the sizes in its config.
     """
 
     design: str
@@ -70,7 +70,7 @@ SHAPES: dict[str, RandomShape] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A model of the shape `name` in evaluation mode; the same `seed`, the same weights. It has no stop token.
+    """A model of the shape `name` in evaluation mode, without a stop token. Equal seeds give equal weights.
 
     Raises:
         UnknownNameError: no such shape.
@@ -78,9 +78,9 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
     if name not in SHAPES:
         raise UnknownNameError("shape", name, SHAPES)
     shape = SHAPES[name]
-    # Beginning and end given as none: some designs' configs bring ids of their own.
+    # The ids are set to None, because some designs' configs have defaults.
     config = AutoConfig.for_model(shape.design, **shape.sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    with no_init_weights():  # drawing every weight by itself takes ten seconds for half a billion
+    with no_init_weights():  # drawing half a billion weights one by one takes ten seconds
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.tie_weights()
     model.generation_config = GenerationConfig(pad_token_id=0)
@@ -91,7 +91,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, seed: int) -> None:
-    """Random matrices, and no biases; the scales of norms stay as they are made."""
+    """Fills matrices with random numbers and biases with zeros; norms keep their initial scales."""
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(BLOCK, generator=generator).mul_(SCALE).to(model.dtype)
     offset = 0
@@ -109,7 +109,7 @@ def fill(model: PreTrainedModel, seed: int) -> None:
 
 
 def random_workloads(vocabulary: int, lengths: list[int], rows: int = 1, count: int = 1) -> list[Workload]:
-    """`count` prompts of random tokens for each of `lengths`; the same in every run, no two of them the same."""
+    """`count` different prompts of random tokens for each of `lengths`, the same in every run."""
     workloads = []
     for length in lengths:
         generator = torch.Generator().manual_seed(length)

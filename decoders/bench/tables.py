@@ -1,4 +1,4 @@
-"""What was measured, as tables for the terminal."""
+"""Tables of the results for the terminal."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from .load import LoadResult
 from .records import Record
 from .shapes import RANDOM_WEIGHTS
 
-#: Repeats whose fastest is this many times as fast as their slowest are called noisy.
+#: Ratio of the fastest to the slowest repeat from which repeats are called noisy.
 WIDE = 1.5
-#: Longer names, of strategies with many settings, go on in the next line and leave room for the figures.
+#: Names of strategies with many settings are wrapped at this width, to leave room for the figures.
 NAME_WIDTH = 48
-#: Columns that names have at least, and those between two cells.
+#: Least width of names, and the space between two cells.
 SHORT_NAME, GAP = 26, 2
 
 
 def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
-    """A line for each method, in sections with these headings; below it why others are absent or differ. It fits into 80 columns."""
+    """A table with a line for each method, in sections by heading, and notes why methods are absent or differ. It fits into 80
+    columns.
+    """
     table = plain_table("", "tokens/s", "ratio", "tok/step", "identical")
     for heading, records in sections.items():
         if heading:
@@ -50,7 +52,7 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """The methods of a run under what they were measured on; not said where that is one model as it is."""
+    """The methods of a run, under headings of what they were measured on; the heading is empty if that is one unchanged model."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}
@@ -58,13 +60,13 @@ def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Recor
 
 
 def group_name(record: Record) -> str:
-    """Model, dtype, number of rows, and temperature of what was sampled."""
+    """Model, dtype, number of rows, and the temperature of a sampled run."""
     named = [subject(record), record.dtype, f"{record.batch} row{'s' if record.batch > 1 else ''}"]
     return ", ".join(filter(None, [*named, f"T = {record.temperature:g}" if record.temperature else ""]))
 
 
 def fitting(table: Table, width: int) -> list[Table]:
-    """`table` for so many columns of a terminal: if it is wider it is several, one below the other, and no cell is cut or broken."""
+    """`table` for a terminal of `width` columns: a wider table is split into several, one below the other, so that no cell is cut."""
     names, *columns = table.columns
     parts: list[list[tuple[str, Column]]] = []
     room = 0
@@ -90,10 +92,11 @@ def fitting(table: Table, width: int) -> list[Table]:
 
 
 def suite_table(together: Sequence[Record], records: Sequence[Record]) -> Table:
-    """What a suite comes to, a line for each method and a column for each category: medians of speed-up and tokens per step.
+    """A suite's results, with a line for each method and a column for each category: medians of speed-up and tokens per step.
 
     Args:
-        together: of one group, for the prompts of all kinds. records: of the same group.
+        together: one group's records over all kinds of prompt.
+        records: the same group's records by kind.
     """
     kinds = ("all", *dict.fromkeys(r.kind for r in records))
     of = {(r.method, r.kind): r for r in records} | {(r.method, "all"): r for r in together}
@@ -132,20 +135,20 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def subject(record: Record) -> str:
-    """The model, and what was made of it."""
+    """The model's name, with its scaling if it was padded."""
     if not record.scaled:
         return record.model
     return f"{record.model or 'demo target'}, {record.scaled}"
 
 
 def loops(records: Sequence[Record]) -> str:
-    """How much of the text goes round in circles, as the first method wrote it; nothing for none, or of random weights."""
+    """The share of the first method's text that loops; "" if nothing loops or the weights are random."""
     share = next((r.looping for r in records if r.looping is not None and not r.random_weights), 0.0)
     return f" · {share:.0%} of the text loops" if share >= 0.005 else ""
 
 
 def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """Medians with the range over the repeats, whether the output is the baseline's, and why a row is absent."""
+    """Medians with the range over the repeats, whether the output equals the baseline's, and why figures are missing."""
     drafted = any(r.draft_passes is not None for r in records)
     columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
     table = plain_table(title, *columns)
@@ -179,7 +182,7 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def stage_table(records: Sequence[Record], title: str = "") -> Table:
-    """What the draft models did per target step; the drafter of a draft model stands below it, further in."""
+    """The work of the draft models per target step; a draft model's drafter follows it, indented."""
     table = plain_table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
     for r in records:
         for stage in r.stages:
@@ -192,7 +195,7 @@ def stage_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """First and second call, tokens that are first in them, tiers, memory. The first strategy is charged for what all share."""
+    """First and second call, their first tokens, compiled share, memory. Memory that all strategies share is counted for the first."""
     columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)
@@ -211,7 +214,7 @@ def plain_table(title: str, *columns: str) -> Table:
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", overflow="fold", min_width=SHORT_NAME, max_width=NAME_WIDTH)
     for column in columns:
-        table.add_column(column, justify="right", overflow="fold")  # a figure without its end is none
+        table.add_column(column, justify="right", overflow="fold")  # a cut figure would be wrong
     return table
 
 
@@ -220,7 +223,7 @@ def _name(record: Record) -> Text:
 
 
 def noise(records: Sequence[Record]) -> str:
-    """A warning if the repeats of any method lie far apart, else nothing."""
+    """A warning if the repeats of a method lie far apart, else ""."""
     wide = [r for r in records if (s := r.tokens_per_second) and s.high > WIDE * s.low]
     if not wide:
         return ""
@@ -229,25 +232,25 @@ def noise(records: Sequence[Record]) -> str:
 
 
 def reason(record: Record) -> Text:
-    """Why a row has no figures, in the colour of a failure if it is one; or where its output differs."""
+    """Why a row has no figures (red if it failed), or where its output differs."""
     if record.status == "ok":
         return Text(f"differs from {record.baseline} in {record.difference}", style="red" if record.exact else "yellow")
     return Text(f"{record.status}: {record.reason}", style="red" if record.status == "failed" else "yellow")
 
 
 def identical(record: Record) -> Text:
-    """Whether the output is the baseline's; red only where it had to be."""
+    """Whether the output equals the baseline's; "no" is red only if it had to be equal."""
     if record.identical is None:
         return Text(record.incomparable or "?", style="dim")
     if record.identical:
         return Text("yes", style="green")
-    # Of other engines, which round in another order: how far they agree.
+    # Other engines round in another order, so the share of equal tokens is shown.
     far = f", {record.leading} of {record.compared}" if record.engine else ""
     return Text(f"no{far}", style="red" if record.exact else "yellow")
 
 
 def ratio_style(ratio: Spread | None) -> str:
-    """Green where every repeat was faster than the baseline, red where every one was slower."""
+    """Green if every repeat was faster than the baseline, red if every repeat was slower."""
     return "" if ratio is None else "green" if ratio.low > 1 else "red" if ratio.high < 1 else ""
 
 
@@ -261,7 +264,7 @@ def ranged(spread: Spread | None, form: str, style: str = "") -> Text:
 
 
 def shown(value: float | None, form: str, unit: str = "") -> str:
-    """`value` with its unit, or nothing."""
+    """`value` with its unit; "" for None."""
     return "" if value is None else format(value, form) + unit
 
 
@@ -276,7 +279,7 @@ def size(count: int | None) -> str:
 
 
 def load_table(results: Sequence[LoadResult], within: float, title: str = "") -> Table:
-    """A row for each method. within: seconds of a request that count for goodput."""
+    """A row for each method. within: seconds within which a request must end to count for goodput."""
     table = plain_table(
         title, "tokens/s", "first token s, 50/90/99 %", "ms per token, 50/90 %", "latency s, 50/90/99 %",
         f"done in {within:g} s, per s",

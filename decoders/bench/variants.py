@@ -1,4 +1,4 @@
-"""Methods as they are written: ``speculative[length=2]``, ``a[x=1]+b``, ``transformers-assisted[5]``."""
+"""The notation of methods: ``speculative[length=2]``, ``a[x=1]+b``, ``transformers-assisted[5]``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from ..errors import SettingsError
 from ..settings import parse_assignments
 
-#: A key in the brackets that is not a setting of the strategy. It names the rule that accepts drafts.
+#: A key in the brackets that is no setting of the strategy: the verifier.
 VERIFIER = "verifier"
-#: Another: a grammar of the library, or a file with one, that the text must follow.
+#: A key in the brackets that is no setting of the strategy: the grammar, by its name in the library or as a file.
 GRAMMAR = "grammar"
 COMPILE = "compile"
-#: Settings of the loop that brackets may hold, and their values: whether the core is compiled, whether strategies keep what they
-#: learn from call to call, the number formats of the target's matrices and cache, and of the draft's matrices.
+#: Settings of the loop that brackets may hold, and their values: compiling, memory of strategies between calls, number formats of
+#: the target's matrices and cache, and number format of the draft model's matrices.
 LOOP: dict[str, tuple[bool | str, ...]] = {
     COMPILE: (True, False, "auto"),
     "memory": (True, False),
@@ -48,7 +48,7 @@ class Variant:
     loop: Mapping[str, bool | str] = field(default_factory=dict)
 
     def shown(self, names: Sequence[str]) -> str:
-        """What stands in tables and records; `names` are the registry names of the parts."""
+        """The variant's text in tables and records. names: registry names of the parts."""
         texts = zip(names, self.brackets, strict=True)
         return "+".join(name + (f"[{text}]" if text else "") for name, text in texts)
 
@@ -63,7 +63,7 @@ def split(text: str, separator: str = ",") -> list[str]:
     closing: list[str] = []
     quoted, start = False, 0
     for index, letter in enumerate(text):
-        if letter == '"' and closing:  # JSON text; outside brackets a quote means nothing
+        if letter == '"' and closing:  # quotes belong to JSON text, and have no meaning outside of brackets
             quoted = not quoted
         elif quoted:
             continue
@@ -76,12 +76,12 @@ def split(text: str, separator: str = ",") -> list[str]:
             pieces.append(text[start:index])
             start = index + 1
     if closing or quoted:
-        raise SettingsError(f"{text!r}: there is no {closing[-1]!r} at the end of what was opened")
+        raise SettingsError(f"{text!r}: a closing {closing[-1]!r} is missing")
     return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip()]
 
 
 def bracketed(text: str) -> tuple[str, str | None]:
-    """Name and what stands in the brackets behind it; None without brackets.
+    """Splits a name from the text in its brackets, which is None without brackets.
 
     Raises:
         SettingsError: text behind the brackets, or no name before them.
@@ -118,10 +118,12 @@ def parse(text: str) -> Variant:
         parts.append(name)
         brackets.append(inside or "")
     if not parts:
-        raise SettingsError("a strategy has a name: it is empty here")
+        raise SettingsError("the name of a strategy is empty")
     for key, values in whole_tree.items():
         if len(values) > 1:
-            raise SettingsError(f"{text!r}: one {key} holds for the whole tree, {len(values)} are named")
+            raise SettingsError(
+                f"{text!r}: only one {key} is possible, since it holds for the whole tree; {len(values)} are given"
+            )
     given = {key: values[0] for key, values in whole_tree.items() if values}
     loop = {key: given[key] for key in LOOP if key in given}
     for key, value in loop.items():
@@ -138,7 +140,7 @@ def with_setting(name: str, setting: str) -> str:
 
 
 def assistant_tokens(text: str) -> tuple[str, int | None]:
-    """Name of one of transformers' methods, and the number in the brackets behind ``transformers-assisted[5]``.
+    """The name of one of transformers' methods, and the number in its brackets, as in ``transformers-assisted[5]``.
 
     Raises:
         SettingsError: brackets without a positive number in them.

@@ -1,4 +1,4 @@
-"""What a run comes to: all prompts of a method together, which method to use, and the code that does."""
+"""The conclusion of a run: each method's figures over all prompts, which method to use, and the code for it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .methods import BASELINE, PLAIN
 from .records import Record
 from .variants import parse
 
-#: The strategy that is advised where it is about as fast as the fastest.
+#: The strategy that is recommended if it is about as fast as the fastest.
 AUTO = "auto"
 #: Share of the fastest method's speed that counts as about as fast.
 NEAR = 0.97
-#: Times another's speed below which nothing is gained.
+#: Speed-up below which nothing is gained.
 GAIN = 1.05
 
 
@@ -25,11 +25,11 @@ class Verdict:
     """What to use for one model, dtype, number of rows and temperature.
 
     Attributes:
-        model, dtype, batch, temperature: what it is about.
-        method: as the bench writes it; "" where transformers' own ``generate`` is as fast.
-        tokens_per_second, ratio: of all prompts together; the ratio is to transformers.
-        by_kind: the ratio's median by kind of prompt.
-        arguments: of ``generate``.
+        model, dtype, batch, temperature: the conditions of the measurement.
+        method: the method in the bench's notation; "" if transformers' own ``generate`` is as fast.
+        tokens_per_second, ratio: speed and ratio to transformers, over all prompts.
+        by_kind: the median ratio for each kind of prompt.
+        arguments: arguments of ``generate``.
         text: a sentence.
     """
 
@@ -62,12 +62,12 @@ class Verdict:
 
 
 def _shown(value: Any) -> str:
-    """As Python code; a name stands for a draft model."""
+    """`value` as Python code; a draft model appears by name."""
     return value if value == "draft" else '"' + value + '"' if isinstance(value, str) else repr(value)
 
 
 def pooled(records: Sequence[Record]) -> dict[tuple[str, str, int, float], list[Record]]:
-    """By :attr:`Record.group`, one record of every method for its prompts of all kinds."""
+    """For each :attr:`Record.group`, one record per method over the prompts of all kinds."""
     groups: dict[tuple[str, str, int, float], list[Record]] = {}
     for group in dict.fromkeys(r.group for r in records):
         members = [r for r in records if r.group == group]
@@ -78,7 +78,7 @@ def pooled(records: Sequence[Record]) -> dict[tuple[str, str, int, float], list[
 
 
 def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> Record:
-    """every: the samples of each method."""
+    """One record per method from its records by kind. every: the samples of each method."""
     first, samples = records[0], every[records[0].method]
     if len(records) == 1 or not samples:
         return first
@@ -94,7 +94,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
 
 
 def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
-    """One for every group in which a method of ours was measured. near: see :data:`NEAR`."""
+    """A verdict for every group in which one of our methods was measured. near: see :data:`NEAR`."""
     result = []
     for group, methods in pooled(records).items():
         usable = [
@@ -121,8 +121,8 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
 
 
 def chosen(records: Sequence[Record], near: float = NEAR) -> Record:
-    """The fastest; ``auto`` where it is about as fast, since it is for other prompts, too; and plain decoding rather than drafts
-    that bring nothing.
+    """The recommended record: the fastest; ``auto`` if it is about as fast, because it adapts to other prompts; or plain decoding
+    if drafts bring nothing.
     """
     best = max(records, key=_median)
     fast = [r for r in records if _median(r) >= near * _median(best)]
@@ -130,7 +130,7 @@ def chosen(records: Sequence[Record], near: float = NEAR) -> Record:
 
 
 def arguments(record: Record) -> dict[str, Any]:
-    """Of ``generate``: the strategy as it was measured. A draft model is called ``draft``."""
+    """The arguments of ``generate`` for the measured strategy. A draft model is called ``draft``."""
     variant = parse(record.method)
     call: dict[str, Any] = {"strategy": "+".join(variant.parts)}
     settings = record.settings if len(variant.parts) > 1 else next(iter(record.settings.values()), {})
@@ -146,12 +146,12 @@ def arguments(record: Record) -> dict[str, Any]:
 
 
 def _wrong(record: Record) -> bool:
-    """Whether it wrote other tokens where it has to write the same; near-ties in low precision are no fault."""
+    """Whether the method wrote other tokens although it must write the same. Near-ties in low precision do not count."""
     return record.identical is False and record.dtype == "float32"
 
 
 def _made_up(record: Record) -> bool:
-    """Whether nobody can use it: its drafter knew the text."""
+    """Whether the drafter was made up (it knew the text), so that nobody can use it."""
     return record.method.startswith("synthetic[")
 
 

@@ -20,7 +20,7 @@ from .table import Table, TableGrammar
 from .tags import After, Calls, Tagged, TaggedGrammar, Thinking, ThinkingMarkers, after, begun, known_markers, tagged
 from .vocabulary import Policy, Vocabulary
 
-#: In the order they are listed.
+#: The built-in backends, in the order of listings.
 BUILT_IN: tuple[type[Backend], ...] = (Auto, Table, LLGuidance)
 
 __all__ = [

@@ -22,7 +22,8 @@ class Auto(Backend):
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
 
-    #: Tried in this order; the table comes last where it will be too large, since finding that out may take seconds.
+    #: The backends in the order in which they are tried. If the table will probably be too large it comes last, since finding that
+    #: out may take seconds.
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
@@ -39,7 +40,8 @@ class Auto(Backend):
                 return backend().compile(language, vocabulary, policy)
             except GrammarError as refusal:
                 refusals.append(refusal)
-        if language.regex is None:  # a context-free language: messages need not say that the table cannot take it
+        # A context-free language, which the table never compiles: its error is left out of the message.
+        if language.regex is None:
             raise refusals[-1]
         reasons = "; ".join(
             f"{backend.name}: {str(refusal).removeprefix(f'{language.name}: ')}"
@@ -51,7 +53,7 @@ class Auto(Backend):
     def restore(
         self, content: bytes, language: Language, vocabulary: Vocabulary, policy: Policy = "full"
     ) -> CompiledGrammar:
-        """Only the first choice stores anything on disk."""
+        """Restored by the table backend, the only one that stores grammars on disk."""
         return self.choices[0]().restore(content, language, vocabulary, policy)
 
 
@@ -67,7 +69,7 @@ _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 def least_states(regex: str) -> int:
     """Estimate of the least states of the minimal automaton of `regex`; 0 without counted repetitions.
 
-    It takes each copy of a counted part to have states of its own, which is wrong for ambiguous expressions (``(a{500})?a*``).
+    It assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
     """
     if not _COUNT.search(regex):
         return 0

@@ -173,13 +173,13 @@ class Matcher(ABC):
         """The bytes that every continuation begins with; empty where several are possible, or the text may end."""
 
     def forced_tokens(self, limit: int) -> list[int] | None:
-        """The tokens that must come next, at most `limit`; None if :meth:`forced_bytes` is to be asked instead."""
+        """The tokens that must come next, at most `limit`; None if the caller must use :meth:`forced_bytes` instead."""
         return None
 
     def replacements(self) -> Mapping[int, int] | None:
-        """In free text, where any token may be drawn: the illegal tokens, and the token written instead of each.
+        """In free text, where any token may be drawn: the illegal tokens, and the token that replaces each after the draw.
 
-        None where :meth:`fill_mask` restricts the draw instead.
+        None where :meth:`fill_mask` restricts the draw.
         """
         return None
 

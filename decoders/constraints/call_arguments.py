@@ -1,4 +1,6 @@
-"""Arguments of functions: written in the notation of a format, and read back as JSON while they grow."""
+"""The arguments of function calls: writing them in the notation of a format, and reading them back as JSON while they are
+generated.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from .schemas.raw_text import Notation, Parameters, Quoted
 
 @dataclass
 class Progress:
-    """How far the arguments of a call in a growing text are read: what is in front of it stays as it is.
+    """How far the arguments of a call in a growing text have been read.
 
     Attributes:
-        place: behind what is read.
-        json: of what is read.
-        depth: of objects and lists that are open.
+        place: index behind the part that has been read, which will not change.
+        json: that part as JSON.
+        depth: number of open objects and lists.
     """
 
     place: int
@@ -29,12 +31,12 @@ class Progress:
 
 
 class Arguments(NamedTuple):
-    """Arguments in a text.
+    """The arguments of a call in a text.
 
     Attributes:
-        json: as far as they are read.
-        end: the place behind them; None if they are not complete.
-        valid: whether complete ones are JSON.
+        json: the arguments so far, as JSON.
+        end: index behind the arguments; None if they are not complete.
+        valid: whether complete arguments are valid JSON.
     """
 
     json: str
@@ -66,12 +68,12 @@ def _quoted(value: Any, quote: str) -> str:
 
 
 def read(text: str, progress: Progress, notation: Notation | None, kinds: Kinds | None, closing: str) -> Arguments:
-    """The arguments at a place of a text that grows.
+    """Reads the arguments of a call in a growing text.
 
     Args:
-        progress: of earlier reads, moved on by this one; at first, the place.
-        kinds: the types of parameters.
-        closing: what ends a call.
+        progress: the progress of earlier reads, which this read moves on; at first, the place where the arguments begin.
+        kinds: the types of the parameters.
+        closing: the marker that ends a call.
     """
     if isinstance(notation, Parameters):
         return _read_parameters(text, progress, notation, kinds, closing)
@@ -104,8 +106,8 @@ def _read_parameters(
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
-    """A value in JSON, the place behind what ends it, and whether it is one of `types`."""
-    # JSON may have the mark in a string.
+    """A value as JSON, the index behind its end marker, and whether its type is in `types`."""
+    # A JSON string may contain the end marker.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
     behind = _object_end(text, begin) if inside else begin
     place = text.find(notation.mark, behind) if behind is not None else -1
@@ -117,9 +119,9 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
     if types != {"string"}:
         if "string" not in types:
             return value.rstrip(), after, not complete or is_json(value)
-        if not complete:  # it may become either
+        if not complete:  # the value may still become a string or JSON
             return "", None, True
-        # White space around it makes it a string: written ones of other types have none.
+        # With white space around it, it is a string, since values of other types are written without.
         if value == value.strip() and is_json(value) and kind_of(_loaded(value)) in types - {"string"}:
             return value, after, True
     shown = json.dumps(value, ensure_ascii=False)
@@ -128,7 +130,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
 
 @lru_cache
 def _parameter(notation: Parameters) -> re.Pattern[str]:
-    """What stands in front of a value. A value that begins with a new line keeps it."""
+    """The expression of the text in front of a value. A newline at the beginning of the value is kept."""
     between = f"(?:{loose(notation.between)})?" if notation.between.strip() else ""
     middle = loose(notation.middle.rstrip("\n")) + "\n?" * notation.middle.endswith("\n")
     return re.compile(rf"\s*{between}{loose(notation.opening)}(.+?){middle}", re.DOTALL)
@@ -139,7 +141,7 @@ _SIGN, _NO_SIGNS = re.compile(r"[{}\[\],:]"), re.compile(r"[^{}\[\],:]*")
 
 
 def _read_quoted(text: str, progress: Progress, quote: str) -> Arguments:
-    """An object of which names stand as they are and strings between two of `quote`, in JSON."""
+    """An object whose names are unquoted and whose strings stand between two of `quote`, converted to JSON."""
     parts, place, depth, shown, whole = [progress.json], progress.place, progress.depth, "", False
     while place < len(text) and not whole:
         if text.startswith(quote, place):
@@ -159,7 +161,7 @@ def _read_quoted(text: str, progress: Progress, quote: str) -> Arguments:
             parts.append({",": ", ", ":": ": "}.get(text[place], text[place]))
             place += 1
             whole = not depth
-        else:  # a name, a number or a word goes to the next sign; until then it may become another
+        else:  # a name, a number or a word ends at the next punctuation; until then it may grow
             word = _NO_SIGNS.match(text, place)
             assert word is not None
             if word.end() == len(text):
@@ -187,7 +189,7 @@ def _object_end(text: str, begin: int) -> int | None:
 
 
 def _loaded(text: str) -> Any:
-    """The value of JSON; numbers of any size are floats."""
+    """The value of a JSON text; numbers of any size become floats."""
     try:
         return json.loads(text, parse_int=float)
     except (ValueError, RecursionError):
@@ -198,7 +200,7 @@ def is_json(text: str) -> bool:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"JSON has no {constant}")
 
-    try:  # numbers of any size are JSON
+    try:  # JSON allows numbers of any size
         json.loads(text, parse_constant=refuse, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
         return False
@@ -206,11 +208,11 @@ def is_json(text: str) -> bool:
 
 
 def loose(text: str) -> str:
-    """An expression of `text` with any white space in the place of its own."""
+    """A regular expression for `text` in which its white space may be any white space."""
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=[{:,])(?=\")|(?<=\{)|(?<=:)", text)))
 
 
 def unfinished(text: str, markers: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of `markers`."""
+    """The number of characters at the end of `text` that may be the beginning of one of `markers`."""
     longest = min(max(map(len, markers), default=1) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)

@@ -1,4 +1,4 @@
-"""How models write calls of functions: a description of each format, and the way back from text to calls."""
+"""How models write function calls: a description of each format, and parsing calls in a text."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from .schemas.raw_text import Notation, Parameters, Quoted
 
 @dataclass(frozen=True)
 class CallFormat:
-    """``begin``, then for every call ``opening NAME middle ARGUMENTS closing``, ``between`` two of them, and ``end``.
+    """A format of calls: ``begin``, for every call ``opening NAME middle ARGUMENTS closing``, ``between`` between two calls, and
+    ``end``.
 
     Attributes:
-        name: what ``--tool-format`` calls it.
-        opening: in front of a function's name.
-        middle: between the name and the arguments.
-        notation: of the arguments; None: a JSON object.
-        sign: the beginning of `opening` that tells a call from text; None: what stands in front of JSON that holds the name.
-        closing: behind the arguments.
-        begin: in front of all calls.
-        end: behind all calls.
-        between: two calls; None: an answer has one call.
-        message: what begins a message, where thoughts, calls and answers have messages of their own.
-        message_end: what ends one.
-        answer: what begins the text of an answer behind `message`: what tells it from calls, and the rest.
-        also: other pairs of `opening` and `middle` that are in use.
-        source: what a chat template has that writes it but takes no calls as they are given to it.
-        shown: what a chat template's rendering of a call has; None: `begin`, `opening`, the name and `middle`.
+        name: its name for ``--tool-format``.
+        opening: text in front of a function's name.
+        middle: text between the name and the arguments.
+        notation: notation of the arguments; None: a JSON object.
+        sign: the beginning of `opening` that tells a call from text; None: the part of `opening` in front of the JSON object that
+            holds the name.
+        closing: text behind the arguments.
+        begin: text in front of all calls.
+        end: text behind all calls.
+        between: text between two calls; None: an answer has one call at most.
+        message: text that begins a message, in formats whose thoughts, calls and answers are separate messages.
+        message_end: text that ends a message.
+        answer: text behind `message` that begins an answer, in two parts: the part that tells it from calls, and the rest.
+        also: other pairs of `opening` and `middle` that models use.
+        source: a text in the source of chat templates that use this format but do not take calls in messages.
+        shown: a text in a chat template's rendering of a call; None: `begin`, `opening`, the name and `middle`.
     """
 
     name: str
@@ -58,12 +60,12 @@ class CallFormat:
 
     @property
     def trigger(self) -> str:
-        """What tells calls from text; empty where calls are bare JSON."""
+        """The text that tells calls from other text; "" if calls are bare JSON."""
         return self.begin or self.mark
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that may hold names of special tokens."""
+        """All texts of the format, in which names of special tokens may occur."""
         also = [text for pair in self.also for text in pair]
         own = self.notation.texts if self.notation is not None else ()
         return (
@@ -79,7 +81,7 @@ class CallFormat:
         )
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls of functions, given as their names and arguments in JSON."""
+        """Calls in this format. calls: pairs of a function's name and its arguments as JSON."""
         each = (
             f"{self.opening}{name}{self.middle}{call_arguments.written(arguments, self.notation)}{self.closing}"
             for name, arguments in calls
@@ -87,19 +89,19 @@ class CallFormat:
         return self.begin + (self.between or "").join(each) + self.end
 
     def shows(self, rendered: str, name: str) -> bool:
-        """Whether a template that has rendered a call of the function `name` writes it so."""
+        """Whether `rendered`, a template's rendering of a call of the function `name`, has this format."""
         first = self.notation.opening if isinstance(self.notation, Parameters) else ""
         shown = self.shown if self.shown is not None else f"{self.begin}{self.opening}{name}{self.middle}{first}"
         return shown in rendered
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A call up to its arguments; what stands in front of JSON is not looked for."""
+        """The expression of a call up to its arguments. Text in front of bare JSON is not part of it."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
             first, space = rf"{loose(self.notation.opening)}|{loose(self.closing)}", " "
-        # White space in front, or in two parts in a row, would take the square of its length.
+        # Leading white space, or two expressions of white space in a row, would make matching quadratic.
         heads = (rf"{loose((opening[len(self.mark) :] or opening).lstrip())}(?P<n{i}>[\w.-]+){loose(middle + space)}(?={first})"
                  for i, (opening, middle) in enumerate(pairs))  # fmt: skip
         return re.compile("|".join(heads))
@@ -107,11 +109,12 @@ class CallFormat:
     def read(
         self, text: str, functions: Mapping[str, Kinds | None], ended: bool = True, known: dict[int, Progress] | None = None
     ) -> Written:  # fmt: skip
-        """Text and calls of a text that grows until it has `ended`.
+        """Parses text and calls of a growing text.
 
         Args:
-            functions: that there are, with the types of their parameters. Other calls are text.
-            known: how far arguments were read at earlier lengths of the text, by their places; it is kept up to date.
+            functions: the known functions, with the types of their parameters. Calls of other functions are text.
+            ended: whether the text is complete.
+            known: progress of the arguments in earlier reads, by place; this read updates it.
         """
         known = {} if known is None else known
         trigger, head = self.trigger, text.lstrip()
@@ -139,7 +142,7 @@ class CallFormat:
         return Written(text if ended and not calls else before, tuple(calls))
 
     def _begins(self, text: str) -> int | None:
-        """Where calls begin in `text`; None if there are none yet."""
+        """The index where calls begin in `text`; None if there are none yet."""
         if not self.trigger:
             return 0 if re.match(rf"\s*{self._head.pattern}", text) else None
         triggers = [self.trigger, *(opening for opening, _ in self.also)]
@@ -152,9 +155,9 @@ class Call:
     """A call in a text.
 
     Attributes:
-        name: of the function.
-        arguments: so far, in JSON.
-        complete: whether that is all of them.
+        name: the function's name.
+        arguments: the arguments so far, as JSON.
+        complete: whether the arguments are complete.
     """
 
     name: str
@@ -164,18 +167,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Written:
-    """What stands in a text.
+    """A parsed text.
 
     Attributes:
-        text: what is no part of calls, whatever comes.
-        calls: behind it.
+        text: the text in front of the calls, as far as it cannot become a part of a call.
+        calls: the calls behind it.
     """
 
     text: str
     calls: tuple[Call, ...] = ()
 
 
-#: In the order in which a template's rendering is compared with them.
+#: All formats, in the order in which they are compared with a template's rendering.
 FORMATS = (
     CallFormat("hermes", '<tool_call>\n{"name": "', closing="}\n</tool_call>"),
     CallFormat(

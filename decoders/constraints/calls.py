@@ -32,8 +32,8 @@ class Called:
     """A function that may be called.
 
     Attributes:
-        name: of the function.
-        parameters: their schema, as JSON.
+        name: the function's name.
+        parameters: the schema of its parameters, as JSON.
         strict: whether keywords that the language cannot honour are refused (True) or left to validation (False); None: left to
             validation only if there is no other way.
     """
@@ -47,7 +47,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self, notation: Notation | None = None) -> Language:
-        """The language of the arguments, in JSON by default. Raises GrammarError: they cannot be expressed; names the function."""
+        """The language of the arguments, by default in JSON. Raises GrammarError, which names the function: it cannot be expressed."""
         try:
             language = self._language(notation)
         except GrammarError as error:
@@ -60,7 +60,7 @@ class Called:
                 with deadline(left() / 2):
                     return _Arguments(self.parameters, closed=True, notation=notation).language()
             except GrammarError:
-                pass  # an error of the schema itself is raised again below
+                pass  # if the schema itself is wrong, its error is raised again below
         strict = self.strict is True
         return _Arguments(self.parameters, closed=True, strict=strict, notation=notation).language()
 
@@ -71,11 +71,11 @@ class Called:
 
     @property
     def key(self) -> list[Any]:
-        """What tells it apart."""
+        """The key by which functions are compared."""
         return [self.name, self.parameters, self.strict]
 
     def judge(self, whole: Callable[[str], None], arguments: str) -> None:
-        """Raises GrammarError, which names the function, if `whole` does for `arguments`."""
+        """Calls `whole` with `arguments`; its GrammarError is raised with the function's name."""
         try:
             whole(arguments)
         except GrammarError as error:
@@ -89,7 +89,7 @@ class Called:
 class _Arguments(JsonSchema):
     """Objects that a schema allows, even if the schema has no ``type``, in JSON or another notation.
 
-    `closed`, since a function has no use for undeclared arguments, and a language without them is mostly regular.
+    `closed` is True, since functions have no use for undeclared arguments, and without them the language is usually regular.
     """
 
     notation: Notation | None = None
@@ -123,14 +123,15 @@ class Arguments(Spec):
 
 @dataclass(frozen=True)
 class CallSpec(Spec):
-    """One call, or answers that are calls or text: of a format, or any that is no call.
+    """The texts of answers that are calls, or calls or text.
 
     Attributes:
-        functions: those that may be called.
+        functions: the functions that may be called.
         format: how calls are written.
-        alone: one call without what stands in front of its JSON or its name (:attr:`CallFormat.mark`), and behind its arguments.
+        alone: whether the text is a single call without its mark (:attr:`CallFormat.mark`) and without the text behind its
+            arguments.
         several: whether there may be more than one call.
-        text: what text must follow; None: any that does not begin as a call.
+        text: the format of an answer that is text; None: any text that does not begin like a call.
         special: names of special tokens that have stand-ins in the format.
     """
 
@@ -153,7 +154,7 @@ class CallSpec(Spec):
             text = self._text()
         warnings = dict.fromkeys(warning for each in [*inner, *([text] if text else [])] for warning in each.warnings)
         pattern = self._regex(inner, text)
-        # llguidance's lexer never goes back: it takes the first brace of a text for that of such a mark.
+        # llguidance's lexer never backtracks: it takes the first brace of a text for the brace of such a mark.
         trigger = self.format.trigger
         apart = text is None or self.text is None or not trigger.startswith(("{", "[", '"'))
         lark = self._lark(inner, text) if apart else None
@@ -166,14 +167,14 @@ class CallSpec(Spec):
         return Language("calls of functions", pattern, lark, tuple(warnings), whole, self.special)
 
     def _opening(self, function: Called) -> list[str]:
-        """Expressions of what stands in front of the arguments, in words that a lexer tells apart."""
+        """Expressions of the text in front of the arguments, divided so that a lexer can tell them apart."""
         opening = self.format.opening[len(self.format.mark) :] if self.alone else self.format.opening
         words = re.split(r'(?<=\{)(?=")|(?<=[:,] )', f"{opening}{function.name}{self.format.middle}")
         return [re.sub("(?<=[:,]) $", " ?", quoted(word)) for word in words if word]
 
     @property
     def _around(self) -> tuple[str, str, str, str]:
-        """Expressions of what stands behind a call, between two, and around all."""
+        """Expressions of the text behind a call, between two calls, and around all calls."""
         format = self.format
         if self.alone:
             return "", "", "", ""
@@ -186,7 +187,7 @@ class CallSpec(Spec):
         )
 
     def _regex(self, inner: list[Language], text: Language | None) -> str | None:
-        """Calls or text as one expression; None if there is none."""
+        """Calls or text as one regular expression; None if the language is not regular."""
         if any(each.regex is None for each in inner) or (text is not None and text.regex is None):
             return None
         closing, between, begin, end = self._around
@@ -201,11 +202,14 @@ class CallSpec(Spec):
             return None
         if self.text is not None:
             return self.text.language()
-        # Bare JSON begins with a brace, and llguidance's lexer takes the longest text: what begins so is a call.
+        # Bare JSON begins with a brace, and llguidance's lexer takes the longest match, so a text that begins with a brace is a
+        # call.
         return Language("text", not_beginning(self.format.trigger or "{"))
 
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
-        """Judges arguments that a language is too wide for, and text that does not begin as calls."""
+        """The function that validates finished answers: arguments whose language is wider than their schema, and texts in the given
+        format.
+        """
         pairs = zip(self.functions, inner, strict=True)
         judges = {
             function.name: partial(function.judge, each.whole) for function, each in pairs if each.whole is not None
@@ -225,7 +229,8 @@ class CallSpec(Spec):
             f"one: ({some}) {closing}",
         ]
         rules += [_renamed(each.lark or "", f"arguments{number}", f"_{number}") for number, each in enumerate(inner)]
-        if text is not None and text.lark is not None:  # not its regex, a single word that a call could begin as
+        # Not its regex, which would be a single terminal that could match the beginning of a call.
+        if text is not None and text.lark is not None:
             rules.append(_renamed(text.lark, "text", "_"))
         elif text is not None and text.regex is not None:
             rules.append(f"text: {slashed(text.regex)}")
@@ -234,7 +239,7 @@ class CallSpec(Spec):
 
 @dataclass(frozen=True)
 class _Answers:
-    """Judges answers, see :meth:`CallSpec._whole`."""
+    """Validates answers, see :meth:`CallSpec._whole`."""
 
     functions: Mapping[str, Kinds]
     judges: Mapping[str, Callable[[str], None]]
@@ -258,13 +263,13 @@ _NAMES = re.compile(r'/(?:\\.|[^/\\])*/|"(?:\\.|[^"\\])*"|\b([rtT]\d+)\b')
 
 
 def _renamed(grammar: str, start: str, suffix: str) -> str:
-    """`grammar` with `start` in the place of ``start``, and `suffix` behind its other names."""
+    """`grammar` with its rule ``start`` renamed to `start`, and with `suffix` appended to its other names."""
     renamed = _NAMES.sub(lambda name: f"{name[0]}{suffix}" if name[1] else name[0], grammar)
     return re.sub(r"^start:", f"{start}:", renamed, count=1, flags=re.MULTILINE)
 
 
 def not_beginning(prefix: str) -> str:
-    """A regular expression of all texts that do not begin with `prefix`."""
+    """A regular expression for all texts that do not begin with `prefix`."""
     alternatives = [""]  # the empty text
     for place, character in enumerate(prefix):
         before = quoted(prefix[:place])

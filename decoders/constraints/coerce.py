@@ -39,8 +39,8 @@ def as_spec(value: Any, find: Callable[[str], Any] | None = None) -> Spec | Comp
     Args:
         find: returns the grammar of a name; None: the library's.
 
-    Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them)
-    are written as in outlines, which is Python's notation: ``True``, ``None``, ``"text"``. Structured types are JSON.
+    Plain types (``int``, ``float``, ``bool``, ``str``, ``date``, ``time``, ``datetime``, ``Literal``, ``Enum``, unions of them) are
+    written as in outlines, in Python's notation: ``True``, ``None``, ``"text"``. Structured types are JSON.
 
     Raises:
         UnknownNameError: a string that is no name of the library.
@@ -144,7 +144,7 @@ def _of_type(value: Any) -> Spec:
             return json_schema(value)
         raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
     spec = _of_term(term)
-    if term is not value and isinstance(spec, Regex):  # label it by the type, not by outlines' pattern for it
+    if term is not value and isinstance(spec, Regex):  # messages show the type, not outlines' pattern for it
         name = value.__name__ if isinstance(value, type) else str(value)
         return dataclasses.replace(spec, label=f"type {shortened(name)}")
     return spec

@@ -154,7 +154,7 @@ def _text_of(option: Any, place: int) -> str:
     if isinstance(option, Enum):
         option = option.value
     if isinstance(option, str):
-        return str.__str__(option)  # for a member of a StrEnum its value
+        return str.__str__(option)  # a member of a StrEnum becomes its value
     if option is None or isinstance(option, (bool, int)) or (isinstance(option, float) and math.isfinite(option)):
         return json.dumps(option)
     raise GrammarError(

@@ -70,16 +70,16 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     """Patterns of the outlines terms among the fields of a type, nested fields included."""
-    dsl = sys.modules.get("outlines.types.dsl")  # no value is a term before it is imported
+    dsl = sys.modules.get("outlines.types.dsl")  # without outlines imported, no value is a term
     if dsl is None or id(value) in seen:
         return
-    seen[id(value)] = value  # kept alive, because ids are reused
+    seen[id(value)] = value  # kept alive, because ids of freed objects are reused
     if isinstance(value, dsl.Term):
         yield dsl.to_regex(value)
     inner = list(typing.get_args(value))
     if has_fields(value):
         fields = getattr(value, "model_fields", None)
-        with suppress(NameError):  # a name that is local to a function
+        with suppress(NameError):  # the annotation names something local to a function
             inner += (
                 [field.annotation for field in fields.values()] if fields else typing.get_type_hints(value).values()
             )

@@ -42,7 +42,7 @@ _TOLD: dict[str, frozenset[str]] = {
         "call": "arguments_schema function", "arguments": "arguments_schema",
     }.items()
 }  # fmt: skip
-#: Names in core schemas that put no condition on values, or one that JSON schemas always cover.
+#: Names in core schemas that do not restrict values, or whose restriction JSON schemas always cover.
 _IDLE = frozenset((
     "type", "ref", "metadata", "serialization", "strict", "cls", "cls_name", "generic_origin", "frozen", "slots",
     "computed_fields", "extra_behavior", "title", "revalidate_instances", "from_attributes", "custom_error_type",
@@ -53,7 +53,7 @@ _IDLE = frozenset((
     "serialize_by_alias", "ser_json_timedelta", "ser_json_temporal", "ser_json_bytes", "ser_json_inf_nan",
     "polymorphic_serialization",
 ))  # fmt: skip
-#: Values of other names that put no condition either; None never does.
+#: Values of other names that do not restrict values either; None never does.
 _DEFAULTS = {
     "init": True, "allow_inf_nan": True, "validate_by_alias": True, "microseconds_precision": "truncate",
     "val_json_bytes": "utf8", "custom_init": False, "post_init": False, "strip_whitespace": False, "to_lower": False, "to_upper": False,
@@ -148,7 +148,7 @@ def _more(node: dict[str, Any]) -> bool:
 
 
 def _conditions(node: dict[str, Any]) -> set[str]:
-    """Names in `node`, or in the config of a node, that may put a condition on values."""
+    """The names in `node` and in configs of nodes that may restrict values."""
     return {name for name, value in node.items() if value is not None and value != _DEFAULTS.get(name)} - _IDLE
 
 
@@ -162,7 +162,8 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            is_schema = isinstance(node.get("type"), str)  # else a dict of fields, one of which may be called "type"
+            # Otherwise a dict of fields, which may have a field named "type".
+            is_schema = isinstance(node.get("type"), str)
             if is_schema:
                 yield node
             waiting += [part for name, part in node.items() if not (is_schema and name in _NO_PARTS)]

@@ -15,8 +15,8 @@ from ..errors import GrammarError, UnsupportedError, shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: "full": every token that leaves the text completable may come next. "canonical": where the grammar forces the next
-#: bytes, only the token that the tokenizer itself would begin them with: other tokens, hence another distribution.
+#: "full": every token after which the text can be completed is legal. "canonical": where the grammar forces the next bytes, only
+#: the token that the tokenizer would write there is legal, which changes the distribution.
 Policy = Literal["full", "canonical"]
 
 
@@ -46,7 +46,7 @@ class Vocabulary:
         ends = set(stops)
         self.tokens = tuple(None if token in ends or not text else text for token, text in enumerate(tokens))
         self.stops = tuple(sorted(token for token in ends if 0 <= token < len(self.tokens)))
-        if ends and not self.stops:  # no text could end
+        if ends and not self.stops:  # otherwise no text could end
             raise UnsupportedError(
                 f"grammar= needs a token that ends the text, and eos_token_id={sorted(ends)} has none of the model's "
                 f"{len(self.tokens)} tokens: set eos_token_id in the call or the generation config to ids from 0 to "
@@ -88,10 +88,11 @@ class Vocabulary:
         return len(self.tokens)
 
     def spelling(self, names: tuple[str, ...]) -> Vocabulary:
-        """These tokens, with special ones of those names spelt as characters that no text has: :func:`stand_in`, in their order.
+        """This vocabulary, with the special tokens of these `names` spelt as private characters (:func:`stand_in`, in order), so
+        that grammars can contain them.
 
         Raises:
-            GrammarError: one is a stop token.
+            GrammarError: one of them is a stop token.
         """
         if not names:
             return self
@@ -174,7 +175,7 @@ class Vocabulary:
         if not whole and len(text) > 3:
             return self.longest_tokens(text)
         tokens = [*self.encode(whole)]
-        if self.spell(tokens) != whole.encode():  # a tokenizer that puts a blank in front, say
+        if self.spell(tokens) != whole.encode():  # such as a tokenizer that adds a leading blank
             tokens = self._greedy(whole)
         return tokens
 
@@ -183,7 +184,7 @@ class Vocabulary:
 
         A token is left out if the bytes from it on could be the beginning of a longer token.
         """
-        if not _decodable(forced):  # empty, or the rest of a character, which a tokenizer does not encode alone
+        if not _decodable(forced):  # empty, or the last bytes of a character, which a tokenizer cannot encode alone
             return []
         tokens = self.encoded(forced)
         begin = 0
@@ -256,7 +257,9 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
     if '"ByteLevel"' in json.dumps(parts.get("decoder")):
         alphabet = _byte_level_alphabet()
 
-        def spell_bytes(name: str) -> bytes:  # an added token with other characters is its own name
+        def spell_bytes(
+            name: str,
+        ) -> bytes:  # an added token with characters outside of the alphabet is spelt by its name
             known = all(character in alphabet for character in name)
             return bytes(alphabet[character] for character in name) if known else name.encode()
 
@@ -269,7 +272,7 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
             is_byte = False
             for step in steps:
                 if step is not None:
-                    if is_byte and step[0] in name:  # the sign of a blank has no bytes of its own
+                    if is_byte and step[0] in name:  # the marker of a blank has no bytes of its own
                         return b""
                     name = name.replace(*step)
                 elif byte := BYTE_TOKEN.fullmatch(name):

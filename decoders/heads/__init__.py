@@ -1,1 +1,3 @@
-"""Networks beside a target that draft for it, one file each, with the files that they come in: Medusa, EAGLE, EAGLE-3, DFlash."""
+"""Networks that draft for a target, one file each, and the reading and writing of their checkpoints: Medusa, EAGLE, EAGLE-3,
+DFlash.
+"""

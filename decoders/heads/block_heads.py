@@ -1,8 +1,8 @@
-"""What chooses the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
+"""Heads that choose the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
 
-The network alone says of every place which tokens are likely there, whatever its neighbours become. A head says which of them fit
-the token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q`` nodes that are continued, ``C``
-candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the network.
+The network gives each place its likely tokens without knowing which tokens its neighbours become. A head scores them by how they
+fit the token before. Letters: ``B`` rows, ``T`` places of a block where tokens are drafted, ``Q`` nodes of the draft tree whose
+children are scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` width of the network.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from transformers import LlamaConfig
 from ..common.network_files import Count, FileConfig, Whole
 from ..errors import SettingsError, UnsupportedError
 
-#: Kind of file, for messages.
+#: What the file is called in error messages.
 _KIND = "config of a DFlash draft model"
 
 
 @dataclass(frozen=True)
 class HeadFields:
-    """What the ``config.json`` of a draft model says to the class of a head.
+    """The fields of a draft model's ``config.json`` that the class of a head reads.
 
     Attributes:
-        raw: all its fields; those of ``dflash_config`` stand beside the others.
-        place: file, for messages.
-        layer: of the network's decoder layers.
+        raw: all fields; the fields of ``dflash_config`` are merged in.
+        place: the file's name for error messages.
+        layer: config of the network's decoder layers.
         places: ``T``, tokens drafted per block in training.
         draft_vocab_size: ``D``.
     """
@@ -45,14 +45,15 @@ class HeadFields:
 
     @property
     def vocab_size(self) -> int:
-        """``V``, of the target."""
+        """``V``, the target's vocabulary size."""
         return self.layer.vocab_size
 
     def whole_vocabulary(self, head: str) -> int:
-        """``V``. Raises UnsupportedError where only a part of the target's tokens can be drafted."""
+        """``V``. Raises UnsupportedError if the draft vocabulary is reduced."""
         if self.draft_vocab_size != self.vocab_size:
             raise UnsupportedError(
-                f"{self.place}: {head} with a draft vocabulary of {self.draft_vocab_size} of {self.vocab_size} tokens; it needs all"
+                f"{self.place}: {head} needs the whole vocabulary of {self.vocab_size} tokens, "
+                f"and draft_vocab_size is {self.draft_vocab_size}"
             )
         return self.vocab_size
 
@@ -63,14 +64,14 @@ class HeadFields:
 
 @dataclass(frozen=True)
 class DraftedBlock:
-    """What one pass of the network says of a block.
+    """The result of one pass of the network over a block.
 
     Attributes:
-        logits: ``[B, T, D]`` of the tokens at every place.
-        states: ``[B, T, H]``, what the output head read.
-        context: ``[B, H]``, what the target computed for the last token that it has read, as the network takes it.
-        has_context: ``[B]`` bool, false where the target has not read a token yet: then `context` means nothing.
-        embed: gives ``[…, H]``, the embeddings of tokens of the target.
+        logits: ``[B, T, D]``, the logits of every place.
+        states: ``[B, T, H]``, the hidden states from which the output head computed them.
+        context: ``[B, H]``, the target's hidden states at the last token that it has read, fused by the network.
+        has_context: ``[B]`` bool, false for rows whose target has not read a token yet; their `context` is undefined.
+        embed: returns the target's embeddings ``[…, H]`` of tokens.
     """
 
     logits: Tensor
@@ -82,12 +83,12 @@ class DraftedBlock:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """What follows ``Q`` nodes.
+    """A head's scores for the children of ``Q`` nodes.
 
     Attributes:
         logits: ``[B, Q, D]``; ``-inf`` for tokens that are not drafted.
-        state: ``[B, Q, S]``, what the head knows of the path up to each node; None: of heads that look at the token before alone.
-        confidence: ``[B, Q]``, how likely the best continuation is to be accepted, where the head has learned that.
+        state: ``[B, Q, S]``, the head's state after the path up to each node; None if the head depends on the token before alone.
+        confidence: ``[B, Q]``, how likely the best child is to be accepted; None if the head has not learned that.
     """
 
     logits: Tensor
@@ -96,12 +97,12 @@ class HeadScores:
 
 
 class BlockHead(nn.Module, ABC):
-    """A head. Its parameters have the names that they have in a checkpoint.
+    """A head that chooses tokens. Its parameters are named as in checkpoints.
 
-    A head of one's own goes to a subclass of :class:`~decoders.strategies.DFlash`, in `heads`.
+    To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
     Attributes:
-        candidates: ``C``, most continuations of a node; None: all ``D`` tokens.
+        candidates: ``C``, most children of a node; None: all ``D`` tokens.
     """
 
     candidates: int | None = None
@@ -109,24 +110,24 @@ class BlockHead(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, fields: HeadFields) -> Self | None:
-        """The head that a config describes, its weights still to be read; None: it describes no such head."""
+        """A head with the shape that a config describes, before its weights are loaded; None if the config describes no such head."""
 
     def begin(self, block: DraftedBlock) -> Any:
-        """What is computed once of a block; :meth:`choose` gets it as `begun`."""
+        """Computes the parts of the scores that do not depend on chosen tokens; :meth:`choose` gets the result as `begun`."""
         return None
 
     @abstractmethod
     def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
-        """What stands at a `place` of the block, 0 … T-1.
+        """Scores the tokens at a `place` of the block, 0 … T-1.
 
         Args:
-            tokens: ``[B, Q]``, the tokens at the place before; the last committed ones for place 0.
-            above: ``[B, Q, S]``, the states of their parents; None for place 0, and where :attr:`HeadScores.state` is None.
+            tokens: ``[B, Q]``, the tokens at the place before; for place 0 the last committed tokens.
+            above: ``[B, Q, S]``, the states of their parents; None for place 0, and if :attr:`HeadScores.state` is None.
         """
 
     @staticmethod
     def only(candidates: Tensor, scores: Tensor, size: int) -> Tensor:
-        """``[B, Q, D]``: `scores` ``[B, Q, C]`` at the places of `candidates` ``[B, C]``, ``-inf`` at the others."""
+        """``[B, Q, D]``: `scores` ``[B, Q, C]`` scattered to the tokens `candidates` ``[B, C]``; ``-inf`` for all other tokens."""
         index = candidates[:, None].expand(-1, scores.shape[1], -1)
         return scores.new_full((*scores.shape[:2], size), float("-inf")).scatter(2, index, scores)
 
@@ -145,7 +146,7 @@ class _Codebooks(nn.Module):
 
 
 class PathSelector(BlockHead):
-    """DFlash2 (z-lab, 2026): of every place the ``C`` likeliest tokens, scored by how they follow the token before.
+    """DFlash2 (z-lab, 2026): the ``C`` likeliest tokens of every place, scored by how they follow the token before.
 
     ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``: the network's logit ``U``, a gate ``W`` on its state ``h``, and two tables ``A``
     and ``B`` that hold a short vector for each token.
@@ -185,7 +186,7 @@ class _MarkovFields(FileConfig):
     confidence_head_with_markov: bool = False
 
 
-#: What a config says of a Markov head.
+#: The config fields of a Markov head.
 MARKOV_FIELDS = tuple(_MarkovFields.model_fields)
 
 
@@ -234,7 +235,7 @@ class MarkovHead(BlockHead):
         return cls(fields.vocab_size, fields.draft_vocab_size, fields.layer.hidden_size, own)
 
     def begin(self, block: DraftedBlock) -> Tensor | None:
-        """The share of every place's state in what gate or unit compute, ``[B, T, …]``."""
+        """The part of the gate or recurrent unit that depends on each place's state alone, ``[B, T, …]``."""
         name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
         if name is None:
             return None
@@ -256,7 +257,9 @@ class MarkovHead(BlockHead):
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
     def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias that tokens with the vectors `before` give, and the state of their paths. of_place: by :meth:`begin`."""
+        """The bias by the tokens whose vectors are `before`, and the new states. of_place: the result of :meth:`begin` for the
+        place.
+        """
         head, rank = self.markov_head, before.shape[-1]
         if of_place is None:
             return head.markov_w2(before), None
@@ -277,8 +280,8 @@ class _DominoFields(FileConfig):
 
 
 class DominoHead(BlockHead):
-    """Domino (SpecForge): a recurrent unit reads the block's tokens one by one, and a network of two layers over ``[h; s]``, the
-    state of the place and that of the unit, corrects the logits. The first places may be left as they are.
+    """Domino (SpecForge): a recurrent unit with state ``s`` reads the block's tokens one by one, and a network of two layers over
+    ``[h; s]``, where ``h`` is the place's hidden state, corrects the logits. A config may exempt the first places.
     """
 
     def __init__(self, draft_vocab_size: int, width: int, own: _DominoFields) -> None:

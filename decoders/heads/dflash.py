@@ -1,6 +1,6 @@
 """DFlash (arXiv 2602.06036) and its family: decoder layers that draft a block of tokens at once, over the target's hidden states.
 
-What a draft model has beside these layers is one of :mod:`.block_heads`.
+A head of :mod:`.block_heads` then chooses the tokens.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .eagle3 import hide_before
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """What a checkpoint says of a draft model.
+    """The shape of a draft model, as its checkpoint describes it.
 
     Attributes:
-        layer: of its decoder layers: how many, hidden size ``H``, heads, rotary positions, which of them have a window.
-        block_size: tokens of a block in training: the last committed one, and masks.
-        mask_token_id: what is embedded where a token is to be drafted.
+        layer: config of its decoder layers: their number, hidden size ``H``, heads, rotary positions, windows.
+        block_size: number of tokens in a block in training: the last committed token, and masks.
+        mask_token_id: the token that is embedded where a token is to be drafted.
         layers: decoder layers of the target whose outputs it reads.
-        windows: of each of its layers the number of context tokens that every node of a block sees, None: all, as in `speculators`;
-            empty: `layer` says it.
-        causal: which of its layers let a node of a block see those before it only (JetSpec: all).
-        from_last: whether the last token's own place drafts the first token, the first mask the second (DSpark).
-        taps: of the convolutions around attention and feed-forward networks (DFlash2); 0: there are none.
-        group: channels that share what is added to a tap.
-        head: what its head is made of, if it has one.
-        draft_vocab_size: tokens that it can draft; None: all.
+        windows: for each of its layers the number of context tokens that every node of a block sees, None for all (`speculators`);
+            empty: the windows of `layer` hold.
+        causal: the layers in which a node sees only the nodes before it in the block (JetSpec: all).
+        from_last: whether the last committed token's place drafts the first token, and the first mask the second (DSpark).
+        taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.
+        group: number of channels that share the correction of a tap.
+        head: the head, before its weights are loaded; None: there is none.
+        draft_vocab_size: number of tokens that it can draft; None: all.
     """
 
     layer: LlamaConfig
@@ -61,9 +61,9 @@ class DFlashConfig:
 class DFlashNetwork(nn.Module):
     """Called by :attr:`decoders.strategy.Context.module`.
 
-    What the target has computed for a token is fused by `fc` to one vector, from which every layer makes a key and a value: they
-    are the context, and nothing else is computed of it. A block is the embedding of the last committed token and of masks; its
-    nodes see the context and each other, in both directions or, in causal layers, those before them.
+    `fc` fuses the target's hidden states of a token to one vector, from which every layer makes a key and a value. These keys and
+    values are the context. A block is the embedding of the last committed token and of masks. Its nodes see the context and each
+    other, in causal layers only the nodes before them.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -79,7 +79,8 @@ class DFlashNetwork(nn.Module):
     def forward(
         self, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, context: bool = False
     ) -> Tensor:  # fmt: skip
-        """What the target's head reads, ``[B, N, H]``, for a block; of a context only its keys and values are kept.
+        """The hidden states ``[B, N, H]`` of a block, input of the target's output head; or, with `context`, stores keys and values
+        of the context.
 
         Args:
             states: ``[B, N, H]``, embeddings of a block; with `context` ``[B, N, T·H]``, hidden states of the target.
@@ -101,16 +102,17 @@ class DFlashNetwork(nn.Module):
         return states if context else self.norm(states)
 
     def fused(self, features: Tensor) -> Tensor:
-        """``[…, H]``: hidden states ``[…, T·H]`` of the target as the layers read them."""
+        """``[…, H]``: hidden states ``[…, T·H]`` of the target, fused to the vectors that the layers read."""
         return self.hidden_norm(self.fc(features))
 
 
 def embedding_of(model: PreTrainedModel, usual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """How the network embeds tokens: by the target's table. A norm that is a part of it is left out, as in transformers: published
-    networks were trained without.
+    """The function by which the network embeds tokens: the target's table, without a norm that the target's embedding may include.
+
+    Published networks were trained without that norm, as transformers does, too.
 
     Args:
-        usual: the target's own embedding.
+        usual: the target's own embedding function.
     """
     table: Any = model.get_input_embeddings()
     normed = isinstance(getattr(table, "embed_norm", None), nn.Module)
@@ -140,8 +142,10 @@ class _Layer(nn.Module):
 
 
 class _BlockConvolution(nn.Module):
-    """DFlash2's convolution before and after a part of a layer: each channel of a node is mixed with that of the nodes before it in the
-    block, by taps that are learned and, for `group` channels alike, corrected by the node.
+    """DFlash2's convolution before and after a sublayer: it mixes each channel of a node with the same channel of the nodes before
+    it in the block.
+
+    The taps are learned. Each node adds a correction to them, which `group` channels share.
     """
 
     def __init__(self, width: int, config: DFlashConfig) -> None:
@@ -156,7 +160,7 @@ class _BlockConvolution(nn.Module):
 
     def _mixed(self, states: Tensor, corrections: Tensor, side: int) -> Tensor:
         mixed = torch.zeros_like(states)
-        for tap in range(self.taps):  # nothing stands before the first node of a block
+        for tap in range(self.taps):  # the first node of a block has no predecessors
             shifted = states if tap == 0 else nn.functional.pad(states, (0, 0, tap, 0))[:, : states.shape[1]]
             kernel = self.base_kernel[side, tap] + corrections[..., side, tap, :].repeat_interleave(self.group, dim=-1)
             mixed = mixed + kernel * shifted
@@ -164,7 +168,7 @@ class _BlockConvolution(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention whose keys and values may come from states that ask for nothing. Queries and keys are normed per head."""
+    """Attention whose keys and values may come from context states, which have no queries. Queries and keys are normed per head."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ class _Attention(nn.Module):
         self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def remember(self, states: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of `states`, and gives all that there are, ``[B, heads, L, d]``."""
+        """Stores keys and values of `states`, and returns all that are stored, ``[B, heads, L, d]``."""
         keys = _turned(self.k_norm(self._heads(self.k_proj(states))), rotary)
         return cache.update(keys, self._heads(self.v_proj(states)), self.layer_idx)
 
@@ -197,6 +201,6 @@ class _Attention(nn.Module):
 
 
 def _turned(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """With rotary positions; states ``[B, heads, N, d]``."""
+    """`states` ``[B, heads, N, d]`` with rotary positions applied."""
     cos, sin = (part[:, None] for part in rotary)
     return states * cos + rotate_half(states) * sin

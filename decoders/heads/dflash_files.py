@@ -34,11 +34,11 @@ from .eagle3_files import layer_fields, read_vocabulary, speculators_fields, voc
 from .lattice_head import LatticeHead
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-#: What transformers calls the parts that fuse the target's hidden states, and what the authors do.
+#: Names in transformers of the modules that fuse the target's hidden states, and the authors' names for them.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-#: Heads of published checkpoints; the first that a config describes is taken.
+#: Classes of heads in published checkpoints; the first that a config describes is used.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
-#: What configs of `speculators` mean by fields that they leave out, by ``speculators_model_type``.
+#: Defaults of fields that configs of `speculators` leave out, by ``speculators_model_type``.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash2": dict(
         sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16
@@ -49,12 +49,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class DFlashFiles:
-    """A draft model that was read.
+    """A loaded draft model.
 
     Attributes:
-        head: what chooses tokens; None: the network's logits alone do.
-        embed: its own embedding; None: the target's.
-        lm_head: its own output head; None: the target's.
+        head: chooses tokens; None: the network's likeliest tokens are drafted.
+        embed: its own embedding; None: it uses the target's.
+        lm_head: its own output head; None: it uses the target's.
         vocabulary: the tokens that it drafts; None: all.
     """
 
@@ -67,14 +67,14 @@ class DFlashFiles:
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Of the decoder layers; in the format of `speculators` they have a place of their own."""
+    """Fields of the decoder layers; the format of `speculators` nests them in a section of their own."""
 
     intermediate_size: Count
     num_hidden_layers: Whole
 
 
 class _Config(FileConfig):
-    """What all formats say of a block."""
+    """Fields of a block, in any of the formats."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
@@ -103,32 +103,32 @@ class _Config(FileConfig):
 
 
 class _Index(FileConfig):
-    """Which file holds which tensor."""
+    """The index of a sharded checkpoint: which file holds which tensor."""
 
     weight_map: dict[str, str]
 
 
 def find_draft_model(named: str | None, config: Any) -> Path:
-    """The folder of the draft model for a model with this `config`: the one that is named, or ``dflash`` beside the model's own files.
+    """The folder of the draft model for a model with this `config`: `named`, or else ``dflash`` beside the model's own files.
 
     Raises:
-        UnsupportedError: none is named, and none lies beside the model.
+        UnsupportedError: no folder is named, and there is none beside the model.
     """
     return find_network(named, config, "dflash", "a draft model", "draft_model")
 
 
 def read_config(folder: str | Path) -> DFlashConfig:
-    """What the ``config.json`` of a draft model says, in any of the formats.
+    """Reads the ``config.json`` of a draft model, in any of the formats.
 
     Raises:
-        SettingsError: there is none, it is none of a DFlash draft model, or a field has a value that it cannot have.
-        UnsupportedError: a design that is not had here.
+        SettingsError: there is no config, it does not describe a DFlash draft model, or a field has a wrong value.
+        UnsupportedError: it describes a design that is not supported.
     """
     path = Path(folder).expanduser() / CONFIG
     place, kind = f"dflash: {path}", "config of a DFlash draft model"
     raw = read_json(path, f"there is no draft model at {str(folder)!r}", "dflash")
     apart = raw.get("dflash_config") if isinstance(raw, dict) else None
-    if isinstance(apart, dict):  # the authors keep some fields apart
+    if isinstance(apart, dict):  # the authors keep some fields in a section of their own
         raw = raw | {name: value for name, value in apart.items() if value is not None}
     nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
     if isinstance(raw, dict):
@@ -139,16 +139,16 @@ def read_config(folder: str | Path) -> DFlashConfig:
     speculators = nested is not None
     transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
     windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
-    # A window of `speculators` is one of the context, the same for all nodes of a block; the network hides what is before.
+    # A window of `speculators` counts context tokens and is the same for all nodes of a block; the network hides earlier ones.
     seen = () if speculators else windows
     layer = of_layer.llama(
         within, num_hidden_layers=count,
         layer_types=["sliding_attention" if w else "full_attention" for w in seen or (None,) * count],
-        # transformers does not count the token itself
+        # transformers counts a window without the token itself
         sliding_window=next((w + transformers for w in seen if w), None),
     )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
-    if own.aux_hidden_state_layer_ids:  # speculators numbers what goes into a layer
+    if own.aux_hidden_state_layer_ids:  # speculators numbers the input of a layer, so its 2 is the output of layer 1
         layers = [layer - 1 for layer in own.aux_hidden_state_layer_ids]
     if not layers:
         raise SettingsError(f"{place} is no {kind}: it has no target_layer_ids")
@@ -160,7 +160,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         raise SettingsError(
             f"{place}: conv_group_size is {own.conv_group_size}, which does not divide hidden_size, {layer.hidden_size}"
         )
-    # DSpark drafts from the last token on, whatever its format; of the others it is said.
+    # DSpark drafts from the last token on in every format; other configs say whether they do.
     from_last = own.shift_label if own.sample_from_anchor is None else own.sample_from_anchor
     if own.sample_from_anchor is None and "markov_rank" in raw:
         from_last = True
@@ -173,7 +173,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 
 def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
-    """Which layers let a node of a block see those before it only. `speculators` takes layers with a window for such."""
+    """For each layer whether a node sees only the nodes before it in the block. In `speculators` layers with a window are causal."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
     if causal is not None or not (speculators and windows):
         return (bool(causal),) * count
@@ -181,7 +181,7 @@ def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculato
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:
-    """Layers of the target, spread evenly: the authors' where a config names none."""
+    """Layers of the target, spread evenly: the authors' default for configs that name no layers."""
     if not depth or not count:
         return None
     if count == 1:
@@ -192,13 +192,13 @@ def _authors_choice(depth: int | None, count: int) -> list[int] | None:
 def load_draft_model(
     folder: str | Path, device: torch.device, dtype: torch.dtype, heads: tuple[type[BlockHead], ...] = HEADS
 ) -> DFlashFiles:
-    """A draft model from a folder; read once while unchanged. No code in the files is run.
+    """Loads a draft model from a folder. It is cached until the files change. No code in the files is run.
 
     Args:
-        heads: those that it may have.
+        heads: the classes of heads that it may have.
 
     Raises:
-        SettingsError: the files are not there, not readable, or no such model. UnsupportedError: see :func:`read_config`.
+        SettingsError: files are missing, unreadable, or hold no such model. UnsupportedError: see :func:`read_config`.
     """
     path = Path(folder).expanduser()
     files = sorted([path / CONFIG, path / INDEX, *path.glob("*.safetensors")])
@@ -216,7 +216,8 @@ def _load(
         state[name] = tensor
     vocabulary = _vocabulary(config, state, path, device)
     embedding, output = (state.pop(f"{name}.weight", None) for name in ("embed_tokens", "lm_head"))
-    with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
+    # Modules are initialized at random, which must not advance the caller's generator.
+    with torch.random.fork_rng(devices=[]):
         network = DFlashNetwork(config)
         head = head_of(config, heads)
     parts = set() if head is None else {name.partition(".")[0] for name in head.state_dict()}
@@ -233,7 +234,7 @@ def _load(
 
 
 def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) -> BlockHead | None:
-    """The first of `heads` that a config describes, its weights still to be filled; None: it describes none."""
+    """The first of `heads` that a config describes, before its weights are loaded; None if it describes none of them."""
     fields = config.head
     return None if fields is None else next((head for kind in heads if (head := kind.of(fields)) is not None), None)
 
@@ -242,15 +243,15 @@ def save_draft_model(
     config: DFlashConfig, network: DFlashNetwork, head: BlockHead | None, folder: Path, model: PreTrainedModel,
     ids: Tensor | None = None, output: Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """Writes a draft model for `model` as `speculators` does, without a head or with a Markov head; each file is written whole, the
-    config last, as it makes a folder one of a draft model.
+    """Writes a draft model for `model` in the format of `speculators`, without a head or with a Markov head.
 
-    The embedding, which is the target's, is not among the weights.
+    Each file is written atomically. The config comes last, because a folder with a config is taken for a complete draft model. The
+    embedding is the target's and is not written.
 
     Args:
-        ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary, which needs an `output`; None: all.
+        ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary, which needs an `output`; None: all tokens.
         output: ``[D, H]``, an output head of its own; None: the target's.
-        dtype: of the weights.
+        dtype: dtype of the weights.
 
     Raises:
         OSError: it cannot be written.
@@ -266,7 +267,7 @@ def save_draft_model(
     fields = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
         **speculators_fields(kind, model, config.places),
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],  # numbered by what goes into a layer
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],  # numbered by the input of a layer
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,
         "mask_token_id": config.mask_token_id,
@@ -289,7 +290,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 def _vocabulary(
     config: DFlashConfig, state: dict[str, Tensor], path: Path, device: torch.device
 ) -> DraftVocabulary | None:
-    """Takes the tables of a reduced vocabulary out of `state`; None: all tokens are drafted."""
+    """The reduced vocabulary, whose tables are removed from `state`; None if all tokens are drafted."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     size, drafted = config.layer.vocab_size, config.draft_vocab_size
     if drafted is None or drafted == size:
@@ -302,13 +303,13 @@ def _vocabulary(
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All weights of a folder, which may be in several files."""
+    """All weights of a folder; they may be spread over several files."""
     names = [WEIGHTS]
     if (path / INDEX).is_file():
         raw = read_json(path / INDEX, f"{path / INDEX} cannot be read", "dflash")
         names = sorted(set(_Index.of(raw, f"dflash: {path / INDEX}", "index of weights").weight_map.values()))
     if missing := [name for name in names if not (path / name).is_file()]:
-        raise SettingsError(f"dflash: {path} holds no {', '.join(missing)}, where weights are looked for")
+        raise SettingsError(f"dflash: {path} has no weights: {', '.join(missing)} is missing")
     state: dict[str, Tensor] = {}
     for name in names:
         state |= read_tensors(path / name, "dflash")

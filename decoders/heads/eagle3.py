@@ -24,22 +24,22 @@ from ..common.transformers_compat import cache_keyword
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What a checkpoint says of a head.
+    """The shape of a head, as its checkpoint describes it.
 
     Attributes:
-        layer: of its decoder layer: hidden size ``H``, heads, vocabulary ``V`` of the target, rotary positions.
-        draft_vocab_size: ``D``, tokens that it can propose.
+        layer: config of its decoder layer: hidden size ``H``, heads, vocabulary ``V`` of the target, rotary positions.
+        draft_vocab_size: ``D``, number of tokens that it can propose.
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs it reads; None: three, chosen by the target's depth.
-        norm_before_residual: the layer's residual is the normed state, not the state itself.
-        norm_output: what stands in for the next feature is the output behind the last norm (EAGLE-3.1).
-        norm_features: the target's hidden states are normed before they are fused: side by side as a ``"whole"``, or ``"each"``
-            layer's by itself (EAGLE-3.1).
-        mask_token_id: what is embedded where a token is to be drafted, of heads that draft all tokens in one pass (P-EAGLE,
-            arXiv:2602.01469); None: tokens are drafted one after the other.
-        windows: of each decoder layer the number of last tokens that it sees, None: all; empty: no layer has a window.
-        rank: of the head that chooses candidates (EAGLE-4); 0: there is none.
-        candidates: tokens that it chooses; only they get logits.
+        norm_before_residual: whether the layer's residual is the normed state instead of the state itself.
+        norm_output: whether the output behind the last norm, not the one before it, replaces the next feature (EAGLE-3.1).
+        norm_features: how the target's hidden states are normed before they are fused: side by side as a ``"whole"``, ``"each"``
+            layer's by itself (EAGLE-3.1), or None: not at all.
+        mask_token_id: the token that is embedded where a token is to be drafted, for heads that draft all tokens in one pass
+            (P-EAGLE, arXiv:2602.01469); None: tokens are drafted one after the other.
+        windows: for each decoder layer the number of last tokens that it sees, None for all; empty: no layer has a window.
+        rank: rank of the head that chooses candidates (EAGLE-4); 0: there is no such head.
+        candidates: number of tokens that it chooses; only they get logits.
     """
 
     layer: LlamaConfig
@@ -55,7 +55,9 @@ class Eagle3Config:
     candidates: int = 0
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers it reads of a target with `count`. By default a low, a middle and a high one: the authors', and vLLM's."""
+        """The target's layers that it reads, for a target with `count` layers. By default a low, a middle and a high layer, as in
+        the authors' code and in vLLM.
+        """
         return self.layers if self.layers is not None else (1, count // 2 - 1, count - 4)
 
 
@@ -63,10 +65,10 @@ class Eagle3Head(nn.Module):
     """Called by :attr:`decoders.strategy.Context.module`.
 
     Slot ``j`` reads the embedding of token ``j + 1`` and the target's hidden states of token ``j``, three layers side by side,
-    which `fc` fuses. Where the target has not been yet, the head's own output for the slot before stands in.
+    which `fc` fuses. For slots that the target has not computed yet, the head's own output for the slot before takes their place.
 
     Args:
-        embeds: whether the checkpoint brings its own embedding; else it is the target's.
+        embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
     """
 
     def __init__(self, config: Eagle3Config, embeds: bool = False) -> None:
@@ -91,7 +93,7 @@ class Eagle3Head(nn.Module):
         if config.rank:
             self.efficient_lm_head_down_proj = nn.Linear(c.hidden_size, config.rank, bias=False)
             self.efficient_lm_head = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
-        # Of a head with candidates only their rows are read.
+        # A head that chooses candidates reads only the candidates' rows.
         self.lm_head: nn.Linear | nn.Embedding = (
             nn.Embedding(config.draft_vocab_size, c.hidden_size)
             if config.rank
@@ -103,13 +105,13 @@ class Eagle3Head(nn.Module):
         self, embedded: Tensor, states: Tensor, last: Tensor | None = None, *, attention_mask: Tensor, position_ids: Tensor,
         cache: Any, logits: int = 1, fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What stands in for the next feature, ``[B, N, H]``, and logits ``[B, n, D]`` of the last nodes.
+        """The head's replacement for the next feature, ``[B, N, H]``, and the logits ``[B, n, D]`` of the last nodes.
 
         Args:
-            embedded: ``[B, N, H]``, of the token that follows each node.
+            embedded: ``[B, N, H]``, the embedding of the token that follows each node.
             states: ``[B, N, T·H]``, hidden states of the target; without `fuse` ``[B, N, H]``, the head's own.
-            last: ``[B, N]`` int64, the slot that each node's windows end with; None: its own.
-            logits: of how many nodes.
+            last: ``[B, N]`` int64, the last slot in each node's windows; None: the node's own slot.
+            logits: number of nodes, from the end, whose logits are computed.
         """
         states = self._fused(states) if fuse else states
         rotary = self.rotary_emb(states, position_ids)
@@ -128,7 +130,7 @@ class Eagle3Head(nn.Module):
         return normed if self.head_config.norm_output else states, self._logits(normed[:, -logits:])
 
     def _logits(self, read: Tensor) -> Tensor:
-        """``[B, n, D]``; ``-inf`` for tokens that are no candidates."""
+        """Logits ``[B, n, D]``; ``-inf`` for tokens that are not candidates."""
         if not self.head_config.rank:
             return self.lm_head(read)
         scores = self.efficient_lm_head(self.efficient_lm_head_down_proj(read))
@@ -147,13 +149,13 @@ class Eagle3Head(nn.Module):
 
 
 def hide_before(mask: Tensor, first: Tensor) -> Tensor:
-    """An additive mask ``[B, K, N, L]`` without the slots before `first` ``[B, N]``."""
+    """The additive mask ``[B, K, N, L]``, with the slots before `first` ``[B, N]`` hidden as well."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) < first[:, None, :, None]
     return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer whose attention reads an embedding and a state, normed side by side."""
+    """A decoder layer whose attention reads an embedding and a state side by side, each with a norm of its own."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -185,29 +187,30 @@ class DecoderLayer(nn.Module):
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What a checkpoint says of a head.
+    """The shape of a head of EAGLE or EAGLE-2, as its checkpoint describes it.
 
     Attributes:
-        layer: of its decoder layer: hidden size ``H``, heads, vocabulary ``V``, all as the target's; rotary positions.
-        bias: `fc` has one.
+        layer: config of its decoder layer: hidden size ``H``, heads and vocabulary ``V``, equal to the target's; rotary positions.
+        bias: whether `fc` has a bias.
     """
 
     layer: LlamaConfig
     bias: bool = True
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """None: the feature is what the target's output head reads."""
+        """Always None: the feature is the input of the target's output head, not the output of a decoder layer."""
         return ()
 
 
 class EagleHead(nn.Module):
     """Called by :attr:`decoders.strategy.Context.module`.
 
-    Slot ``j`` reads the embedding of token ``j + 1`` and what the target's output head reads at token ``j``, side by side. What
-    comes out stands for the feature of token ``j + 1``: the target's output head makes logits of it, and the next slot reads it.
+    Slot ``j`` reads the embedding of token ``j + 1`` and the feature of token ``j`` (the input of the target's output head) side by
+    side. Its output predicts the feature of token ``j + 1``: the target's output head computes logits from it, and the next slot
+    reads it.
 
     Args:
-        embeds: whether the checkpoint brings its own embedding; else it is the target's.
+        embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
     """
 
     def __init__(self, config: EagleConfig, embeds: bool = True) -> None:
@@ -223,11 +226,12 @@ class EagleHead(nn.Module):
         self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
         fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The next features, ``[B, N, H]``, and those of the last `logits` nodes once more; as :meth:`Eagle3Head.forward`.
+        """The predicted features ``[B, N, H]``, and again the features of the last `logits` nodes. The arguments are those of
+        :meth:`Eagle3Head.forward`.
 
         Args:
-            embedded: ``[B, N, H]``, of the token that follows each node.
-            states: ``[B, N, H]``, the target's features or the head's own: `fuse` makes no difference.
+            embedded: ``[B, N, H]``, the embedding of the token that follows each node.
+            states: ``[B, N, H]``, features of the target or of the head; `fuse` has no effect.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))
         states = self.midlayer(states, self.rotary_emb(states, position_ids), attention_mask, cache)
@@ -235,7 +239,7 @@ class EagleHead(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer without its first norm."""
+    """A Llama decoder layer without the first norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

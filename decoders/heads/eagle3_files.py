@@ -1,4 +1,6 @@
-"""EAGLE heads on disk: EAGLE to EAGLE-4 and P-EAGLE in the authors' formats, EAGLE-3, 3.1 and P-EAGLE in that of `speculators`."""
+"""EAGLE heads on disk: EAGLE to EAGLE-4 and P-EAGLE in the authors' formats; EAGLE-3, 3.1 and P-EAGLE in the format of
+`speculators`, too.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 
 Format = Literal["speculators", "authors"]
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-#: What a config says of the decoder layer.
+#: Config fields of the decoder layer.
 _FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "initializer_range", "rope_parameters", "attention_bias", "mlp_bias",
@@ -42,23 +44,23 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class Eagle3Files:
-    """A head and what it can propose."""
+    """A loaded head and the tokens that it can propose."""
 
     head: Eagle3Head | EagleHead
     vocabulary: DraftVocabulary
 
 
 def find_head(named: str | None, config: Any) -> Path:
-    """The folder of the head for a model with this `config`: the one that is named, or ``eagle3`` beside the model's own files.
+    """The folder of the head for a model with this `config`: `named`, or else ``eagle3`` beside the model's own files.
 
     Raises:
-        UnsupportedError: none is named, and none lies beside the model.
+        UnsupportedError: no folder is named, and there is none beside the model.
     """
     return find_network(named, config, "eagle3", "a head", "head")
 
 
 class _LayerConfig(WindowedLayerConfig):
-    """Of the decoder layer; in `speculators`' format it has a place of its own."""
+    """Fields of the decoder layer; the format of `speculators` nests them in a section of their own."""
 
     vocab_size: Count
     model_type: str = "llama"
@@ -66,20 +68,20 @@ class _LayerConfig(WindowedLayerConfig):
 
 
 class _SpecForge(FileConfig):
-    """What heads trained with SpecForge have beside the authors' fields."""
+    """Fields that SpecForge writes in addition to the authors' fields."""
 
     eagle_aux_hidden_state_layer_ids: list[Whole] | None = None
 
 
 class _Candidates(FileConfig):
-    """EAGLE-4's head of low rank."""
+    """Fields of EAGLE-4's low-rank head, which chooses candidates."""
 
     type: Literal["low_rank", "weighted_low_rank"] = "low_rank"
     rank: Count
     num_candidates: Count
 
 
-#: What EAGLE-4 configs may ask for that is not had here; :func:`read_config` refuses it.
+#: Features of EAGLE-4 configs that are not supported; :func:`read_config` refuses them.
 _UNREAD: dict[str, Any] = {
     "attn_norm": True, "enable_post_mlp_norm": True, "enable_moe": True, "enable_2hs": True, "enable_defa": True,
     "use_rope": False, "position_embedding_type": "none",
@@ -87,7 +89,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """All else, in any of the formats."""
+    """All other fields, in any of the formats."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []
@@ -121,10 +123,10 @@ class _HeadConfig(FileConfig):
         return next((token for token in named if token is not None), None) if parallel else None
 
     def layers(self, place: str) -> tuple[int, ...] | None:
-        """The decoder layers whose outputs a head reads.
+        """The decoder layers of the target whose outputs a head reads.
 
-        `speculators` numbers what goes *into* a layer, as vLLM does: its 2 is what comes out of layer 1. Heads trained with SpecForge
-        keep them in ``eagle_config`` and number what comes out, as SGLang does.
+        `speculators` and vLLM number the *inputs* of layers: their 2 is the output of layer 1. SpecForge and SGLang number the
+        outputs, in ``eagle_config``.
         """
         into, out_of = self.eagle_aux_hidden_state_layer_ids, self.eagle_config.eagle_aux_hidden_state_layer_ids
         if into and min(into) < 1:
@@ -136,11 +138,11 @@ class _HeadConfig(FileConfig):
 
 
 def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
-    """What the ``config.json`` of a head says, in any of the formats.
+    """Reads the ``config.json`` of a head, in any of the formats.
 
     Raises:
-        SettingsError: there is none, it is none of an EAGLE-3 head, or a field has a value that it cannot have.
-        UnsupportedError: a design that is not had here.
+        SettingsError: there is no config, it does not describe an EAGLE head, or a field has a wrong value.
+        UnsupportedError: it describes a design that is not supported.
     """
     path = Path(folder).expanduser() / CONFIG
     place, kind = f"eagle3: {path}", "config of an EAGLE-3 head"
@@ -165,9 +167,9 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
         )
     each = own.fc_norm or own.enable_fc_norm
     if own.norm_before_fc and each:
-        raise SettingsError(f"{place}: norm_before_fc and fc_norm are both true, and one excludes the other")
+        raise SettingsError(f"{place}: norm_before_fc and fc_norm are both true; only one of them may be")
     if own.mask is None and (own.parallel_drafting or own.speculators_model_type == "peagle"):
-        raise SettingsError(f"{place}: the head drafts in parallel, and no mask_token_id says what it embeds for that")
+        raise SettingsError(f"{place}: the head drafts all tokens in one pass, which needs a mask_token_id")
     config = layer.llama(within, num_hidden_layers=layer.num_hidden_layers)
     windows = layer.windows(within, everywhere="Eagle4" in named)
     if eagle and windows:
@@ -191,10 +193,10 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
 
 
 def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Eagle3Files:
-    """A head from a folder; read once while unchanged. No code in the files is run.
+    """Loads a head from a folder. It is cached until the files change. No code in the files is run.
 
     Raises:
-        SettingsError: the files are not there, not readable, or no such head. UnsupportedError: see :func:`read_config`.
+        SettingsError: files are missing, unreadable, or hold no such head. UnsupportedError: see :func:`read_config`.
     """
     path = Path(folder).expanduser()
     return _load(path.absolute(), stamp_of(path / name for name in (CONFIG, *WEIGHTS)), device, dtype)
@@ -205,12 +207,13 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
     config, names = read_config(path), {name for name, *_ in stamp}
     weights = next((path / name for name in WEIGHTS if name in names), None)
     if weights is None:
-        raise SettingsError(f"eagle3: {path} holds no weights: {' or '.join(WEIGHTS)} is looked for")
+        raise SettingsError(f"eagle3: {path} has no weights: there is no {' or '.join(WEIGHTS)}")
     state = {_our_name(name): tensor for name, tensor in read_tensors(weights, "eagle3").items()}
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     if isinstance(config, EagleConfig):
         config = replace(config, bias="fc.bias" in state)
-        with torch.random.fork_rng(devices=[]):  # modules draw their first weights, which are not kept
+        # Modules are initialized at random, which must not advance the caller's generator.
+        with torch.random.fork_rng(devices=[]):
             eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
         vocabulary = DraftVocabulary(config.layer.vocab_size)
         return Eagle3Files(filled(eagle, state, weights, "eagle3", device, dtype), vocabulary)
@@ -227,18 +230,18 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
 def read_vocabulary(
     d2t: Tensor | None, t2d: Tensor | None, size: int, drafted: int, place: str, device: torch.device
 ) -> DraftVocabulary:
-    """The vocabulary of a checkpoint that drafts `drafted` of the target's `size` tokens.
+    """The draft vocabulary of a checkpoint: `drafted` of the target's `size` tokens.
 
     Args:
-        d2t, t2d: its tables, see :meth:`DraftVocabulary.of`.
-        place: who reads it and which file, for messages.
+        d2t, t2d: the checkpoint's tables, see :meth:`DraftVocabulary.of`.
+        place: the strategy and the file, for error messages.
 
     Raises:
-        SettingsError: there is no table of a reduced vocabulary, or it names another number of tokens.
+        SettingsError: the vocabulary is reduced and there is no table, or the table has another number of tokens.
         UnsupportedError: a table is wrong.
     """
     if d2t is None and t2d is None and drafted != size:
-        raise SettingsError(f"{place} has a reduced vocabulary, and neither d2t nor t2d to tell which")
+        raise SettingsError(f"{place} has a reduced vocabulary, but neither d2t nor t2d lists its tokens")
     try:
         vocabulary = DraftVocabulary.of(size, d2t, t2d)
     except UnsupportedError as error:
@@ -251,7 +254,7 @@ def read_vocabulary(
 
 
 def _our_name(name: str) -> str:
-    """The first layer is called `midlayer` by the authors and `layers.0` by others, some of whom put ``model.`` in front."""
+    """Our name of a weight. The authors call the first layer `midlayer`, others `layers.0`; some put ``model.`` in front."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
     part, _, rest = name.removeprefix("layers.").partition(".")
     return f"deeper.{int(part) - 1}.{rest}" if name.startswith("layers.") and part.isdigit() else name
@@ -261,14 +264,15 @@ def save_head(
     head: Eagle3Head, ids: Tensor | None, folder: Path, model: PreTrainedModel, depth: int, form: Format = "speculators",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """Writes a head for `model`; each file is written whole, the config last: it is what makes a folder one of a head.
+    """Writes a head for `model`.
 
-    The embedding, which is the target's, is not among the weights: vLLM and the authors' code take the target's.
+    Each file is written atomically. The config comes last, because a folder with a config is taken for a complete head. The
+    embedding is the target's and is not written; vLLM and the authors' code use the target's, too.
 
     Args:
-        ids: ``[D]`` int64, ascending, the tokens it can propose; None: all.
-        depth: tokens that a chain should draft.
-        dtype: of the weights.
+        ids: ``[D]`` int64, ascending, the tokens that it can propose; None: all.
+        depth: number of tokens that a chain should draft.
+        dtype: dtype of the weights.
 
     Raises:
         OSError: it cannot be written.
@@ -286,14 +290,16 @@ def save_head(
 
 
 def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """The tables of a reduced vocabulary, as checkpoints hold them. ids: ``[D]`` int64, ascending; None: all of `size` tokens."""
+    """The tables d2t and t2d of a reduced vocabulary, for a checkpoint. ids: ``[D]`` int64, ascending; None: all of `size` tokens."""
     if ids is None:
         return {}
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}
 
 
 def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
-    """Of decoder layers, for a config of this `kind`; rotary positions as transformers 5 writes them and as earlier versions do."""
+    """Fields of the decoder layers, for a config of this `kind`, with rotary positions in the form of transformers 5 and in the
+    earlier form.
+    """
     layer = config.to_dict()
     fields = {"model_type": kind, **{name: layer[name] for name in _FIELDS if name in layer}}
     rope = layer.get("rope_parameters") or {}
@@ -305,7 +311,7 @@ def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
 
 
 def speculators_fields(kind: str, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
-    """What every config in the format of `speculators` says. kind: of speculator. tokens: that a draft should have."""
+    """The fields of every config in the format of `speculators`. kind: the kind of speculator. tokens: number of tokens in a draft."""
     return {
         "speculators_model_type": kind,
         "speculators_config": {
@@ -325,7 +331,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
         "architectures": ["Eagle3Speculator"],
         **speculators_fields("eagle3", model, depth),
         "draft_vocab_size": config.draft_vocab_size,
-        # Layers are numbered by what goes into them.
+        # Layers are numbered by their inputs.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "norm_before_residual": config.norm_before_residual,
         "target_hidden_size": config.target_hidden_size,
@@ -334,7 +340,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
 
 
 def _public_name(model: PreTrainedModel) -> str | None:
-    """Of the target, for those who load the head; a folder of this machine is none."""
+    """The target's name on the hub, for users of the head; None if the model came from a local folder."""
     name = getattr(model.config, "name_or_path", None)
     return name if name and not Path(name).exists() else None
 
@@ -347,6 +353,6 @@ def _authors(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, 
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
-        # Not read by the authors' code, which takes layers of its own choice; SGLang reads it.
+        # The authors' code does not read this and uses its default layers; SGLang reads it.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(config.layers), "use_aux_hidden_state": True},
     }

@@ -57,7 +57,7 @@ class _Correlator(nn.Module):
     """Scores pairs of candidates at neighbouring places.
 
     Args:
-        width: of the network. places: ``T`` of training.
+        width: the network's width. places: ``T`` in training.
     """
 
     def __init__(self, width: int, places: int, eps: float, own: _CorrelatorFields) -> None:
@@ -81,7 +81,9 @@ class _Correlator(nn.Module):
         )
 
     def forward(self, block: DraftedBlock, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines ``[B, C]`` of the last token with the first place's candidates, and ``[B, T-1, C, C]`` between places."""
+        """Cosines ``[B, C]`` of the last token with the first place's candidates, and ``[B, T-1, C, C]`` of each place's candidates
+        with the next place's.
+        """
         count, ranks = log_probs.shape[1:]
         rank = torch.arange(ranks, device=log_probs.device).expand_as(log_probs)
         best = log_probs.max(dim=-1, keepdim=True).values
@@ -106,7 +108,7 @@ class _Correlator(nn.Module):
         return (first[:, None] * inward[:, 0]).sum(-1), outward[:, :-1] @ inward[:, 1:].mT
 
     def _bias(self, count: int, ranks: int) -> Tensor:
-        """``[heads, T·C, T·C]``, by how far places are apart."""
+        """The attention bias ``[heads, T·C, T·C]``, by the distance of the places."""
         place = torch.arange(count, device=self.same_slot_bias.device).repeat_interleave(ranks)
         apart = place[:, None] - place
         same = (apart == 0) * self.same_slot_bias[:, None, None]
@@ -114,8 +116,8 @@ class _Correlator(nn.Module):
 
 
 class LatticeHead(BlockHead):
-    """A small transformer looks at the ``C`` likeliest tokens of all places at once, and a pair of
-    candidates at neighbouring places scores the cosine of two vectors, times a fixed scale.
+    """A small transformer reads the ``C`` likeliest tokens of all places at once. The score of a pair of candidates at neighbouring
+    places is the cosine of two of its vectors, times a fixed scale.
     """
 
     candidates: int

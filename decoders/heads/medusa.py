@@ -36,7 +36,7 @@ from ..tree import Topology
 
 Projection = Literal["tied", "low_rank", "full"]
 WEIGHTS = "model.safetensors"
-#: What the authors' code and the servers that read its heads call the weights.
+#: Names of the weights file in the authors' format.
 UPSTREAM = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
@@ -45,15 +45,15 @@ class HeadsConfig:
     """Shape of the heads, the tree they are verified in, and where they come from.
 
     Attributes:
-        heads: ``K``; head k predicts the token k places behind the one that the output head gives.
+        heads: ``K``; head k predicts the token k places behind the output head's token.
         layers: residual blocks of each head.
-        hidden_size: of the model they belong to.
-        vocab_size: of the model they belong to.
-        projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: that plus a difference of rank
-            `rank`; ``full``: a projection of each head's own, as in the paper.
-        rank: of the difference; 0 with the other projections.
+        hidden_size: the model's hidden size.
+        vocab_size: the model's vocabulary size.
+        projection: ``tied``: the model's own output head, nothing is stored; ``low_rank``: the output head plus a difference of
+            rank `rank`; ``full``: each head has its own projection, as in the paper.
+        rank: rank of the difference; 0 with the other projections.
         tree: paths in Medusa's notation, best first, so that its first n paths are the tree of n nodes; None: the default.
-        figures: what training measured, for the model card.
+        figures: measurements of the training, for the model card.
     """
 
     heads: int
@@ -71,11 +71,11 @@ class HeadsConfig:
         if self.projection not in ("tied", "low_rank", "full"):
             raise SettingsError(f"Medusa heads: projection must be tied, low_rank or full, not {self.projection!r}")
         if (self.projection == "low_rank") != (self.rank > 0):
-            raise SettingsError("Medusa heads: a rank goes with projection low_rank, and only with that")
+            raise SettingsError("Medusa heads: projection low_rank needs a rank, and only low_rank has one")
 
 
 class HeadWeights(NamedTuple):
-    """The tensors of all heads, stacked: what compiled code is given. None: a projection that has no such part.
+    """The stacked tensors of all heads, as inputs of compiled code. Tensors that the projection does not have are None.
 
     Attributes:
         linear: ``[K, layers, H, H]``.
@@ -93,11 +93,11 @@ class HeadWeights(NamedTuple):
 
 
 class MedusaHeads(nn.Module):
-    """``K`` heads beside a model whose weights stay as they are.
+    """``K`` heads beside a frozen model.
 
-    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. W and b begin as
-    zero and the projection as the model's, so that an untrained head says what the output head says. Every block has
-    weights of its own (the authors' code repeats one object).
+    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. W and b are initialized to
+    zero and the projection to the model's, so an untrained head predicts the same as the output head. Every block has its own
+    weights; the authors' code repeats one object.
 
     Args:
         lm_head: ``[V, H]``, the model's output projection; needed for new heads with a full projection only.
@@ -120,7 +120,7 @@ class MedusaHeads(nn.Module):
             self.up = nn.Parameter(torch.zeros(k, v, r))
 
     def weights(self) -> HeadWeights:
-        """All tensors, for compiled code."""
+        """The heads' tensors, for compiled code."""
         return HeadWeights(self.linear, self.bias, self.projection, self.down, self.up)
 
     def forward(self, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
@@ -128,7 +128,7 @@ class MedusaHeads(nn.Module):
         return head_scores(hidden, self.weights(), lm_head, lm_bias)
 
     def of_head(self, k: int, hidden: Tensor, lm_head: Tensor, lm_bias: Tensor | None = None) -> Tensor:
-        """Scores ``[P, V]`` of head `k` alone: all heads at once can be too much for memory."""
+        """Scores ``[P, V]`` of head `k` alone, since those of all heads may not fit in memory."""
         stacked, head = self.weights(), slice(k, k + 1)
         projection, down, up = (None if part is None else part[head] for part in stacked[2:])
         weights = HeadWeights(stacked.linear[head], stacked.bias[head], projection, down, up)
@@ -136,7 +136,7 @@ class MedusaHeads(nn.Module):
 
 
 def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None) -> Tensor:
-    """What :class:`MedusaHeads` computes, as a function of tensors: ``[P, H]`` to ``[P, K, V]``."""
+    """:meth:`MedusaHeads.forward` as a function of tensors: ``[P, H]`` to ``[P, K, V]``."""
     states = hidden[:, None].expand(-1, weights.linear.shape[0], -1).to(weights.linear.dtype)
     for linear, bias in zip(weights.linear.unbind(1), weights.bias.unbind(1), strict=True):
         states = states + nn.functional.silu(torch.einsum("pkh,kgh->pkg", states, linear) + bias)
@@ -151,11 +151,11 @@ def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: 
 
 
 def find_heads(named: str | None, model: PreTrainedModel) -> Path:
-    """The folder of the heads for `model`: the one that is named, or ``medusa`` beside the model's own files.
+    """The folder of the heads for `model`: `named`, or else ``medusa`` beside the model's own files.
 
     Raises:
-        SettingsError: there is no such folder.
-        UnsupportedError: none is named, and none lies beside the model.
+        SettingsError: there is no folder `named`.
+        UnsupportedError: no folder is named, and there is none beside the model.
     """
     folder = find_network(named, model.config, "medusa", "heads", "heads")
     if not folder.exists():
@@ -164,7 +164,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
 
 
 def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
-    """Raises SettingsError if `heads`, which come from `origin`, are of another size than `model`."""
+    """Raises SettingsError if the sizes of `heads`, loaded from `origin`, differ from the model's."""
     config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
     if (config.vocab_size, config.hidden_size) != (vocab, hidden):
         raise SettingsError(
@@ -174,24 +174,25 @@ def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) ->
 
 
 def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes config and weights to `folder`, each whole or not at all."""
+    """Writes config and weights to `folder`, each file atomically."""
     from safetensors.torch import save
 
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
     config = {"model_type": "decoders_medusa", **asdict(heads.config)}
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in config.items()]  # a tree on one line
     write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
-    # Last: it is what makes a folder one of heads.
+    # Written last, because a folder with a config is taken for complete heads.
     write_whole(folder / CONFIG, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
-    """Heads from a folder of ours or the authors', or from a weights file of the authors'; read once while unchanged.
+    """Loads heads from a folder in our format or the authors', or from a weights file of the authors. They are cached until the
+    files change.
 
     No code in the files is run: a pickled checkpoint is read by torch's ``weights_only`` loader.
 
     Raises:
-        SettingsError: the files are not there, not readable, or not heads.
+        SettingsError: files are missing, unreadable, or hold no heads.
     """
     path = Path(folder)
     files = [path] if path.is_file() else [path / name for name in (CONFIG, WEIGHTS, *UPSTREAM)]
@@ -203,7 +204,7 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype | N
     names = {name for name, *_ in stamp}
     weights = path if path.is_file() else next((path / n for n in (WEIGHTS, *UPSTREAM) if n in names), None)
     if weights is None:
-        raise SettingsError(f"medusa: {path} holds no Medusa heads: {WEIGHTS}, {' or '.join(UPSTREAM)} is looked for")
+        raise SettingsError(f"medusa: {path} holds no Medusa heads: there is no {WEIGHTS}, {' or '.join(UPSTREAM)}")
     state = read_tensors(weights, "medusa")
     heads = _ours(path, state) if "linear" in state else _upstream(weights, state)
     heads.requires_grad_(False)
@@ -241,8 +242,10 @@ def _ours(path: Path, state: dict[str, Tensor]) -> MedusaHeads:
         raise SettingsError(f"{place}: {error}") from error
     try:
         heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    except RuntimeError as error:  # a tensor that lacks or does not fit
-        raise SettingsError(f"medusa: {path}: config and weights of these Medusa heads do not fit: {error}") from error
+    except RuntimeError as error:  # a tensor is missing, or has another shape
+        raise SettingsError(
+            f"medusa: {path}: the weights of these Medusa heads do not fit their config: {error}"
+        ) from error
     return heads
 
 
@@ -250,7 +253,7 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     """The authors' ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``: keys ``0.0.linear.weight``, ``0.0.linear.bias`` of
     head 0's first block, ``0.1.weight`` of its projection; some files put ``medusa_head.`` in front.
 
-    Several blocks of a head are one object there, written once per use; they are read as they stand.
+    The blocks of a head are one object in the authors' code, written once per use; each copy is loaded.
     """
     pattern = re.compile(r"(?:.*\bmedusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
     parts: dict[tuple[int, int, str], Tensor] = {}
@@ -304,10 +307,10 @@ DEFAULT_TREE: Tree = (
 def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
     """The tree of `nodes` nodes with the longest mean accepted path on calibration data, its paths best first.
 
-    At every position the heads' draft tokens are right at certain ranks, and a tree accepts as much of that path of ranks as it
-    holds. So a node adds to the mean length the share of positions whose path goes through it, whatever else the tree
-    holds; a parent never has less than its child, and taking the most frequent nodes greedily is the best tree there is.
-    (The paper multiplies the accuracies of single heads instead, as if they were independent.)
+    At every position the right tokens have certain ranks among the heads' draft tokens. This is the position's path of ranks, and a
+    tree accepts as much of it as it contains. So a node adds to the mean length the share of positions whose path goes through it,
+    whatever other nodes the tree has. A parent's share is never less than its child's, so the most frequent nodes are the best
+    tree. (The paper multiplies the accuracies of single heads, as if they were independent.)
 
     Args:
         ranks: ``[P, K]`` int64, the rank of the right token among each head's draft tokens, 0 for the best; -1: not known.
@@ -324,12 +327,12 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
             counts[tuple(row[: depth + 1])] += count
     if not counts:
         raise DecodersError("no tree can be found: on the calibration data no draft token of any head is right")
-    # Of equal nodes the shallower first: so a parent comes before its child.
+    # Ties go to the shallower node, so that a parent comes before its child.
     return tuple(sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes])
 
 
 def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
-    """Mean tokens per step that `tree` gives on calibration data, the bonus token included. ranks: as in :func:`search_tree`."""
+    """Mean tokens per step of `tree` on calibration data, the bonus token included. ranks: see :func:`search_tree`."""
     paths = {tuple(path) for path in tree}
     tokens = 0
     for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
@@ -341,7 +344,7 @@ def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
 
 
 def picture(tree: Sequence[Sequence[int]]) -> str:
-    """The attention mask of a tree's block as text: a row per node, which sees the columns marked ``■``."""
+    """The attention mask of a tree's block as text: one row per node, with ``■`` in the columns that the node sees."""
     topology, _ = Topology.from_paths(tree)
     ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
     names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]

@@ -1,6 +1,6 @@
 """The answers of all routes: texts, log probabilities and usage, whole or as server-sent events.
 
-A client that goes away ends its requests.
+If a client disconnects, its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class TextToken:
     """A token of a text.
 
     Attributes:
-        data: its bytes, as far as the text has them: a stop string may cut the last token.
-        begin, end: its characters in the text; tokens may share a character.
-        logprobs: its log probability, and those of the likeliest tokens.
+        data: the token's bytes; a stop string may have cut off some of the last token's.
+        begin, end: range of its characters in the text; tokens may share a character.
+        logprobs: log probabilities of the token and of the likeliest tokens.
     """
 
     data: bytes
@@ -45,12 +45,12 @@ class TextToken:
 
 
 class Growing:
-    """A choice whose text is being sent.
+    """A choice whose text is being streamed.
 
     Attributes:
         choice: the choice.
         text: its text so far.
-        seen: tokens that were looked at.
+        seen: number of its tokens that were processed.
     """
 
     def __init__(
@@ -59,10 +59,13 @@ class Growing:
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling = spelling
-        self._tokens, self._settled = list[TextToken](), 0  # not shown yet, and how many were made
+        self._tokens, self._settled = (
+            list[TextToken](),
+            0,
+        )  # tokens that are not shown yet, and how many there were in all
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """New since the last call: text that may be shown, and its tokens if log probabilities are asked for."""
+        """The text that may be shown and has not been returned before, and its tokens if log probabilities were requested."""
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
         self.seen = len(tokens)
@@ -86,7 +89,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """How many of the tokens that are still held back lie in the text shown so far."""
+        """How many of the held-back tokens lie in the text that has been shown."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -94,19 +97,19 @@ class Growing:
         return len(self._tokens) if ended else max(whole, default=0)
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
-        """`tokens` without the bytes behind the end of the text."""
+        """`tokens`, the last of them cut at the end of the text."""
         length = len(self.text.shown)
         if not tokens or tokens[-1].end <= length:
             return tokens
         *others, last = tokens
         kept = self.text.written[last.begin : length].encode()
-        # It may have the end of a character that others began.
+        # The token may hold the last bytes of a character that earlier tokens began.
         sizes = (size for size in range(len(last.data), 0, -1) if kept.endswith(last.data[:size]))
         return [*others, replace(last, data=last.data[: next(sizes, len(last.data))])]
 
     @property
     def finish_reason(self) -> str:
-        """Why the text ended, in OpenAI's words."""
+        """OpenAI's ``finish_reason``."""
         return "length" if self.choice.stopped_by_length and not self.text.stopped else "stop"
 
 
@@ -114,8 +117,8 @@ class Answer(ABC):
     """The answer to a request that is being decoded.
 
     Attributes:
-        job: what is decoded.
-        special: special tokens that are written by their names, since what they mark is looked for in the text.
+        job: the request that is decoded.
+        special: special tokens that appear in the text by name, because markers are searched for in the text.
     """
 
     special: frozenset[int] = frozenset()
@@ -126,7 +129,7 @@ class Answer(ABC):
         self._spelling = service.spelling if body.listed is not None else None
 
     def growing(self, choice: Choice) -> Growing:
-        """`choice` from its beginning."""
+        """A new :class:`Growing` for `choice`."""
         return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
 
     @abstractmethod
@@ -135,39 +138,41 @@ class Answer(ABC):
 
     @abstractmethod
     def first_events(self) -> bytes:
-        """Events of a stream before there is text."""
+        """The events of a stream before the first text."""
 
     @abstractmethod
     def next_events(self, growing: Growing, ended: bool) -> bytes:
-        """Events of a stream when there may be more text of a choice."""
+        """The events of a stream for new text of a choice, if there is any."""
 
     @abstractmethod
     def last_events(self) -> bytes:
-        """Events of a stream once every choice has ended."""
+        """The events of a stream after every choice has ended."""
 
     def error_event(self, refusal: Refusal) -> bytes:
         """The event of a stream that ends with an error."""
         return event(refusal.body)
 
     def usage(self) -> dict[str, Any]:
-        """What it took."""
+        """The ``usage`` object: counts of tokens."""
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """Under ``warnings``: what the grammar of an ended text could not honour, and what the text breaks; empty if nothing."""
+        """The ``warnings`` of a choice that has ended: what its grammar could not enforce, and which rules the text breaks; empty
+        if there are none.
+        """
         said = [warning for warning in (choice.use.warnings if choice.use else ()) if warning.endswith(LEFT_OUT)]
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """Which tokens were drafted, if that was asked for."""
+        """Which tokens were drafted, if the request asked for it."""
         if not self.body.drafted:
             return {}
         return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
 
 
 class ChoicesAnswer(Answer):
-    """An answer in choices, each of which a stream tells of in chunks.
+    """An answer that consists of choices, streamed in chunks.
 
     Attributes:
         kind: ``object`` of the whole answer.
@@ -179,15 +184,15 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def complete(self, choice: Choice) -> dict[str, Any]:
-        """A choice that has ended, as a part of the answer."""
+        """A choice that has ended, in the form of the answer."""
 
     @abstractmethod
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        """What a stream says of a choice before there is text."""
+        """The first chunk of a choice, before its text."""
 
     @abstractmethod
     def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
-        """What a stream says of a choice when there may be more text; the last one has its ``finish_reason``."""
+        """The chunks for new text of a choice; the last one has the ``finish_reason``."""
 
     def whole(self) -> dict[str, Any]:
         choices = [self.complete(choice) for choice in self.job.choices]
@@ -214,11 +219,11 @@ class ChoicesAnswer(Answer):
 
 
 def joined(spans: Sequence[Span]) -> str:
-    """The text of spans."""
+    """The joined text of spans."""
     return "".join(span.text for span in spans)
 
 
-#: Seconds without an event after which a comment is sent, so that no proxy takes the connection for dead.
+#: Seconds without an event after which a comment is sent, so that proxies keep the connection open.
 KEEP_ALIVE = 15.0
 _DONE = b"data: [DONE]\n\n"
 
@@ -230,10 +235,10 @@ async def gone(receive: Receive) -> None:
 
 
 async def settled(answer: Answer, receive: Receive) -> None:
-    """Waits until all of an answer is written. A client that goes away ends it.
+    """Waits until an answer is complete; cancels it if the client disconnects.
 
     Raises:
-        Refusal: the client is gone. What a request raises.
+        Refusal: the client disconnected. Errors of the answer's requests are raised as they are.
     """
 
     async def ended() -> None:
@@ -243,7 +248,7 @@ async def settled(answer: Answer, receive: Receive) -> None:
                 await answer.service.judge(answer.job, choice)
 
     results: asyncio.Future[Any] = asyncio.ensure_future(ended())
-    # Looks at the error even if the client is gone: asyncio logs errors that nothing has looked at.
+    # Retrieves the error even if the client is gone, since asyncio logs errors that nobody retrieves.
     results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
     try:
@@ -264,7 +269,7 @@ def event(content: dict[str, Any], name: str | None = None) -> bytes:
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
-    """An answer in events, as it is written. Raises what a request raises."""
+    """Yields the events of an answer while it is generated. Raises the errors of its requests."""
     news, choices = asyncio.Event(), answer.job.choices
     growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time
@@ -279,10 +284,11 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 news.clear()
                 content = b""
                 for choice in list(running):
-                    ended = choice.generation.done()  # before the tokens are looked at: then these are all
+                    # Read before the tokens, so that the tokens of an ended choice are complete.
+                    ended = choice.generation.done()
                     if ended:
                         running.remove(choice)
-                        await choice.generation  # raises its error; a grammar judges the text in a thread
+                        await choice.generation  # raises the request's error; a grammar validates the text in a thread
                         if choice.judged:
                             await answer.service.judge(answer.job, choice)
                     content += answer.next_events(growing[choice.index], ended)
@@ -294,20 +300,21 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                 try:
                     async with asyncio.timeout_at(sent + KEEP_ALIVE):
                         await news.wait()
-                except TimeoutError:  # nothing has been sent for so long, whatever came in
+                except TimeoutError:  # no event was sent in this time, even if tokens came
                     sent = clock()
                     yield b": waiting\n\n"
-        yield await answer.service.run(answer.service.threads, answer.last_events)  # may hold all of a conversation
+        # Frees references that may hold the whole conversation.
+        yield await answer.service.run(answer.service.threads, answer.last_events)
     finally:
         answer.job.cancel()
 
 
 class EventStream(Response):
-    """A stream of events that ends its requests when the client goes away.
+    """A stream of events. If the client disconnects, the requests are cancelled.
 
     Args:
-        answer: what is streamed.
-        on_end: called with the error that ended it or None; returns what the client gets for it.
+        answer: the answer that is streamed.
+        on_end: called at the end with the error or None; returns the refusal that the client gets for an error.
     """
 
     media_type = "text/event-stream"

@@ -62,7 +62,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        content = service.metrics.text()  # some hundred lines, whatever else there is to do
+        content = service.metrics.text()  # short work (some hundred lines), so it is done in the event loop
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.api_route("/v1/models", methods=_READ)
@@ -124,10 +124,10 @@ async def _answered(
     service: Service, request: Request, kind: type[A], start: Callable[[Service, B, Arrival], Answer],
     converted: Callable[[A, Arrival], B] | None = None,
 ) -> Response:  # fmt: skip
-    """Reads a body, submits what it asks for, and answers when all is generated, or streams.
+    """Reads a body, submits its requests, and answers with the complete text or a stream.
 
     Args:
-        converted: turns the body into that of a conversation.
+        converted: converts the body to the body of a conversation.
     """
     endpoint, arrival = _endpoint(request.url.path), Arrival(request.scope.get(CLIENT, ""))
 
@@ -168,7 +168,7 @@ async def _answered(
         if len(content) > LARGE:
             with service.waits():
                 begun: Any = await prepared(service.patient, service.seconds(), lambda: begin(content))
-                await asyncio.sleep(service.pace.delay(request.scope[SPENT]))  # it is decoded meanwhile
+                await asyncio.sleep(service.pace.delay(request.scope[SPENT]))  # decoding has begun in the meantime
         else:
             begun = await prepared(service.threads, service.seconds(), lambda: begin(content))
         if isinstance(begun, Body):
@@ -183,7 +183,7 @@ async def _answered(
             return EventStream(answer, counted)
         await settled(answer, request.receive)
         response = JSONResponse(await service.run(service.threads, answer.whole))
-    except ClientDisconnect:  # before the body was there
+    except ClientDisconnect:  # failed before the body was read
         return _refused(refused(client_gone()))
     except Exception as error:
         return _refused(refused(error))
@@ -194,10 +194,11 @@ async def _answered(
 async def _prepared(
     service: Service, pool: ThreadPoolExecutor, arrival: Arrival, seconds: float, receive: Receive, work: Callable[[], Any]
 ) -> Any:  # fmt: skip
-    """The result of `work`, run in a thread of `pool`, unless the client goes away or the request's `seconds` are over first.
+    """Runs `work` in a thread of `pool` and returns its result.
 
     Raises:
-        Refusal: the client is gone. DeadlineError. What `work` raises.
+        Refusal: the client disconnected first. DeadlineError: the request's `seconds` ended first. Errors of `work` are raised as
+            they are.
     """
 
     todo = [work]
@@ -207,7 +208,7 @@ async def _prepared(
         return todo.pop()()
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels an answer that came too late."""
+        """Cancels an answer that is finished after the client has gone."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
@@ -226,7 +227,7 @@ async def _prepared(
         ending.cancel()
         if not working.done():
             arrival.gone = True
-            todo.clear()  # frees the body, if the work has not begun
+            todo.clear()  # frees the body if the work has not begun
             working.add_done_callback(dropped)
 
 
@@ -235,7 +236,7 @@ def _refused(error: Refusal) -> JSONResponse:
 
 
 def _endpoint(path: str) -> str:
-    """The label of a path in the metrics: one of few, whatever clients ask for."""
+    """The metrics' label of a path. Unknown paths share one label, so that clients cannot create labels."""
     return path.removeprefix("/v1/") if path in _ROUTES else "other"
 
 
@@ -250,7 +251,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 def _page() -> tuple[str, str]:
-    """The page, and the content security policy that lets a browser run its own scripts and nothing else."""
+    """The page, and a content security policy that allows the page's own scripts only."""
     text = resources.files(__package__).joinpath("page", "index.html").read_text(encoding="utf-8")
 
     def hashes(tag: str) -> str:

@@ -1,4 +1,4 @@
-"""What a body says of sampling, penalties and stop strings, as arguments of ``generate``."""
+"""Sampling, penalties and stop strings of a body, as arguments of ``generate``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-#: Temperatures below are greedy: what is drawn there is the likeliest token, and float32 has no room for much smaller ones.
+#: Lower temperatures are greedy: they would draw the likeliest token anyway, and dividing by much smaller ones overflows float32.
 LEAST_TEMPERATURE = 1e-5
 
 
 def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
-    """Arguments of ``generate``. A body that says nothing of sampling gets what the model's generation config says."""
+    """Sampling arguments of ``generate``. A body without sampling fields gets the model's generation config."""
     given = [value for value in (body.temperature, body.top_p, body.top_k, body.min_p) if value is not None]
     more = {"repetition_penalty": body.repetition_penalty} if body.repetition_penalty not in (None, 1) else {}
     if not given:
@@ -39,7 +39,7 @@ def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
     options = {
         "do_sample": True,
         "temperature": first(body.temperature, own.temperature, 1.0),
-        "top_k": max(top_k, 0),  # without it, transformers would take 50
+        "top_k": max(top_k, 0),  # transformers' own default would be 50
         "top_p": first(body.top_p, own.top_p, 1.0),
     }
     min_p = first(body.min_p, own.min_p, 0.0)
@@ -48,11 +48,12 @@ def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Stops:
-    """Strings that end a text.
+    """The stop strings of a request.
 
     Attributes:
-        strings: each of them.
-        special: the special tokens that they name. These are looked for by their names, where other special tokens are no text.
+        strings: the stop strings.
+        special: special tokens whose names occur in them. They appear in the searched text by name; other special tokens do not
+            appear.
     """
 
     strings: tuple[str, ...] = ()
@@ -60,13 +61,13 @@ class Stops:
 
     @staticmethod
     def of(strings: Iterable[str], special: Mapping[str, int]) -> Stops:
-        """Stop strings beside the special tokens of a model, by their names."""
+        """The :class:`Stops` for `strings`. special: the model's special tokens by name."""
         strings = tuple(strings)
         return Stops(strings, named_tokens(special, strings))
 
 
 def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: Stops) -> dict[str, Any]:
-    """Stop strings, penalties and biases, for a prompt of so many tokens."""
+    """The criteria and processors for stop strings, penalties and biases. prompt: number of prompt tokens."""
     arguments: dict[str, Any] = {}
     if stops.strings:
         arguments["stopping_criteria"] = [StopStrings(tokenizer, stops, prompt)]
@@ -88,17 +89,17 @@ def _bias(body: Body, size: int) -> dict[int, float]:
 
 
 def wrapped(seed: int) -> int:
-    """`seed` as a signed number of 64 bits."""
+    """`seed` wrapped to a signed integer of 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 class TokenPenalties(LogitsProcessor):
     """``frequency_penalty``, ``presence_penalty`` and ``logit_bias``: ``score - count · frequency - (count > 0) · presence + bias``.
 
-    Counts are those of a token in the new text.
+    `count` is how often the token occurs in the new text.
 
     Args:
-        prompt: tokens of the prompt.
+        prompt: number of prompt tokens.
     """
 
     def __init__(self, prompt: int, frequency: float, presence: float, bias: Mapping[int, float]) -> None:
@@ -118,13 +119,13 @@ class TokenPenalties(LogitsProcessor):
 
 
 class StopStrings(StoppingCriteria):
-    """Ends a text, of one row, where a stop string is complete in the new text.
+    """Ends the text of one row as soon as the new text contains a stop string.
 
-    transformers' own criterion also finds strings that begin in the prompt, and takes the vocabulary apart for every new list of
-    strings, which is seconds for a large one.
+    transformers' own criterion also finds strings that begin in the prompt, and it analyses the vocabulary for every new list of
+    strings, which takes seconds for a large vocabulary.
 
     Args:
-        prompt: tokens of the prompt.
+        prompt: number of prompt tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Stops, prompt: int) -> None:
@@ -137,7 +138,7 @@ class StopStrings(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
         count = input_ids.shape[1] - self.prompt
-        if count == 1 or count != len(self._tokens) + 1:  # a new text, or another place
+        if count == 1 or count != len(self._tokens) + 1:  # the text was replaced or cut, so all of it is decoded again
             self._begin(input_ids[0, : self.prompt].tolist())
         self._tokens += input_ids[0, self.prompt + len(self._tokens) :].tolist()
         piece = self._pieces.next(self._tokens, False)

@@ -1,4 +1,4 @@
-"""What requests may hold: OpenAI's fields, and ours beside them. Whatever is not listed is refused by name."""
+"""The fields of requests: OpenAI's and ours. Other fields are refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-#: Fields of OpenAI's, or of other servers', that are refused with what to do instead.
+#: Fields of OpenAI or of other servers that are refused, with what to do instead.
 INSTEAD = {
     "best_of": "ask for n and choose yourself",
     "suffix": "text is written from left to right only",
@@ -30,12 +30,12 @@ INSTEAD = {
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
 }
-#: Efforts of reasoning, and the share of all new tokens that a thought may have; None for any.
+#: For each reasoning effort the share of the new tokens that a thought may take; None: no bound.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-#: Values of these that ask for nothing; so does ``best_of``, where it is n.
+#: Values with which these fields have no effect; ``best_of`` has none if it equals n.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
-#: What fields of several shapes may hold.
+#: For error messages: the shapes that a field may have.
 SHAPES = {
     "prompt": "a text, token ids, or a list of either",
     "stop": "a text or a list of up to 16",
@@ -45,15 +45,15 @@ SHAPES = {
 }
 
 
-#: More fields than any part of a body has. Of so many, none is looked at.
+#: More fields than any part of a body has. An object with more is refused before its fields are validated.
 MOST_FIELDS = 200
 T = TypeVar("T")
-#: Its first wrong item is the only one that is told: a megabyte of them would take seconds.
+#: A list that is validated up to its first wrong item only: reporting a megabyte of wrong items would take seconds.
 Several = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Part(BaseModel):
-    """Base of everything in a body: unknown fields are errors, and nothing is converted."""
+    """Base of all parts of a body: unknown fields are errors, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -62,7 +62,7 @@ class Part(BaseModel):
     def _of_few_fields(cls, given: Any) -> Any:
         if isinstance(given, dict) and len(given) > MOST_FIELDS:
             raise PydanticCustomError(
-                "too_many_fields", "{count} fields are more than there are", {"count": len(given)}
+                "too_many_fields", "{count} fields are more than any object here has", {"count": len(given)}
             )
         return given
 
@@ -87,7 +87,9 @@ class JsonObjectFormat(Part):
 
 
 class NamedSchema(Part):
-    """A schema, by default of any object. strict: false validates what a grammar cannot express instead of refusing it."""
+    """A schema; the default allows any object. strict: false checks what a grammar cannot express in the finished text, instead of
+    refusing the schema.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
@@ -134,11 +136,11 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Asked(Part):
-    """What all routes take. Fields without a value are as the model's generation config has them.
+    """The fields of all routes. Fields without a value take the model's generation config.
 
     Attributes:
         instead: fields that are refused, with what to do instead.
-        names: of fields that are called otherwise on this route, by their names in chat.
+        names: this route's names of fields, by their names in chat, where they differ.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD
@@ -162,7 +164,7 @@ class Asked(Part):
     deadline: float | None = Field(None, gt=0)
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
     drafted: bool = False
-    # Taken and not used, but for what a kept response says again:
+    # Accepted without effect; a kept response repeats them:
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -174,7 +176,9 @@ class Asked(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
-        """Null is what is not given; some values are likewise. The context has, by name, what refuses too long a list."""
+        """Drops fields that are null or have a value without effect. The validation context holds, by field name, checks of the
+        length of lists.
+        """
         if not isinstance(given, dict):
             return given
         for name, check in (info.context or {}).items():
@@ -192,7 +196,7 @@ class Asked(Part):
 
 
 class Body(Asked):
-    """What the routes of completions and conversations take."""
+    """The fields of completions and chat."""
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -201,22 +205,22 @@ class Body(Asked):
 
     @property
     def most_tokens(self) -> int | None:
-        """New tokens that are asked for, None if it does not say."""
+        """The requested number of new tokens; None if the body does not say."""
         return self.max_tokens
 
     @property
     def tokens_field(self) -> str:
-        """The field that says so."""
+        """The name of the field that gives the number of new tokens."""
         return "max_tokens"
 
     @property
     @abstractmethod
     def listed(self) -> int | None:
-        """How many of the likeliest tokens are listed for each token; None: no log probabilities."""
+        """How many likeliest tokens to list for each token; None: no log probabilities."""
 
     @property
     def heavy(self) -> bool:
-        """Whether it takes long to be prepared, however few bytes it has."""
+        """Whether preparing the request takes long even if its body is small."""
         return False
 
     @property
@@ -253,7 +257,7 @@ class Function(Part):
 
 
 class Tool(Part):
-    """A tool; functions are all there is."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -273,14 +277,14 @@ class NamedTool(Part):
 
 
 class AllowedTools(Part):
-    """Tools that may be called, or of which one has to be."""
+    """The tools that the model may call or, with mode "required", must call."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)
 
 
 class ToolChoice(Part):
-    """The function that has to be called, or the tools that may be."""
+    """The function that must be called, or the tools that may be called."""
 
     type: Literal["function", "allowed_tools"]
     function: ToolName | None = None
@@ -288,7 +292,7 @@ class ToolChoice(Part):
 
 
 class Message(BaseModel):
-    """A message of a conversation. What assistants' messages came with besides is not read."""
+    """A message of a conversation. Other fields of assistants' messages, such as annotations, are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 

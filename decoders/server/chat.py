@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: the next message of a conversation, which may be calls of functions."""
+"""``POST /v1/chat/completions``: the next message of a conversation, which may contain function calls."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .turns import Piece, Turn
 
 
 def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
-    """Submits what is asked for.
+    """Submits a request's texts and returns the answer.
 
     Raises:
-        Refusal, and what :meth:`decoders.Scheduler.submit` raises.
+        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
     """
     return Chat(service, body, *submitted(service, body, arrival, "chatcmpl-"))
 
@@ -30,13 +30,13 @@ def start(service: Service, body: ChatBody, arrival: Arrival) -> Chat:
 def submitted(
     service: Service, body: ChatBody, arrival: Arrival, kind: str
 ) -> tuple[Job, Calling | None, Reasoning | None]:
-    """What is asked for as it is decoded, what it may call, and how it begins with a thought.
+    """Submits a request's texts; returns the job, which functions it may call, and how it begins with a thought.
 
     Args:
-        kind: what the answer's id begins with.
+        kind: prefix of the answer's id.
 
     Raises:
-        Refusal, and what :meth:`decoders.Scheduler.submit` raises.
+        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
@@ -60,8 +60,8 @@ class Conversing(Answer):
     """An answer that is an assistant's turn.
 
     Attributes:
-        calling: what may be called, None if nothing.
-        reasoning: how it begins with a thought, None if it does not.
+        calling: the functions that may be called; None: none.
+        reasoning: how the turn begins with a thought; None if it does not.
     """
 
     body: ChatBody
@@ -78,7 +78,7 @@ class Conversing(Answer):
         self._turns: dict[int, Turn] = {}
 
     def turn(self, growing: Growing) -> Turn:
-        """The turn of a choice that grows."""
+        """The turn that parses the text of a growing choice."""
         return self._turns.setdefault(growing.choice.index, Turn(growing, self.reasoning, self.calling))
 
     def usage(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Chat(Conversing, ChoicesAnswer):
         choice, turn = growing.choice, self.turn(growing)
         pieces, spans, tokens = turn.read(ended)
         chunks = [self._chunk(choice, self._delta(turn, piece)) for piece in pieces]
-        if (tokens or (spans and self.body.drafted)) and not chunks:  # of text that is held back
+        if (tokens or (spans and self.body.drafted)) and not chunks:  # tokens of text that is held back
             chunks.append(self._chunk(choice, {"content": ""}))
         if chunks:
             chunks[-1] |= {"logprobs": self._logprobs(tokens) if tokens else None} | self.details(spans)

@@ -1,4 +1,4 @@
-"""Which settings of strategies clients may set, and to what: the server's operator says so."""
+"""Which settings of strategies clients may set, and to which values, as the server's operator decides."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from ..strategies.merged import Merged
 from ..strategy import Strategy
 from .refusals import Refusal
 
-#: Settings that name files or models. What a server loads is its operator's to say.
+#: Settings that name files or models. Only the operator decides what a server loads.
 OPERATORS = ("draft_model", "heads", "head", "table")
 
 
 class ClientSettings:
-    """What stands behind ``--client-settings``.
+    """The value of ``--client-settings``.
 
     Args:
-        given: ``"bounded"``: every setting that has few values: switches, words to choose from, and numbers with a least and a most;
-            ``"none"``: nothing; ``"suffix.remember"``: this one; ``"suffix.remember=0..100000"``: this one between these.
+        given: ``"bounded"``: every setting that is a switch, a choice of words, or a number with a least and a greatest value;
+            ``"none"``: no setting; ``"suffix.remember"``: this setting; ``"suffix.remember=0..100000"``: this setting between these
+            bounds.
 
     Raises:
-        SettingsError: none of these, or there is no such setting.
+        SettingsError: `given` has another form, or names a setting that does not exist.
     """
 
     def __init__(self, given: Sequence[str] = ("bounded",)) -> None:
@@ -42,10 +43,11 @@ class ClientSettings:
             raise SettingsError("--client-settings none stands alone: it lets clients set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that there is not, that is the operator's, or that is out of the operator's limits.
+        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that is outside of the
+        operator's limits.
 
         Args:
-            strategy: a name, or several joined by ``+``. Settings of others than these are refused when the strategy is made.
+            strategy: a name, or several joined by ``+``. Settings of other strategies are refused later, when the strategy is made.
         """
         for cls, values, place in _parts(strategy, config):
             for name, value in values.items():
@@ -62,11 +64,11 @@ class ClientSettings:
         if not self._allows(cls, name):
             able = self._open(cls)
             listed = f"may set {', '.join(able)}" if able else "may set nothing"
-            message = f"{place} is the operator's: of {cls.name!r} clients {listed} (--client-settings says so)"
+            message = f"{place} may be set by the server's operator only: of {cls.name!r} clients {listed} (--client-settings)"
             raise Refusal(400, message, param=place, code="operators_setting")
         limits = self.named.get((cls.name, name))
         if limits is not None and not (isinstance(value, int | float) and limits[0] <= value <= limits[1]):
-            message = f"{place} must be a number from {limits[0]:g} to {limits[1]:g} here, which the operator says"
+            message = f"{place} must be a number from {limits[0]:g} to {limits[1]:g} (--client-settings)"
             raise Refusal(400, message, param=place, code="operators_setting")
 
     def _allows(self, cls: type[Strategy], name: str) -> bool:
@@ -79,19 +81,19 @@ def refuse_files(config: Any, place: str = "strategy_config") -> None:
     if isinstance(config, Mapping):
         for key, value in config.items():
             if key in OPERATORS and value is not None:
-                message = f"{place}.{key} names a file or a model: the server's operator says which, with --set or --assistant"
+                message = f"{place}.{key} names a file or a model: only the server's operator may set it, with --set or --assistant"
                 raise Refusal(400, message, param=f"{place}.{key}", code="operators_setting")
             refuse_files(value, f"{place}.{key}")
     elif isinstance(config, list):
         for number, value in enumerate(config):
             refuse_files(value, f"{place}.{number}")
     elif isinstance(config, str) and any(mark in config for mark in "/\\~"):
-        message = f"{place}: {config!r} looks like a path, and a server reads none that a client names"
+        message = f"{place}: {config!r} looks like a path, and the server reads no files that clients name"
         raise Refusal(400, message, param=place, code="operators_setting")
 
 
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
-    """Yields each strategy that `config` has settings of, those settings, and their place in the body."""
+    """Yields each strategy with settings in `config`, its settings, and their place in the body."""
     names = [name.strip() for name in strategy.split("+")]
     if len(names) == 1:
         yield registry().strategy(names[0]), config, "strategy_config"
@@ -104,7 +106,7 @@ def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Stra
 
 
 def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
-    """``"suffix.remember=0..100000"`` as strategy and setting, and least and most."""
+    """Parses ``"suffix.remember=0..100000"`` to strategy, setting and bounds."""
     place, equals, limits = text.partition("=")
     strategy, dot, name = place.strip().partition(".")
     if not dot:
@@ -119,7 +121,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
             f"--client-settings {text}: {strategy!r} has no setting {name!r}. {suggest(name, settings.model_fields)}"
         )
     if name in OPERATORS:
-        raise SettingsError(f"--client-settings {text}: {name} names a file or a model, which clients never do")
+        raise SettingsError(f"--client-settings {text}: {name} names a file or a model, and clients may never set that")
     if not equals:
         return (cls.name, name), None
     least, _, most = limits.partition("..")

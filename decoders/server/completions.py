@@ -13,17 +13,20 @@ from .refusals import Refusal
 from .service import Service
 from .texts import Choice, named
 
-#: New tokens where a body does not say, as OpenAI has it.
+#: Default number of new tokens, as in OpenAI's API.
 DEFAULT_TOKENS = 16
 
 
 def start(service: Service, body: CompletionBody, arrival: Arrival) -> Completion:
-    """Submits what is asked for. Raises Refusal, and what :meth:`decoders.Scheduler.submit` raises."""
+    """Submits a request's texts and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
     if body.echo and body.logprobs is not None:
         raise Refusal(
-            400, "echo beside logprobs is not supported: prompts have none", param="echo", code="invalid_value"
+            400,
+            "echo with logprobs is not supported: there are no log probabilities of prompts",
+            param="echo",
+            code="invalid_value",
         )
-    service.check_count(body, len(body.prompts))  # before any of them costs anything
+    service.check_count(body, len(body.prompts))  # checked before any prompt is prepared
     prompts = [_ids(service, prompt) for prompt in body.prompts]
     job = service.start("cmpl-", body, prompts, arrival, wanted_of(body, service.conversations.style), DEFAULT_TOKENS)
     return Completion(service, body, job)
@@ -89,7 +92,7 @@ class Completion(ChoicesAnswer):
         }
 
     def _likeliest(self, chosen: TextToken) -> dict[str, float]:
-        """The likeliest tokens, and the one that was chosen."""
+        """The log probabilities of the likeliest tokens and of the chosen one."""
         values = {_key(chosen.data): chosen.logprobs.logprob}
         for token, value in chosen.logprobs.top:
             if token != chosen.logprobs.token:
@@ -98,6 +101,6 @@ class Completion(ChoicesAnswer):
 
 
 def _key(data: bytes) -> str:
-    """What OpenAI calls a token: its text, or ``bytes:`` and the bytes of one that cuts a character."""
+    """OpenAI's name of a token: its text, or ``bytes:`` and its bytes if it holds a part of a character."""
     name = named(data)
     return name if name.encode() == data else f"bytes:{name}"

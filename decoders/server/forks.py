@@ -1,4 +1,6 @@
-"""Work in processes that are forked for it, and killed when nobody waits for it or it takes too much. See :mod:`.workshop`."""
+"""Runs each piece of work in a forked process, and kills it when nobody waits for the result or it exceeds its limits. See
+:mod:`.workshop`.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,22 @@ from typing import Any
 from ..constraints import Auto, Regex, Vocabulary, compiled
 from ..errors import GrammarError
 
-#: What a piece of work may use besides the seconds it is given: of a processor, and MiB beyond what the workshop itself has.
+#: Limits of a piece of work: processor seconds beyond those it is given, and MiB beyond the workshop's own memory.
 SPARE_SECONDS, MEGABYTES = 1, 1024
-#: Lowers the priority of work: steps of those who decode come first.
+#: Added to the niceness of work, so that decoding goes first.
 NICE = 5
-#: Seconds after which whoever waits looks whether it still has to.
+#: Seconds between two checks whether a waiting thread should stop waiting.
 PATIENCE = 0.05
-_SIZE = 8  # bytes in front of a message, which say how long it is
+_SIZE = 8  # the prefix of a message: its length
 
-#: Raises where nobody waits any more.
+#: A function that raises if nobody waits for the result any more.
 Check = Callable[[], None]
 
 
 def exchanged(connection: socket.socket, content: bytes, check: Check) -> bytes | None:
-    """The answer to a message; None if there is none. check: called while it is waited for; what it raises ends the wait."""
+    """Sends a message and returns the answer; None if the other side closed. check: called while waiting; an error that it raises
+    ends the wait.
+    """
     connection.settimeout(PATIENCE)
     left, answer, size = memoryview(len(content).to_bytes(_SIZE) + content), bytearray(), math.inf
     while len(answer) < size:
@@ -53,7 +57,9 @@ def exchanged(connection: socket.socket, content: bytes, check: Check) -> bytes 
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the vocabulary out, which both sides have, and takes exceptions by what they hold, whatever makes them."""
+    """Pickles without the vocabulary, which both sides have, and pickles exceptions by their attributes, whatever their constructor
+    takes.
+    """
 
     def persistent_id(self, value: Any) -> Any:
         return ("vocabulary", value.spelled) if isinstance(value, Vocabulary) else None
@@ -80,23 +86,23 @@ def _remade(kind: type[Exception], arguments: tuple[Any, ...], held: dict[str, A
 
 
 def pickled(value: Any) -> bytes:
-    """A message of `value`, without the vocabulary that both sides have."""
+    """`value` as a message, without the vocabulary."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
-    """What :func:`pickled` made a message of."""
+    """The value in a message of :func:`pickled`."""
     return _Unpickler(content, vocabulary).load()
 
 
-# What the process does.
+# The following runs in the workshop's process.
 
 
 @dataclass(frozen=True)
 class _Forked:
-    """A piece of work: its process, the end of the socket that is its own, and a pipe that ends with it."""
+    """A piece of work: its process, our end of its socket, and a pipe that closes when the process ends."""
 
     pid: int
     job: int
@@ -104,10 +110,13 @@ class _Forked:
 
 
 def work(descriptor: int) -> None:
-    """Forks for every descriptor that comes over the socket `descriptor`, until that is closed."""
+    """Forks a process for every descriptor that arrives over the socket `descriptor`, until the socket is closed."""
     os.nice(NICE)
     vocabulary = Vocabulary(*pickle.load(sys.stdin.buffer))
-    for pattern in ("a", "[a-z]{5000}"):  # what every grammar needs of the vocabulary is made once
+    for pattern in (
+        "a",
+        "[a-z]{5000}",
+    ):  # tables of the vocabulary that every grammar needs are built once, before the forks
         with contextlib.suppress(GrammarError):
             compiled(Regex(pattern), vocabulary, Auto())
     gc.collect()
@@ -125,8 +134,8 @@ def work(descriptor: int) -> None:
                         return
                     begun = _forked(jobs[0], vocabulary, [descriptor, *running])
                     running |= {begun.job: begun, begun.life: begun}
-                    poll.register(begun.job, 0)  # nobody waits for it any more
-                    poll.register(begun.life, 0)  # it has ended
+                    poll.register(begun.job, 0)  # the client hung up
+                    poll.register(begun.life, 0)  # the process has ended
                 elif (over := running.get(ready)) is not None:
                     _kill(over.pid)
                     os.waitpid(over.pid, 0)
@@ -143,7 +152,7 @@ def _forked(job: int, vocabulary: Vocabulary, others: list[int]) -> _Forked:
         os.close(alive)
         return _Forked(pid, job, life)
     try:
-        os.setpgid(0, 0)  # killed with what it begins
+        os.setpgid(0, 0)  # a process group, so that its children are killed as well
         for each in (*others, life):
             os.close(each)
         with socket.socket(fileno=job) as connection:
@@ -163,24 +172,24 @@ def _answer(connection: socket.socket, vocabulary: Vocabulary) -> None:
     except Exception as error:
         try:
             content = pickled(error)
-        except Exception:  # of a plugin, say
+        except Exception:  # such as an exception class of a plugin
             content = pickled(RuntimeError(repr(error)))
     connection.sendall(len(content).to_bytes(_SIZE) + content)
 
 
 def _limit(seconds: int) -> None:
-    """Bounds this process's time on a processor, and its memory beyond what it has."""
+    """Limits this process's processor time, and the memory beyond its present size."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # no such file but on Linux
+    with contextlib.suppress(OSError, ValueError):  # the file exists on Linux only
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize() + (MEGABYTES << 20)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # it may have no group of its own yet
+    for kill in (os.killpg, os.kill):  # the process may not have its own group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

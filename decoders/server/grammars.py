@@ -1,6 +1,6 @@
-"""Grammars of answers: ``response_format``, and calls of functions with the way back from text to calls.
+"""Grammars of answers: ``response_format``, and function calls, which are also parsed from the text here.
 
-Nothing here reads a file that a client names.
+Files that a client names are never read.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from .templates import CallStyle
 
 
 def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
-    """What the text must follow; None for free text.
+    """The grammar of a ``response_format``; None for free text.
 
     Raises:
-        Refusal: it cannot be read.
+        Refusal: the format cannot be parsed.
     """
     try:
         return _spec(wanted)
@@ -67,7 +67,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
         return choice(wanted.choices)
     if isinstance(wanted, GrammarFormat):
         if (wanted.grammar is None) == (wanted.name is None):
-            message = "response_format: give grammar, a text in Lark's notation, or name, one of the library, not both"
+            message = "response_format: give either grammar, in Lark's notation, or name, of a grammar in the library"
             raise Refusal(400, message, param="response_format", code="invalid_value")
         if wanted.grammar is not None:
             return Lark(wanted.grammar)
@@ -77,7 +77,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
 
 
 def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
-    """What the grammar of an answer is made of; None for free text.
+    """The description from which an answer's grammar is compiled; None for free text.
 
     Raises:
         Refusal: as :meth:`Calling.of`.
@@ -90,15 +90,15 @@ def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
 
 @dataclass(frozen=True)
 class Calling:
-    """What a request says about calls.
+    """Which function calls an answer may contain.
 
     Attributes:
-        tools: those that may be called.
+        tools: the tools that may be called.
         style: how calls are written.
-        required: whether the answer has to be a call; else it may be text.
-        several: whether it may be more than one.
-        named: whether one function was named, which has to be called.
-        format: what text must follow where the answer is no call; None: nothing.
+        required: whether the answer must be a call; otherwise it may be text.
+        several: whether it may contain more than one call.
+        named: whether the request names one function, which must be called.
+        format: the format of an answer that is no call; None: free text.
     """
 
     tools: tuple[Tool, ...]
@@ -110,10 +110,10 @@ class Calling:
 
     @staticmethod
     def of(body: ChatBody, style: CallStyle) -> Calling | None:
-        """None where nothing may be called.
+        """The calls that a body allows; None if it allows none.
 
         Raises:
-            Refusal: `tool_choice` names what is not there, or calls and the format of texts cannot be told apart.
+            Refusal: `tool_choice` names an unknown tool, or calls cannot be told apart from texts in the given format.
         """
         tools, choice = tuple(body.tools or ()), body.tool_choice
         if not tools:
@@ -157,23 +157,24 @@ class Calling:
         return CallSpec(functions, format, alone=False, several=several, text=text)
 
     def read(self, text: str, ended: bool, known: dict[int, Progress] | None = None) -> Written:
-        """What is written of text and calls in an answer that grows until it has `ended`.
+        """Parses text and calls of a growing answer.
 
         Args:
-            known: of earlier reads of the answer, so that complete arguments are not read again.
+            ended: whether the answer is complete.
+            known: results of earlier reads, so that complete arguments are not parsed again.
         """
         written = self.style.format.read(text, self._kinds, ended, known)
-        # Beside a format, calls are the whole answer or none of it.
+        # With a format, the answer is either calls alone or text alone.
         if self.format is not None and written.text.strip() and written.calls:
             return Written(text)
         return written if self.several else Written(written.text, written.calls[:1])
 
 
 def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
-    """What `choice` asks for, ``named``, ``auto`` or ``required``, and the names that it allows.
+    """The mode of `choice` (``named``, ``auto`` or ``required``) and the names that it allows.
 
     Raises:
-        Refusal: one is none of `names`, or there is none.
+        Refusal: a name is not in `names`, or no name is given.
     """
     param = f"tool_choice.{choice.type}"
     if choice.type == "function" and choice.function is not None:
@@ -190,18 +191,18 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """What text must follow where there may be calls in its place.
+    """The format of text where calls are allowed as well.
 
     Raises:
-        Refusal: there is no grammar of both.
+        Refusal: no grammar can combine the two.
     """
     wanted = body.response_format
     if wanted is None or isinstance(wanted, TextFormat):
         return None
     if style.special:
-        reason = "the template marks calls with special tokens, which no grammar holds"
+        reason = "the template marks calls with special tokens, which cannot be part of a grammar"
     elif isinstance(wanted, GrammarFormat) and isinstance(spec_of(wanted), Lark | CompiledGrammar):
-        reason = "rules in Lark's notation are not joined with those of calls"
+        reason = "rules in Lark's notation cannot be combined with the rules of calls"
     else:
         return wanted
     message = f'response_format beside tools: {reason}. Say tool_choice="none" or "required", or leave one of them out'

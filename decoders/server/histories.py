@@ -1,4 +1,4 @@
-"""Calls of earlier turns as a chat template takes them: their arguments, their ids, and what stands beside them."""
+"""Converts calls of earlier turns to the form that a chat template takes: arguments, ids, and the text and thoughts around them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from .refusals import Refusal
 from .templates import CallStyle
 
-#: Between thoughts, and between texts, where they are told as one.
+#: Separates several thoughts, or several texts, that are joined to one.
 JOINT = "\n\n"
 
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
-    """Name, arguments, their text in JSON if that was given, and id of a call in an assistant's message.
+    """Name, arguments, the arguments' JSON text if it was given, and id of a call in an assistant's message.
 
-    What a model wrote can come back: arguments that the end of an answer has cut lose the member that is not complete, and numbers
-    too large for JSON's readers, or halves of characters, become the nearest that there is.
+    Imperfect calls that a model wrote are accepted: an incomplete last member of cut arguments is dropped, numbers too large for
+    JSON parsers are clamped, and lone surrogates are replaced.
 
     Raises:
-        Refusal: something is missing, or the arguments are no object.
+        Refusal: a field is missing, or the arguments are no object.
     """
     function: Any = call.get("function")
     try:
@@ -39,7 +39,7 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
 
 
 def _read(text: str) -> tuple[Any, str]:
-    """The value of a text in JSON, which may be cut, and that text. Raises ValueError."""
+    """The value of a JSON text, which may be cut, and the text that was parsed. Raises ValueError."""
     text.encode()
     try:
         return json.loads(text, parse_float=_number, parse_int=_number), text
@@ -54,12 +54,12 @@ def _number(text: str) -> int | float:
     return max(min(float(text), sys.float_info.max), -sys.float_info.max)
 
 
-#: Strings, the last of which may be cut, and what begins, divides and ends objects and lists.
+#: JSON strings, the last of which may be cut, and the punctuation of objects and lists.
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],]', re.DOTALL)
 
 
 def _closed(text: str) -> str:
-    """The beginning of an object or list in JSON, ended where its last complete member ends."""
+    """A cut JSON object or list, closed after its last complete member."""
     open, end = list[str](), 0
     for found in _MARKS.finditer(text):
         mark = found[0]
@@ -74,7 +74,7 @@ def _closed(text: str) -> str:
 
 
 def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` with nothing that UTF-8 or JSON do not have, since templates write them again. Raises ValueError: NaN."""
+    """`arguments` with only values that UTF-8 and JSON can hold, since templates serialize them again. Raises ValueError for NaN."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -85,26 +85,28 @@ def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Links:
-    """Ids of calls as the template takes them, and what their answers belong to. For one conversation, in its order.
+    """The ids of calls in the form that the template takes, and which call each answer belongs to.
+
+    An object serves one conversation, whose messages it must see in order.
 
     Args:
-        style: what the template takes.
+        style: which ids the template takes.
     """
 
     def __init__(self, style: CallStyle) -> None:
         self.style = style
-        self._names = dict[str, str]()  # of the functions called, by the ids for the template
+        self._names = dict[str, str]()  # names of the called functions, by the template's ids
         self._waiting = dict[str, None]()  # calls without an answer
 
     def called(self, name: str, id: Any) -> str:
-        """The id of a call. One that has none gets one."""
+        """The template's id of a call; calls without an id get a new one."""
         own = self.style.id_of(f"call_{len(self._names)}" if id is None else str(id))
         self._names[own] = name
         self._waiting[own] = None
         return own
 
     def answered(self, id: str | None) -> dict[str, str]:
-        """Id and function of a message with an answer; one without an id answers the oldest call that waits."""
+        """Id and function of a message that answers a call; an answer without an id belongs to the oldest unanswered call."""
         own = self.style.id_of(id) if id is not None else next(iter(self._waiting), None)
         if own is None:
             return {}
@@ -113,7 +115,7 @@ class Links:
 
 
 def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with each call in a message of its own, and behind it what answers it."""
+    """The conversation with each call in a message of its own, followed by its answer."""
     split, place = list[dict[str, Any]](), 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -133,7 +135,7 @@ def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answers_as_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with what functions answered as messages of the user, one for all answers in a row."""
+    """The conversation with answers of functions as user messages; consecutive answers become one message."""
     told = list[dict[str, Any]]()
     for role, group in groupby(messages, lambda message: message["role"]):
         if role == "tool":

@@ -13,7 +13,7 @@ from .refusals import Refusal
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Most images of a request, and most pixels of all of them: a small file may hold very many.
+#: Limits of a request: number of images, and pixels of all images together, since a small file may hold very many pixels.
 MOST, PIXELS = 16, 1 << 24
 #: Formats that are decoded.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -23,11 +23,11 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
     """The image in a part of a message, ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}``.
 
     Args:
-        param: names the part in errors.
-        others: of the same request.
+        param: the part's name in error messages.
+        others: earlier images of the same request.
 
-    Raises:
-        Refusal: it is no data URL, no image, or one too many or too large.
+        Raises:
+            Refusal: it is no data URL or no image, or the images are too many or too large.
     """
     if len(others) == MOST:
         raise _refusal(param, f"there are more than {MOST} images, which is the limit")
@@ -51,16 +51,16 @@ def _decoded(data: bytes, param: str, most: int) -> Image:
     from transformers.image_utils import load_image
 
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the head alone
+        image = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the file's header only
         width, height = image.size
         if width * height > most:
             raise _refusal(
                 param, f"the image has {width} x {height} pixels; the limit is {PIXELS} in all images of a request"
             )
-        return load_image(image)  # as in other programs: upright, in RGB
+        return load_image(image)  # as other programs do: rotated upright, converted to RGB
     except Refusal:
         raise
-    except Exception as error:  # a decoder raises what it likes
+    except Exception as error:  # decoders raise exceptions of any class
         raise _refusal(param, f"the image cannot be read ({error}): formats are {', '.join(FORMATS)}") from error
 
 

@@ -1,4 +1,4 @@
-"""What a server takes on: sizes, times, keys and hosts, checked before a request costs anything, and when and for whom it came."""
+"""The limits of a server (sizes, times, keys, hosts), checked before a request costs anything, and the arrival of a request."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from typing import Any
 from ..errors import CancelledError, DeadlineError
 from .refusals import Refusal, log
 
-#: Entries of a scope: the digest of the request's key, what tells how many tokens were read and written, and the seconds that threads
-#: have spent on preparing it.
+#: Our entries in an ASGI scope: the digest of the request's key, a function that returns its token counts, and the seconds that
+#: threads spent on preparing it.
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
-#: Share of the time that goes into answers without tokens while others wait for theirs, and how many seconds of it may be at once.
+#: Share of the time that answers without tokens may take while other requests are decoded, and the longest burst in seconds.
 IDLE_SHARE, BURST = 0.1, 0.02
-#: Seconds that such an answer is held back at most: of the server's state, and of others.
+#: Longest delay of such an answer in seconds: for /health and /metrics, and for all others.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
-#: Most bodies of the largest size that are in memory at a time, in bytes of them all.
+#: Number of bodies of the largest allowed size that may be in memory at a time.
 BODIES = 64
-#: Commas and opening brackets in a body, beside those of a prompt of the longest kind.
+#: Allowed commas and opening brackets in a body, in addition to those of the longest prompt.
 VALUES = 40_000
 CLOSE = {"Connection": "close"}
-#: Seconds of the event loop that a request takes at least, and a byte of its body.
+#: Least event-loop seconds of a request, and of each byte of its body.
 HANDLING, BYTE = 4e-4, 4e-9
 
 
 @dataclass
 class Arrival:
-    """What is known of a request before its body has come.
+    """What is known about a request before its body arrives.
 
     Attributes:
-        client: digest of its key; empty without one.
-        moment: when it came, in seconds of ``time.monotonic()``.
-        gone: whether the client has gone, or has been answered. Set by the event loop, read by threads.
+        client: digest of the request's key; "" without a key.
+        moment: its time of arrival, by ``time.monotonic()``.
+        gone: whether the client has disconnected or has been answered. The event loop sets it, threads read it.
     """
 
     client: str = ""
@@ -46,29 +46,31 @@ class Arrival:
     gone: bool = False
 
     def left(self, seconds: float) -> float:
-        """What is left of `seconds` since its arrival."""
+        """The rest of `seconds`, counted from the arrival."""
         return seconds - (time.monotonic() - self.moment)
 
     def check(self, seconds: float) -> None:
-        """Raises CancelledError if it is `gone`, DeadlineError if its `seconds` are over."""
+        """Raises CancelledError if the client is `gone`, and DeadlineError if `seconds` have passed since the arrival."""
         if self.gone:
             raise CancelledError("the request was cancelled")
         if self.left(seconds) <= 0:
             raise self.late(seconds)
 
     def late(self, seconds: float) -> DeadlineError:
-        """The error of a request whose `seconds` are over."""
-        return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")
+        """The error for a request that took longer than `seconds`."""
+        return DeadlineError(f"the request was not finished within its {seconds:.3g} seconds")
 
     def salt(self, given: str | None) -> str:
-        """The salt that keeps its cached texts apart from those of other keys, or with another ``cache_salt`` than `given`."""
+        """The salt that separates the request's cached texts from those of other keys and of other values of ``cache_salt``. given:
+        the request's ``cache_salt``.
+        """
         if not self.client and given is None:
             return ""
         return digest(f"{self.client}\0{given or ''}")
 
 
 def digest(text: str) -> str:
-    """A name for `text` that does not reveal it."""
+    """A digest of `text`, which does not reveal it."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -80,49 +82,50 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Pace:
-    """Spreads answers that bring nobody a token, so that a flood of their requests leaves the time to others.
+    """Delays answers without tokens (refusals, /health, …), so that a flood of such requests does not slow down decoding.
 
-    A client waits for its answer before it asks again. Holding answers back bounds how much of the time it can take.
+    A client waits for its answer before it asks again, so delaying answers bounds the time that it can take.
 
     Args:
-        longest: seconds that one is held back.
+        longest: longest delay in seconds.
     """
 
     def __init__(self, longest: float) -> None:
         self.longest, self._until = longest, 0.0
 
     def delay(self, seconds: float) -> float:
-        """How long an answer is to be held back that has taken so many `seconds`."""
+        """The delay in seconds of an answer that took `seconds` to compute."""
         now = time.monotonic()
         self._until = min(max(self._until, now - BURST / IDLE_SHARE) + seconds / IDLE_SHARE, now + self.longest)
         return max(self._until - now, 0.0)
 
 
-#: Paths that need no key: whether the server lives, and the page, which holds nothing.
+#: Paths that need no key: the health check, and the page, which holds no data.
 OPEN = ("/", "/health")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for, and what all of them may take.
+    """Limits of one request and of all requests together.
 
     Attributes:
-        body: bytes.
-        prompt_tokens: of a prompt.
-        new_tokens: per choice.
-        choices: prompts times n.
-        deadline: seconds that a request may take, its time in the queue included; a request may ask for less.
+        body: bytes of a body.
+        prompt_tokens: tokens of a prompt.
+        new_tokens: new tokens per choice.
+        choices: number of prompts times n.
+        deadline: seconds that a request may take, including its time in the queue; a request may ask for less.
         rows: requests that are decoded at a time, per strategy.
-        slots: tokens of a row, prompt and new ones.
-        queue: requests that wait, per strategy.
-        schedulers: strategies at a time, beside the default one.
-        constrained: requests with a grammar or tools that wait for their turn to be prepared.
-        connections: at a time.
-        read: seconds in which a request has to arrive, its head and then its body.
-        sharing: whether requests use what others with the same key and ``cache_salt`` have left: keys and values of prompts that
-            begin alike, and what strategies learn.
-        client_settings: of strategies that a request may set, see :class:`~decoders.server.client_settings.ClientSettings`.
+        slots: tokens of a row, prompt and new tokens together.
+        queue: waiting requests, per strategy.
+        schedulers: strategies at a time, in addition to the default strategy.
+        constrained: requests with a grammar or tools that wait to be prepared.
+        connections: connections at a time.
+        read: seconds in which a request's head has to arrive, and then its body.
+        sharing: whether requests with the same key and ``cache_salt`` share keys and values of common prompt beginnings, and what
+            strategies learn.
+        client_settings: the strategies' settings that a request may set, see
+            :class:`~decoders.server.client_settings.ClientSettings`.
     """
 
     body: int = 1 << 20
@@ -142,30 +145,30 @@ class Limits:
 
     @property
     def most_values(self) -> int:
-        """Commas and opening brackets that a body may hold."""
+        """The number of commas and opening brackets that a body may hold."""
         return VALUES + 8 * self.prompt_tokens
 
     def check_values(self, content: bytes) -> None:
-        """Raises Refusal for a body that holds more values than a request needs: a megabyte of brackets takes long to be read."""
+        """Raises Refusal for a body with more values than any request needs, since a megabyte of brackets takes long to parse."""
         count, most = values(content), self.most_values
         if count > most:
             message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
             raise Refusal(400, message, code="too_many_values")
 
     def check_texts(self, count: int) -> None:
-        """Raises Refusal for more texts than a request may ask for, or than ever fit."""
+        """Raises Refusal if a request asks for more texts than it may, or than fit into the queue."""
         most = min(self.choices, self.queue + self.rows)
         if count > most:
-            message = f"{count} texts are asked for (n times prompts); the limit is {most}"
+            message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
             raise Refusal(400, message, param="n", code="too_many_choices")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
-        """The refusal of a prompt of so many `tokens`, where a row has so many `slots`."""
+        """The refusal of a prompt with too many `tokens`. slots: tokens of a row."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
     def list_checks(self, slots: int) -> dict[str, Callable[[list[Any]], None]]:
-        """What refuses lists in bodies that are too long whatever is in them, by the names of their fields."""
+        """Checks of the length of lists in a body, by field name, which run before the items are validated."""
 
         def prompt(given: list[Any]) -> None:
             if given and not isinstance(given[0], int):
@@ -179,23 +182,24 @@ class Limits:
 
 
 def values(content: bytes) -> int:
-    """Commas and opening brackets in a text of JSON."""
+    """The number of commas and opening brackets in a JSON text."""
     return sum(map(content.count, (b",", b"[", b"{")))
 
 
 class Gate:
-    """Refuses requests without a key, for a foreign host, with too large a body, or with one that a web page could send by itself.
+    """Refuses requests without a valid key, for a foreign host, with too large a body, or with a body that a web page could send
+    without asking.
 
-    Answers without tokens are held back (:class:`Pace`) while others are decoded.
+    While other requests are decoded, answers without tokens are delayed (:class:`Pace`).
 
     Args:
-        app: who answers the others.
-        keys: of which clients have to give one as ``Authorization: Bearer …``, or the only one; none: every client is served.
-        hosts: names that a client may call the server by; None: any. On a loopback address this keeps web pages out whose
-            name was made to point here.
-        body: most bytes.
+        app: answers the requests that pass.
+        keys: valid keys, of which a client sends one as ``Authorization: Bearer …``; empty: no key is needed.
+        hosts: names by which clients may address the server; None: any. On a loopback address this keeps out web pages whose domain
+            resolves to it (DNS rebinding).
+        body: greatest number of bytes of a body.
         refused: called with every refusal.
-        busy: whether others are decoded.
+        busy: returns whether requests are being decoded.
     """
 
     def __init__(
@@ -204,7 +208,7 @@ class Gate:
     ) -> None:  # fmt: skip
         self.app, self.body, self.refused, self.busy = app, body, refused, busy
         self._refusals, self._looks = Pace(LONGEST_HOLD), Pace(LONGEST_LOOK)
-        self._bytes = 0  # of bodies whose answers have not begun
+        self._bytes = 0  # bytes of bodies whose answers have not begun
         every = [keys] if isinstance(keys, str) else keys or ()
         self.keys = {key.encode(): digest(key) for key in every}
         self.hosts = {host.lower() for host in hosts} if hosts is not None else None
@@ -239,7 +243,7 @@ class Gate:
                 )
 
     async def _hold(self, scope: Scope, status: int, seconds: float) -> None:
-        """Holds an answer back that has taken so many `seconds`, if it is none that brings tokens."""
+        """Delays an answer without tokens, by the `seconds` that it took."""
         if status < 400 and scope["method"] == "POST":
             return
         delay = (self._looks if status < 400 else self._refusals).delay(seconds)
@@ -289,7 +293,8 @@ class Gate:
         if self.keys and scope["path"] not in OPEN:
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
             given = given.strip() if kind.lower() == b"bearer" else b""
-            matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]  # all are compared
+            # Compares with all keys, so that the time does not tell which one matched.
+            matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]
             if not matching:
                 wrong = "the API key is wrong" if given else "Authorization: Bearer KEY is missing"
                 return Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -304,7 +309,7 @@ class Gate:
         return None
 
     def _too_large(self) -> Refusal:
-        message = f"the body has more than {self.body:,} bytes, which is all that this server takes"
+        message = f"the body has more than {self.body:,} bytes, the limit of this server"
         return Refusal(413, message, code="body_too_large", headers=CLOSE)
 
     async def _refuse(self, error: Refusal, scope: Scope, send: Send) -> None:
@@ -317,14 +322,16 @@ class Gate:
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
-    """The names that a server at `host` answers to: only these on a loopback address; elsewhere any, unless `more` says."""
+    """The names that a server at `host` answers to: loopback names and `more` on a loopback address; elsewhere `host` and `more`,
+    or any name (None) if there is no `more`.
+    """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))
     return frozenset((host, *more)) if more else None
 
 
 def _name_of(host: str) -> str:
-    """A ``Host`` header without its port."""
+    """The name in a ``Host`` header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

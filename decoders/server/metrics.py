@@ -10,20 +10,20 @@ from ..serving.generation import Generation
 from .pool import SchedulerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Strategies that have figures of their own. Clients can merge a handful in thousands of orders.
+#: Number of strategies with labels of their own, since clients can merge a few strategies in thousands of orders.
 NAMED = 32
-#: Places in a draft that have figures of their own.
+#: Number of places in a draft with labels of their own.
 POSITIONS = 32
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Metrics:
-    """What a server counts.
+    """The metrics of a server.
 
     Args:
-        pool: whose queues and rows are shown.
-        rows: of one scheduler.
-        model: name of the model.
+        pool: the schedulers whose queues and rows are reported.
+        rows: number of rows of one scheduler.
+        model: the model's name.
     """
 
     def __init__(self, pool: SchedulerPool, rows: int, model: str) -> None:
@@ -34,7 +34,7 @@ class Metrics:
         )
         self.prompt_tokens = Counter("decoders_prompt_tokens", "Tokens of prompts", registry=registry)
         self.reused_tokens = Counter(
-            "decoders_reused_prompt_tokens", "Those that were not read again", registry=registry
+            "decoders_reused_prompt_tokens", "Prompt tokens that were reused from the cache", registry=registry
         )
         named = ["strategy"]
         self.tokens = Counter("decoders_generated_tokens", "New tokens", named, registry=registry)
@@ -42,7 +42,7 @@ class Metrics:
         self.accepted = Counter("decoders_accepted_tokens", "Draft tokens that were accepted", named, registry=registry)
         self.steps = Counter("decoders_row_steps", "Steps times the rows in them", named, registry=registry)
         served = ["model_name"]
-        #: As vLLM calls them: dashboards and AIPerf read them.
+        #: Metrics with vLLM's names, which dashboards and AIPerf read.
         self.speculation = {
             name: Counter(f"vllm:spec_decode_num_{name}", text, served, registry=registry).labels(model)
             for name, text in {
@@ -80,7 +80,7 @@ class Metrics:
             Gauge(name, text, registry=registry).set_function(value)
         self._names: set[str] = set()
         self._recent: list[tuple[float, int]] = []
-        self.seconds = 1.0  # of a request, a moving mean
+        self.seconds = 1.0  # moving mean of the seconds of a request
 
     def ended(self, generation: Generation) -> None:
         """Counts a request of a scheduler; called in the thread that decodes."""
@@ -96,7 +96,7 @@ class Metrics:
             else:
                 self.first.observe(moment - last)
             last, before = moment, count
-        # Not the generation's own, which judges the text first.
+        # Read from the request, since the generation's own property validates the text first.
         report = generation.member.report if generation.member is not None else None
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         if report is None:
@@ -131,5 +131,5 @@ class Metrics:
         return sum(count for moment, count in list(self._recent) if moment > since) / 10
 
     def text(self) -> bytes:
-        """All of it in Prometheus' format."""
+        """All metrics in Prometheus' format."""
         return generate_latest(self.registry)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Offered:
-    """Those that run with what the server has.
+    """The strategies that run on this server.
 
     Args:
-        model: that is served.
+        model: the served model.
         pool: its schedulers.
     """
 
@@ -33,7 +33,9 @@ class Offered:
 
     @cached_property
     def names(self) -> list[str]:
-        """None whose draft model, heads or network are not there. Those that need heads or the like are tried, on one token."""
+        """Names of the strategies whose draft model, heads or network are present. Strategies with heads are tried out on one
+        token.
+        """
         known = registry().strategies()
         able = {name for name, entry in known.items() if self._can_run(name, entry.cls)}
         return sorted(able | {self._pool.default} & known.keys())
@@ -47,7 +49,7 @@ class Offered:
         options = dict(max_new_tokens=1, pad_token_id=0, decoders_config={"compile": False})
         try:
             self._model.generate(token, attention_mask=torch.ones_like(token), strategy=name, **options)
-        except Exception:  # whatever it is, requests would meet it as well
+        except Exception:  # any error here would occur in requests as well
             return False
         return True
 
@@ -57,10 +59,10 @@ class Offered:
         Args:
             asked: its name, or several joined by ``+``; None: the server's own.
             config: its settings.
-            constrained: whether the request says what may be written.
+            constrained: whether the request has a grammar.
 
-        Raises:
-            Refusal: there is none of that name, it lacks something here, or a setting names a file.
+            Raises:
+                Refusal: there is no strategy of that name, the server lacks something that it needs, or a setting names a file.
         """
         refuse_files(config)
         for name in map(str.strip, (asked or self._pool.default).split("+")):
@@ -70,7 +72,7 @@ class Offered:
                 message = f"there is no strategy {shortened(repr(name))} here. {suggest(name, self.names)}"
                 raise Refusal(400, message, param="strategy", code="unknown_strategy") from error
             if cls.needs_grammar and not constrained:
-                message = f"strategy {cls.name!r} needs response_format or tools, which say what may be written"
+                message = f"strategy {cls.name!r} needs a grammar: give response_format or tools"
                 raise Refusal(400, message, param="strategy", code="invalid_value")
             if asked is not None and (cls.needs_assistant or cls.needs) and cls.name not in self.names:
                 lacks = "a draft model (--assistant)" if cls.needs_assistant else f"the {cls.needs} for it"

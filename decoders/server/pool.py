@@ -1,4 +1,6 @@
-"""Schedulers: that of the default strategy, and one for each other that requests ask for, a bounded number, which make room."""
+"""Schedulers: one for the default strategy, and a bounded number for other strategies that requests name; idle ones are closed to
+make room.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Entry:
-    """A scheduler and the requests that it has.
+    """A scheduler and its requests.
 
     Attributes:
-        key: of its strategy and settings.
-        outstanding: the requests, with their turns.
-        leases: requests that are being submitted.
-        used: number of the pool's request that used it last.
-        turn: the latest turn of a request that has had a row.
-        turns: of clients, those of their latest requests.
+        key: its strategy and settings.
+        outstanding: its unfinished requests, with their turns.
+        leases: number of requests that are being submitted.
+        used: number of the last request in the pool that used it.
+        turn: the latest turn of a request that got a row.
+        turns: for each client the turn of its latest request.
     """
 
     key: str
@@ -45,7 +47,7 @@ class _Entry:
     turns: dict[str, int] = field(default_factory=dict)
 
     def next_turn(self, client: str) -> int:
-        """When a request of `client` is served, among those that wait: each client in turn has one (fair queueing by start)."""
+        """The turn of a new request of `client` in the queue: clients take turns, one request each (start-time fair queueing)."""
         begun = [turn for generation, turn in self.outstanding.items() if generation.waited is not None]
         self.turn = max([self.turn, *begun])
         self.turns = {name: turn for name, turn in self.turns.items() if turn > self.turn}
@@ -54,15 +56,16 @@ class _Entry:
 
 
 class SchedulerPool:
-    """Submits requests to the scheduler of their strategy, which is made when it is first needed.
+    """Submits requests to the scheduler of their strategy, which is created on first use.
 
     Args:
-        model, tokenizer: of all of them.
-        strategy, config: of requests that name none; the settings also hold for requests that name this strategy.
-        most: schedulers at a time beside that of the default strategy, which is never closed for another.
+        model, tokenizer: shared by all schedulers.
+        strategy, config: the default strategy and its settings, for requests that name none; the settings also hold for requests
+            that name this strategy.
+        most: number of schedulers at a time, in addition to the default strategy's, which is never closed for another.
         assistant: draft model for strategies that take one.
-        options: of every :class:`~decoders.Scheduler`.
-        client: what requests may say of settings.
+        options: arguments of every :class:`~decoders.Scheduler`.
+        client: the settings that requests may set.
     """
 
     def __init__(
@@ -86,13 +89,13 @@ class SchedulerPool:
         """Puts a request in the queue of its strategy's scheduler.
 
         Args:
-            client: whose request it is. Clients take turns, however many requests each of them has.
-            on_done: called once it is done, in the thread that decodes.
-            arguments: of :meth:`decoders.Scheduler.submit`.
+            client: the client's digest. Clients take turns, however many requests each has.
+            on_done: called in the decoding thread when the request is done.
+            arguments: arguments of :meth:`decoders.Scheduler.submit`.
 
         Raises:
-            Refusal: all schedulers are busy with other strategies, or a setting is not for clients to set.
-            Whatever :meth:`decoders.Scheduler.submit` raises.
+            Refusal: all schedulers are busy with other strategies, or clients may not set a setting. Errors of
+                :meth:`decoders.Scheduler.submit` are raised as they are.
         """
         entry = self._lease(strategy, config)
         try:
@@ -118,7 +121,8 @@ class SchedulerPool:
         key = _key(name, settings)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and not entry.scheduler.alive:  # an error outside of any request has ended it
+            # The scheduler was ended by an error outside of any request.
+            if entry is not None and not entry.scheduler.alive:
                 del self._entries[key]
                 entry = None
             if entry is None:
@@ -136,7 +140,8 @@ class SchedulerPool:
         """Name and settings in force.
 
         Raises:
-            UnknownNameError, PluginError: there is no such strategy. Refusal: a setting is not for clients, or has a wrong value.
+            UnknownNameError, PluginError: there is no such strategy. Refusal: clients may not set a setting, or it has a wrong
+                value.
         """
         given = dict(config or {})
         if strategy is None and not given:
@@ -147,7 +152,7 @@ class SchedulerPool:
         try:
             resolve_strategy(strategy or self.strategy, settings)
         except SettingsError as error:
-            message = f"strategy_config.{str(error).partition(': ')[2]}"  # behind the name of the class of settings
+            message = f"strategy_config.{str(error).partition(': ')[2]}"  # without the name of the settings class
             raise Refusal(400, message, param="strategy_config", code="invalid_value") from error
         return name, settings
 
@@ -158,9 +163,12 @@ class SchedulerPool:
         if len(others) < self.most:
             return
         resting = [each for each in others if not (each.outstanding or each.leases)]
-        if not resting or len(self._closing) >= self.most:  # what is being closed still has its memory
+        if not resting or len(self._closing) >= self.most:  # a scheduler that is being closed still holds its memory
             busy = ", ".join(sorted({each.strategy for each in others}))
-            message = f"{self.most} strategies beside {self.default} are busy, which is all that run at a time: {busy}. Try again later"
+            message = (
+                f"{self.most} strategies beside {self.default} are busy, the most that this server runs at a time: "
+                f"{busy}. Try again later"
+            )
             raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})
         entry = min(resting, key=lambda each: each.used)
         del self._entries[entry.key]
@@ -177,25 +185,25 @@ class SchedulerPool:
 
     @property
     def strategies(self) -> list[str]:
-        """Those that have a scheduler."""
+        """The strategies that have a scheduler."""
         with self._lock:
             return [entry.strategy for entry in self._entries.values()]
 
     @property
     def waiting(self) -> int:
-        """Requests in all queues."""
+        """The number of requests in all queues."""
         with self._lock:
             return sum(entry.scheduler.waiting for entry in self._entries.values())
 
     @property
     def running(self) -> int:
-        """Rows in use."""
+        """The number of rows in use."""
         with self._lock:
             return sum(entry.scheduler.running for entry in self._entries.values())
 
     @property
     def outstanding(self) -> int:
-        """Requests that have not ended."""
+        """The number of unfinished requests."""
         with self._lock:
             return sum(len(entry.outstanding) for entry in self._entries.values())
 
@@ -227,7 +235,7 @@ def _closed(scheduler: Scheduler) -> None:
 
 @cache
 def _library() -> Any:
-    """The C library where it can give freed memory back, glibc's; elsewhere None."""
+    """The C library if it is glibc, which can return freed memory; else None."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
@@ -235,6 +243,6 @@ def _library() -> Any:
 
 
 def give_back() -> None:
-    """Returns freed memory to the system. Every thread that has decoded leaves a heap of its own behind."""
+    """Returns freed memory to the system: every decoding thread leaves its own heap behind."""
     if (library := _library()) is not None:
         library.malloc_trim(0)

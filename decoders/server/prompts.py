@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Renders messages.
+    """Renders conversations to prompts.
 
     Args:
-        template: in the place of the tokenizer's own.
-        thinking: what thoughts begin and end with; by default what is known of the model.
-        tool_format: name of the format of calls; by default that of the template.
-        processor: of a model that sees; without one messages have no images.
+        template: replaces the tokenizer's chat template.
+        thinking: begin and end markers of thoughts; by default the model's known markers.
+        tool_format: name of the format of calls; by default the template's format.
+        processor: the processor of a vision model; without one messages cannot have images.
 
     Attributes:
-        style: how it writes calls.
-        thinking: the markers of thoughts; None where none are known.
-        messages: which messages it takes.
-        special: the special tokens by their names.
+        style: how the template writes calls.
+        thinking: the markers of thoughts; None if they are not known.
+        messages: which messages the template takes.
+        special: the special tokens by name.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Conversations:
 
     @property
     def reads_effort(self) -> bool:
-        """Whether the template itself asks for an effort of reasoning."""
+        """Whether the template reads a reasoning effort."""
         return "reasoning_effort" in str(self.template or self.tokenizer.chat_template or "")
 
     @property
@@ -74,21 +74,22 @@ class Conversations:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any], images: list[Any] | None = None
     ) -> str:  # fmt: skip
-        """The text that asks for the next message.
+        """The conversation as text, up to where the next message begins.
 
         Args:
-            variables: for the template, beside what it always gets.
-            images: takes those of the messages; None refuses them.
+            variables: additional variables for the template.
+            images: a list to which the messages' images are added; None refuses images.
 
         Raises:
-            Refusal: there is no template, or it does not take this conversation.
+            Refusal: there is no template, or it rejects this conversation.
         """
         if not self.has_template:
             message = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
             raise Refusal(400, message, param="messages", code="no_chat_template")
         listed = [tool.model_dump(exclude_none=True) for tool in tools]
         for tool in listed:
-            tool["function"].setdefault("description", "")  # templates join it to other text
+            # Templates concatenate it with other text, so it must be a string.
+            tool["function"].setdefault("description", "")
         if self.processor is None or "user" in self.messages.unread:
             images = None
         links = Links(self.style)
@@ -114,27 +115,27 @@ class Conversations:
             raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
         try:
             return self._render(plain, listed, True, variables)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates raise exceptions of any class
             message = f"the chat template does not take this conversation: {error}"
             raise Refusal(400, message, param="messages", code="chat_template_error") from error
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a rendered text: the template writes the special ones itself."""
+        """The tokens of a rendered text, without added special tokens, which the template writes itself."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
     def inputs(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
-        """Tokens of a rendered text, and what the model is given of its images besides.
+        """The tokens of a rendered text, and the model's image inputs.
 
         Raises:
-            Refusal: the processor does not take them.
+            Refusal: the processor rejects the images.
         """
         if not images:
             return self.ids(text), {}
         processor: Any = self.processor
         try:
             inputs = dict(processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt"))
-        except Exception as error:  # a processor raises what it likes
+        except Exception as error:  # processors raise exceptions of any class
             message = f"the model's processor does not take these images: {error}"
             raise Refusal(400, message, param="messages", code="invalid_image") from error
         ids = inputs.pop("input_ids")[0].tolist()
@@ -176,7 +177,7 @@ class Conversations:
             ]
             if self.style.one_text and thought and content:
                 thought, plain["content"] = f"{thought}{JOINT}{content}", ""
-        if thought is not None:  # as templates call it
+        if thought is not None:  # the name that templates use
             plain |= {"reasoning_content": thought, "thinking": thought}
         if role == "tool":
             plain |= links.answered(message.tool_call_id)
@@ -188,7 +189,7 @@ class Conversations:
 def _introduced(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], style: CallStyle
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The conversation with a system message that says which functions there are."""
+    """The conversation with a system message that lists the functions."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     shape = style.format.written([("…", "{…}" if style.format.notation is None else '{"…": "…"}')])
     text = f"You may call functions. To call one, answer with nothing but {shape}. The functions:\n{listed}"
@@ -199,7 +200,7 @@ def _introduced(
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with each system message put in front of the next user message."""
+    """The conversation with each system message merged into the next user message."""
     conversation, waiting = list[dict[str, Any]](), list[str]()
     for message in messages:
         if message["role"] == "system":
@@ -220,7 +221,7 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _text_of(
     content: str | list[dict[str, Any]] | None, place: int, images: list[Any] | None
 ) -> str | list[dict[str, Any]]:
-    """The text of a message; if there are images in it, which are put to `images`, the parts of a template."""
+    """The text of a message; or, if it has images, its parts for the template. The images are added to `images`."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = list[dict[str, Any]]()

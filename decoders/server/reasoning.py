@@ -1,4 +1,4 @@
-"""What models think before they answer: told apart from the answer while both grow, and bounded."""
+"""Separates a model's thoughts from its answer while the text grows, and bounds the length of thoughts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Part:
     """A part of an assistant's turn.
 
     Attributes:
-        kind: a thought, an answer that may have calls in it, or text without any.
-        text: of it.
-        begin: where it begins in what is written.
-        first: where its marker does.
+        kind: a thought, an answer that may contain calls, or text without calls.
+        text: the part's text.
+        begin: offset of the part in the whole text.
+        first: offset of its begin marker.
     """
 
     kind: Literal["thought", "answer", "text"]
@@ -37,9 +37,9 @@ class Reasoning:
     """How the answer to a request begins with a thought.
 
     Attributes:
-        markers: of thoughts.
-        open: whether the prompt has begun one; None: the answer may.
-        budget: tokens that it may have; None for any number.
+        markers: the begin and end markers of thoughts.
+        open: whether the prompt already opens a thought; None: the answer may open one.
+        budget: greatest number of tokens in the thought; None: unlimited.
     """
 
     markers: ThinkingMarkers
@@ -50,13 +50,13 @@ class Reasoning:
     def of(
         body: ChatBody, conversations: Conversations, prompt: list[int], spelling: Spelling, most: int
     ) -> Reasoning | None:
-        """None where no markers are known, or the prompt has ended the thought.
+        """The reasoning of a request; None if no markers are known, or if the prompt already ends the thought.
 
         Args:
-            most: new tokens, of which an effort is a share.
+            most: number of new tokens, of which an effort takes a share.
 
         Raises:
-            Refusal: a budget is asked for, and no markers are known.
+            Refusal: the request has a budget, but no markers are known.
         """
         markers = conversations.thinking
         if markers is None:
@@ -75,13 +75,13 @@ class Reasoning:
 
     @property
     def argument(self) -> dict[str, Any]:
-        """``thinking=`` of the request."""
+        """The argument ``thinking=`` of ``generate``."""
         return {"tokens": self.budget, "begin": self.markers.begin, "end": self.markers.end}
 
     def parts(self, text: str, ended: bool) -> list[Part]:
-        """The thoughts and the answers in a growing text, in their order.
+        """The thoughts and answers in a growing text, in order.
 
-        What may become a marker is held back until `ended`.
+        Text that may become a marker is held back until `ended`.
         """
         begin, end = str(self.markers.begin), str(self.markers.end)
         if self.markers.closing is not None:
@@ -110,11 +110,11 @@ _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
 def _messages(text: str, ended: bool) -> list[Part]:
-    """The messages of harmony, each a head and a content; calls with their heads."""
+    """The messages of a text in the harmony format: head and content of each; calls keep their heads."""
     parts = list[Part]()
     if not ended and text in ("", "<"):
         return []
-    if not text.startswith("<|"):  # it writes no messages
+    if not text.startswith("<|"):  # the text has no harmony messages
         return [Part("answer", text, 0, 0)]
     first = 0
     while (place := text.find(_HEAD_END, first)) >= 0:

@@ -1,6 +1,7 @@
-"""What a client is told when a request is refused or fails: OpenAI's error form, with a status that says whose fault it is.
+"""Errors for clients in OpenAI's form, when a request is refused or fails; the status says whether the client or the server is at
+fault.
 
-A body that cannot be read is explained here, too: field, value and what comes nearest.
+Errors in a body are explained here, too: the field, its value and the nearest valid value.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from .bodies import SHAPES, Asked
 
 log = logging.getLogger("decoders.server")
 
-#: ``type`` of an error by its status; 4xx otherwise is a request that cannot be answered as it stands.
+#: ``type`` of an error by its status; all other 4xx are ``invalid_request_error``.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """A request that gets an error for an answer.
+    """A request is answered with an error.
 
     Attributes:
-        status: of the response.
-        message: what was wrong, what is allowed, what comes nearest.
-        param: the field that is to blame, as a path with dots.
-        code: a word for programs.
-        headers: of the response.
+        status: HTTP status of the response.
+        message: what was wrong, what is allowed, and the nearest valid value.
+        param: the wrong field, as a path with dots.
+        code: error code for programs.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer, as OpenAI has it."""
+        """The error in OpenAI's form."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> Refusal:
-        """The same in the words of a route that calls fields otherwise; what a client has named itself stays so."""
+        """This refusal with a route's own field names; names that the client chose stay."""
         new = names.get((self.param or "").partition(".")[0])
         if self.param is None or new is None or self.code in ("unsupported_parameter", "unknown_parameter"):
             return self
@@ -70,17 +71,17 @@ class Refusal(Exception):
 
     @property
     def outcome(self) -> str:
-        """How the request is counted."""
+        """The metrics' label of this outcome."""
         named = {429: "queue_full", 504: "deadline", 503: "unavailable", 499: "cancelled"}
         return named.get(self.status, "failed" if self.status >= 500 else "refused")
 
 
 def client_gone() -> Refusal:
-    """The end of a request whose client has gone: nobody reads it, but it is counted."""
+    """The refusal of a request whose client has disconnected: nobody reads it, but metrics count it."""
     return Refusal(499, "the client closed the connection", code="client_gone")
 
 
-#: What Python's callers are told, and what a request says in its place.
+#: Phrases of messages for callers in Python, and their replacements for HTTP clients.
 _WORDS = {
     r" of decoders\.constraints[\w.]*": "",
     r"decoders\.json_schema(?!\w)": 'a response_format of type "json_schema"',
@@ -96,17 +97,17 @@ _WORDS = {
 
 
 def in_words_of_requests(text: str) -> str:
-    """A message for callers of Python in the words of requests."""
+    """A message for callers in Python, reworded for HTTP clients."""
     for pattern, words in _WORDS.items():
         text = re.sub(pattern, words, text)
     return text
 
 
 def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
-    """The refusal for `error`. Of an unexpected one the client learns only that it happened; the log has the rest.
+    """The refusal for `error`. Unexpected errors are logged, and the client learns only that one occurred.
 
     Args:
-        retry_after: seconds after which a request that found the queue full may come again.
+        retry_after: seconds after which a client may retry if the queue was full.
     """
     if isinstance(error, Refusal):
         return error
@@ -137,27 +138,28 @@ B = TypeVar("B", bound=Asked)
 
 
 def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[Any]], None]] | None = None) -> B:
-    """The body of a request.
+    """Parses the body of a request.
 
     Args:
-        checks: what refuses lists that are too long, by the names of their fields, before their items are looked at.
+        checks: checks of the length of lists, by field name, which run before the items are validated.
 
     Raises:
-        Refusal: it is no JSON, or a field is unknown, missing or has a value out of range.
+        Refusal: the body is no JSON, or a field is unknown, missing or out of range.
     """
     try:
         return kind.model_validate_json(content, context=checks)
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
         raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error
-    except OverflowError as error:  # pydantic before 2.12, of a whole number that no float comes near
+    except OverflowError as error:  # pydantic before 2.12 raises this for an integer that exceeds a float
         raise Refusal(400, "a number in the body is out of range", code="invalid_value") from error
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The error to explain: of a union's branches, that of the one that validated furthest."""
+    """The error to explain. For a union it is the error of the branch that validated furthest."""
     unknown = next((each for each in every if each["type"] == "extra_forbidden"), None)
-    if unknown is not None:  # a field that is missing may be there under a wrong name: that is what helps
+    # A missing field may be present under a wrong name, and then the wrong name is the better explanation.
+    if unknown is not None:
         return unknown
     first = every[0]["loc"]
     branch = next((place for place, step in enumerate(first) if _is_label(step)), len(first))
@@ -170,7 +172,7 @@ def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _is_mismatch(error: dict[str, Any]) -> bool:
-    """Whether a value has not the shape of a branch of a union."""
+    """Whether the error says that a value does not have the shape of a union's branch."""
     loc, kind = error["loc"], error["type"]
     return bool(loc) and _is_label(loc[-1]) and (kind.endswith("_type") or kind == "literal_error")
 
@@ -179,7 +181,7 @@ def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
     place = [shortened(str(step), 100) for step in error["loc"] if not _is_label(step)]
     for nested in (["response_format"], ["text", "format"]):
         if place[: len(nested)] == nested:
-            del place[len(nested) : len(nested) + 1]  # pydantic says which kind of format it is
+            del place[len(nested) : len(nested) + 1]  # pydantic's path names the kind of format
     param, name = ".".join(place) or None, place[-1] if place else ""
     more = f" ({count - 1} more)" if count > 1 and error["type"] == "extra_forbidden" else ""
     if error["type"] == "json_invalid":
@@ -207,7 +209,7 @@ def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
     return Refusal(400, f"{param or 'the body'}: {message}", param=param, code="invalid_value")
 
 
-#: Names that pydantic puts into a path for the branch of a union.
+#: Names of union branches that pydantic adds to the path of an error.
 _LABELS = {"str", "bool", "constrained-str", "FlatChoice", "ToolChoice"}
 
 

@@ -1,4 +1,4 @@
-"""What requests to ``/v1/responses`` may hold, and how they become requests of a conversation."""
+"""The fields of requests to ``/v1/responses``, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .refusals import Refusal
 
 
 class FlatSchemaFormat(Part):
-    """JSON that a schema allows, as this route has it."""
+    """JSON that a schema allows, in this route's form."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
@@ -49,14 +49,14 @@ FlatFormat = Annotated[
 
 
 class TextSettings(Part):
-    """What the text of an answer must follow."""
+    """The format of the answer's text."""
 
     format: FlatFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningSettings(Part):
-    """How much is thought. Thoughts are given as they are, not in summaries."""
+    """The reasoning effort. Thoughts are returned whole, not as summaries."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -74,7 +74,7 @@ class FlatTool(Function):
         if isinstance(given, dict) and given.get("type") != "function":
             kind = shortened(repr(given.get("type")))
             raise PydanticCustomError(
-                "unsupported_tool", "functions are all there is, not tools of type {kind}", {"kind": kind}
+                "unsupported_tool", "only functions are supported, not tools of type {kind}", {"kind": kind}
             )
         return given
 
@@ -86,7 +86,7 @@ class FlatName(ToolName):
 
 
 class FlatChoice(Part):
-    """The function that has to be called, or the tools that may be."""
+    """The function that must be called, or the tools that may be called."""
 
     type: Literal["function", "allowed_tools"]
     name: str | None = None
@@ -95,7 +95,7 @@ class FlatChoice(Part):
 
 
 class ResponseStreamOptions(Part):
-    """Taken and not used."""
+    """Accepted without effect."""
 
     include_obfuscation: bool = False
 
@@ -141,7 +141,7 @@ class ResponseBody(Asked):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    # It is kept: as much as OpenAI takes.
+    # The metadata is kept with the response; the limits are OpenAI's.
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None, max_length=16
     )
@@ -153,16 +153,16 @@ class ResponseBody(Asked):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, earlier: list[dict[str, Any]], large: bool = False) -> TurnBody:
-        """The request of a conversation that this one stands for.
+        """This request as a chat request.
 
         Args:
-            earlier: items of the conversation so far.
-            large: whether these have many bytes.
+            earlier: the items of the conversation so far.
+            large: whether these items have many bytes.
 
         Raises:
-            Refusal: there is an item or a part of one that is not supported.
+            Refusal: an item or a part of an item is not supported.
         """
-        try:  # the response says what was asked for
+        try:  # the response repeats the request's fields
             json.dumps(self.model_dump(exclude={"input"}), allow_nan=False)
         except (ValueError, RecursionError) as error:
             message = "a number in the body is out of range, or something is nested too deeply"
@@ -204,12 +204,12 @@ class ResponseBody(Asked):
 
 
 class TurnBody(ChatBody):
-    """The next turn of a conversation of items.
+    """The chat request for the next turn of a conversation of items.
 
     Attributes:
-        asked: what it was asked with.
-        items: of the conversation so far.
-        large: whether the earlier ones have many bytes.
+        asked: the original body.
+        items: the items of the conversation so far.
+        large: whether the earlier items have many bytes.
     """
 
     asked: ResponseBody
@@ -239,13 +239,13 @@ def of_assistant(item: dict[str, Any]) -> bool:
 
 
 def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
-    """Items as messages: thoughts and calls belong to the assistant's message that they stand next to.
+    """Converts items to messages; thoughts and calls are merged into the assistant's message next to them.
 
     Args:
-        earlier: how many of the items are from earlier responses.
+        earlier: number of items from earlier responses.
 
     Raises:
-        Refusal: an item is not supported, or something is missing.
+        Refusal: an item is not supported, or a field is missing.
     """
     messages, thought = list[dict[str, Any]](), ""
     for number, item in enumerate(items, -earlier):
@@ -288,7 +288,7 @@ def _string(item: dict[str, Any], name: str, place: str) -> str:
 
 
 def _parts(content: Any, place: str) -> str | list[dict[str, Any]]:
-    """The content of a user's message: a text, or parts as a conversation has them if there are images."""
+    """The content of a user's message: a text or, if there are images, parts in the form of chat."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return _text(content, place, "text and input_image")
     parts = list[dict[str, Any]]()
@@ -312,10 +312,10 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
-    """The text of a content, a text or a list of parts.
+    """The text of a content, which is a string or a list of parts.
 
     Args:
-        read: what is read here.
+        read: the part types that are allowed.
         first: number of the first part.
     """
     if isinstance(content, str):

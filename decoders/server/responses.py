@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: the next items of a conversation, which the server keeps."""
+"""``POST /v1/responses``: the next items of a conversation. The server keeps conversations."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .service import LARGE, Service
 from .texts import Span
 from .turns import Piece, Turn
 
-#: Bytes of all responses that are kept, with their conversations.
+#: Greatest total size in bytes of the kept responses, with their conversations.
 KEPT_BYTES = 64 << 20
-#: Whose a response is: the digest of a client's key, and :meth:`Arrival.salt`.
+#: The owner of a response: the digest of the client's key, and :meth:`Arrival.salt`.
 Owner = tuple[str, str]
 
 
 def owner_of(arrival: Arrival, cache_salt: str | None) -> Owner:
-    """Whose the response to a request is."""
+    """The owner of the response to a request."""
     return arrival.client, arrival.salt(cache_salt)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A response, and the items of its conversation, its own at the end, both as JSON."""
+    """A response, and the items of its conversation including its own, both as JSON."""
 
     response: bytes
     items: bytes
@@ -46,12 +46,12 @@ class _Kept:
 
 
 class Kept:
-    """Responses that can be asked for again, or continued. For any number of threads.
+    """Kept responses, which clients can retrieve or continue. Thread-safe.
 
-    The least recently used of the client that has most bytes go first.
+    If space runs out, the client with the most bytes loses its least recently used responses.
 
     Args:
-        most: bytes of them all.
+        most: greatest total size in bytes.
     """
 
     def __init__(self, most: int = KEPT_BYTES) -> None:
@@ -62,11 +62,11 @@ class Kept:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """The total size in bytes."""
         return sum(self._sizes.values())
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        """Keeps a response of `owner`, unless it is larger than all may be."""
+        """Keeps a response of `owner`, unless it alone exceeds the total size."""
         kept = _Kept(json.dumps(response).encode(), json.dumps(_read(items)).encode())
         if kept.size > self.most:
             return
@@ -79,26 +79,26 @@ class Kept:
                 self._sizes[largest] -= self._kept[largest].popitem(last=False)[1].size
 
     def response(self, owner: Owner, id: str) -> bytes:
-        """The response of `owner` with that id, as JSON.
+        """The response of `owner` with this id, as JSON.
 
         Raises:
-            Refusal: there is none.
+            Refusal: there is no such response.
         """
         return self._found(owner, id).response
 
     def items(self, owner: Owner, id: str) -> bytes:
-        """The items of its conversation, its own at the end, as JSON.
+        """The items of a response's conversation including its own, as JSON.
 
         Raises:
-            Refusal: there is none.
+            Refusal: there is no such response.
         """
         return self._found(owner, id, "previous_response_id", "previous_response_not_found").items
 
     def delete(self, owner: Owner, id: str) -> None:
-        """Forgets a response.
+        """Deletes a response.
 
         Raises:
-            Refusal: there is none.
+            Refusal: there is no such response.
         """
         self._found(owner, id)
         client, salt = owner
@@ -113,7 +113,8 @@ class Kept:
             if kept is None:
                 shown = shortened(repr(id))
                 message = (
-                    f"Response with id {shown} not found: it was not stored, is another client's, or had to make room"
+                    f"Response with id {shown} not found: it was not stored, belongs to another client, "
+                    "or was removed to make room"
                 )
                 raise Refusal(404, message, param=param, code=code)
             self._kept[client].move_to_end((salt, id))
@@ -121,7 +122,7 @@ class Kept:
 
 
 def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`items` without thoughts that no assistant's item follows, which nobody reads again."""
+    """`items` without thoughts that no assistant's item follows, because no later prompt contains them."""
     following = [*items[1:], {}]
     return [
         each
@@ -131,10 +132,10 @@ def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arrival) -> TurnBody:
-    """The request of a conversation that `body` stands for.
+    """`body` as a chat request, with the items of the previous response.
 
     Raises:
-        Refusal: there is no such previous response, its conversation is larger than a body may be, or an item is not supported.
+        Refusal: the previous response does not exist, its conversation is larger than a body may be, or an item is not supported.
     """
     previous = body.previous_response_id
     if previous is None:
@@ -150,19 +151,19 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
 
 
 def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Response:
-    """Submits what is asked for.
+    """Submits a request's text and returns the answer.
 
     Raises:
-        Refusal, and what :meth:`decoders.Scheduler.submit` raises.
+        Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
     """
     return Response(kept, service, body, *submitted(service, body, arrival, "resp_"))
 
 
 class Response(Conversing):
-    """An answer of this route: items, which events tell of while they grow.
+    """An answer of this route: items, with events while they grow.
 
     Args:
-        kept: where it is kept.
+        kept: the store in which the response is kept.
 
     Attributes:
         output: the items so far.
@@ -174,9 +175,9 @@ class Response(Conversing):
         super().__init__(*arguments)
         self._kept = kept
         self.output: list[dict[str, Any]] = []
-        self._number = 0  # of the next event
-        self._open: tuple[str, int] | None = None  # kind and number of the item that grows
-        self._tokens: list[TextToken] = []  # that no text was told with yet
+        self._number = 0  # sequence number of the next event
+        self._open: tuple[str, int] | None = None  # kind and number of the growing item
+        self._tokens: list[TextToken] = []  # tokens whose log probabilities were not sent with a text yet
         self._logprobs: list[dict[str, Any]] = []
         self._spans: list[Span] = []
 
@@ -216,7 +217,7 @@ class Response(Conversing):
         return event({"type": name, "sequence_number": number, **fields}, name)
 
     def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """Log probabilities of the tokens of the text with that number that were not told of yet."""
+        """Log probabilities of tokens in the text `number` that were not sent yet."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]
@@ -228,7 +229,7 @@ class Response(Conversing):
         return entries
 
     def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
-        """Adds to the item that grows, or begins another."""
+        """Adds a piece to the growing item, or begins a new item."""
         content = b""
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
@@ -281,14 +282,14 @@ class Response(Conversing):
         return content
 
     def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
-        """Ends the item that grows."""
+        """Ends the growing item."""
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None
         item, index, content = self.output[-1], len(self.output) - 1, b""
         item["status"] = status
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
-        if kind == "text" and (entries := self._told(turn, number, ended)):  # of tokens without text
+        if kind == "text" and (entries := self._told(turn, number, ended)):  # log probabilities of tokens without text
             content = self._event("output_text.delta", **place, content_index=0, delta="", logprobs=entries)
         if kind == "arguments":
             content += self._event(
@@ -305,7 +306,7 @@ class Response(Conversing):
         return content + self._event("output_item.done", output_index=index, item=item)
 
     def _finished(self) -> dict[str, Any]:
-        """The response once all is written. It is kept, unless the client does not want that."""
+        """The complete response. It is kept, unless the request has ``store: false``."""
         (choice,) = self.job.choices
         incomplete = self._turns[choice.index].finish_reason == "length"
         response = self._response("incomplete" if incomplete else "completed") | {"usage": self._usage()}
@@ -328,7 +329,7 @@ class Response(Conversing):
 
     @cached_property
     def _given(self) -> dict[str, Any]:
-        """What was asked for, but for the input."""
+        """The request's fields that a response repeats, without the input."""
         return self.body.asked.model_dump(by_alias=True, exclude={"input"})
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The server as it runs: uvicorn's, with bounds on connections that are not trusted, and with an end that lets running requests finish.
+"""uvicorn with limits for untrusted connections, and with a shutdown that lets running requests finish.
 
-How many connections there are, how long a request may be in coming and how large its head may be holds before a key is looked at.
-A server that is told to end takes nothing new; what runs has a time to finish, the rest is cancelled and told so.
+The number of connections, the time in which a request must arrive and the size of its head are limited before any key is checked.
+During shutdown new requests are refused; running requests have some time to finish and are then cancelled, with an error for their
+clients.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ if TYPE_CHECKING:
     from .limits import Limits
 
 
-#: Most bytes of a request's line and headers.
+#: Greatest size in bytes of a request's line and headers.
 HEAD_BYTES = 32 << 10
-#: Connections that the system accepts ahead of us. asyncio takes as many at a time, and each costs a descriptor.
+#: Length of the system's accept queue. asyncio accepts as many connections at a time, and each takes a descriptor.
 BACKLOG = 64
-#: Descriptors that are left for everything else.
+#: Descriptors reserved for everything but connections.
 SPARE_DESCRIPTORS = 32
-#: Seconds in which a message that strangers can cause is logged once.
+#: Seconds between two logs of the same message, for messages that unknown clients can cause.
 SELDOM = 60.0
 
 log = logging.getLogger("decoders.server")
 
 
 def most_connections(wanted: int) -> int:
-    """`wanted`, or as many as there are descriptors for: a server that runs out of them spins."""
+    """`wanted`, or the number that the descriptors allow, since a server that runs out of descriptors spins."""
     try:
         import resource
 
@@ -58,7 +59,7 @@ def most_connections(wanted: int) -> int:
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, of httptools where that is installed, with the bounds of `limits`."""
+    """uvicorn's protocol class (httptools' if installed) with the bounds of `limits`."""
     most = most_connections(limits.connections)
     bounds = {"most": most, "seconds": limits.read}
     try:
@@ -71,11 +72,11 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
 
 
 class _Bounded(ABC):
-    """What is added to uvicorn's protocols.
+    """Mixin for uvicorn's protocols, which adds limits.
 
     Attributes:
-        most: connections.
-        seconds: until a request's head has come, and again until its body has.
+        most: greatest number of connections.
+        seconds: time in which a request's head has to arrive, and again its body.
     """
 
     most: int
@@ -113,7 +114,7 @@ class _Bounded(ABC):
 
     @abstractmethod
     def _phase(self) -> object:
-        """The part of a request that is still to come: a value for its head or body that differs between requests; None for nothing."""
+        """Identifies the head or body that has yet to arrive, differently for each request; None if nothing is missing."""
 
     def _wait(self) -> None:
         self._timer = self.loop.call_later(self.seconds, self._late)
@@ -128,9 +129,9 @@ class _Bounded(ABC):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
-            self._wait()  # an earlier request is still being answered, and the next one may have to wait for that
+            self._wait()  # an earlier request is still being answered, and the next one may wait for it
             return
-        if self._phase() is None:  # nothing has come at all
+        if self._phase() is None:  # not a byte has arrived
             self.transport.close()
             return
         self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} seconds")
@@ -146,9 +147,9 @@ class _Bounded(ABC):
 
 
 class _OfHttpTools(_Bounded):
-    """Follows the parser's callbacks. The parser bounds no head by itself.
+    """Tracks heads and bodies by the parser's callbacks, because httptools' parser does not limit heads.
 
-    It reports no header before all of it has come, so bytes are counted twice: as they arrive, and as they are reported.
+    The parser reports a header only when it is complete, so bytes are counted both when they arrive and when they are reported.
     """
 
     _state = "idle"
@@ -205,7 +206,7 @@ class _OfHttpTools(_Bounded):
 
 
 class _OfH11(_Bounded):
-    """Asks the parser, which bounds heads itself (``h11_max_incomplete_event_size``)."""
+    """Asks h11's parser, which limits heads itself (``h11_max_incomplete_event_size``)."""
 
     conn: Any
 
@@ -217,7 +218,7 @@ class _OfH11(_Bounded):
 
 
 class Seldom(logging.Filter):
-    """Lets the same message through once in :data:`SELDOM` seconds, since strangers can cause it as often as they like."""
+    """A log filter that passes the same message once in :data:`SELDOM` seconds, for messages that unknown clients can cause."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, OSError):  # no descriptor is left for a connection, say: a line says it all
+        if isinstance(error, OSError):  # such as "no descriptor left": one line is enough, without a traceback
             record.msg, record.args, record.exc_info = f"{str(record.msg).partition(chr(10))[0]}: {error}", (), None
         message, now = str(record.msg)[:100], time.monotonic()
         if now - self._shown.get(message, -SELDOM) < SELDOM:
@@ -238,7 +239,9 @@ class Seldom(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, messages of uvicorn and asyncio that strangers can cause (malformed requests, say) are logged seldom."""
+    """A context in which messages of uvicorn and asyncio that unknown clients can cause (malformed requests …) pass
+    :class:`Seldom`.
+    """
     seldom = Seldom()
     loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
     for each in loggers:
@@ -250,24 +253,24 @@ def quiet() -> Iterator[None]:
             each.removeFilter(seldom)
 
 
-#: Seconds that cancelled requests have to send their last events.
+#: Seconds in which cancelled requests may send their last events.
 LAST_WORDS = 5
 
 
 def logging_of(level: str) -> dict[str, Any]:
-    """uvicorn's logging, with ours in the same form. At the level "info" we have a line per request."""
+    """uvicorn's logging config, extended by our loggers. At level "info" we log a line per request."""
     config = copy.deepcopy(LOGGING_CONFIG)
     config["loggers"][log.name] = {"handlers": ["default"], "level": level.upper()}
     return config
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server around a service.
+    """uvicorn's server for a service.
 
     Args:
-        app: of :func:`~decoders.server.app.make_app`.
+        app: the application of :func:`~decoders.server.app.make_app`.
         grace: seconds that running requests have after SIGTERM or SIGINT.
-        port: 0 takes a free one.
+        port: the port; 0 for a free one.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class Server(uvicorn.Server):
 
     @property
     def bound(self) -> tuple[str, int]:
-        """Address and port, once it has started."""
+        """Address and port, known once the server has started."""
         address = self.servers[0].sockets[0].getsockname()
         return str(address[0]), int(address[1])
 

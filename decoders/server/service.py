@@ -1,4 +1,4 @@
-"""A model that answers requests: from bodies to requests of a scheduler, whatever route they came by."""
+"""Turns the bodies of all routes into requests of a scheduler."""
 
 from __future__ import annotations
 
@@ -37,38 +37,39 @@ from .workshop import Wanted, Workshop, judged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Threads that read bodies, render prompts and submit. The event loop does none of it.
+#: Number of threads that parse bodies, render prompts and submit requests, which the event loop never does.
 THREADS = 4
-#: Threads that do so for requests that take long: large ones, and those with images or a grammar to be compiled. The others do not
-#: wait for them.
+#: Number of threads for requests that take long (large ones, images, new grammars), so that other requests do not wait for them.
 PATIENT_THREADS = 2
-#: Seconds that reading prompts may hold up a step: a client that sends one long prompt after the other must not stop those who write.
+#: Greatest delay of a step by reading prompts, in seconds, so that a client with one long prompt after the other does not stop
+#: decoding.
 LONGEST_PAUSE = 0.02
-#: Bytes of a body from which on it is a large one: its prompt takes 10 ms or more to be tokenized.
+#: A body is large from this number of bytes on: tokenizing its prompt takes 10 ms or more.
 LARGE = 32 << 10
 
 
 class Service:
-    """A model with its schedulers, and what requests become for them.
+    """A model with its schedulers, to which requests are submitted.
 
     Args:
-        model, tokenizer: enabled, or it will be. Its generation config is settled (:class:`~decoders.generate.OwnDefaults`).
-        name: what clients call the model.
-        strategy, strategy_config: of requests that name none.
+        model, tokenizer: the served model, which is enabled here if it is not yet. Its generation config is adapted
+            (:class:`~decoders.generate.OwnDefaults`).
+        name: the model's name for clients.
+        strategy, strategy_config: the default strategy and its settings.
         assistant: draft model for strategies that take one.
-        limits: of requests.
-        chat_template: in the place of the tokenizer's own.
-        thinking: what thoughts begin and end with, where that is not known of the model.
-        tool_format: name of the format of calls, where the template does not show the right one.
+        limits: limits of requests.
+        chat_template: replaces the tokenizer's chat template.
+        thinking: begin and end markers of thoughts, for models whose markers are not known.
+        tool_format: name of the format of calls, if the template does not show the right one.
         config: ``decoders_config`` of every request.
-        processor: of a model that sees.
+        processor: the processor of a vision model.
 
     Attributes:
         offered: the strategies that requests can name.
-        pace: of requests with large bodies.
-        keys: how many tell clients apart.
-        draining: whether no more requests are taken.
-        ending: set once the requests that were taken are ended, too.
+        pace: delays requests with large bodies.
+        keys: number of keys that tell clients apart.
+        draining: whether new requests are refused.
+        ending: set once the accepted requests are cancelled, too.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Service:
         self.offered = Offered(model, self.pool)
         self.metrics = Metrics(self.pool, limits.rows, name)
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
-        release_threads()  # of the thread that has loaded the model, which decodes nothing
+        release_threads()  # threads of the thread that loaded the model, which decodes nothing
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
         self.ending = asyncio.Event()
@@ -109,10 +110,10 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Gives the model a generation config that every request can be decoded with; logs a warning of what was left out.
+        """Sets a generation config with which every request can be decoded; logs a warning about fields that were left out.
 
         Returns:
-            `config`, settings of `strategy`, with those that the checkpoint hints at.
+            `config`, settings of `strategy`, with the checkpoint's drafting hints added.
         """
         defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
         self.model.generation_config = defaults.config
@@ -126,30 +127,30 @@ class Service:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """The bytes of tokens. Takes a moment for a large vocabulary, the first time."""
+        """The bytes of each token. The first call takes a moment for a large vocabulary."""
         return Spelling(self.tokenizer)
 
     def warm_up(self) -> None:
-        """Decodes a token, so that the first request finds the model ready; begins what compiles; finds out which strategies run."""
+        """Decodes a token to make the model ready, starts the workshop, and finds out which strategies run."""
         grammar = Regex("a") if resolve_strategy(self.pool.strategy, self.pool.config).needs_grammar else None
         self.pool.submit(None, None, [0], lambda _: None, max_new_tokens=1, grammar=grammar).result()
-        with suppress(UnsupportedError):  # tokens that are no bytes: grammars are refused when they are asked for
+        with suppress(UnsupportedError):  # the tokens have no bytes: requests with grammars will be refused
             self.workshop.begin()
         _ = self.offered.names
         release_threads()
 
     def check(self, body: Asked) -> None:
-        """Checks what needs no look at the rest of the body. Raises Refusal: another model; the server is being shut down."""
+        """Checks a body's model. Raises Refusal: another model is named, or the server is shutting down."""
         if self.draining:
             raise self.shutting_down()
         self.check_name(body.model)
 
     def shutting_down(self) -> Refusal:
-        """The refusal of requests that come after the shutdown has begun."""
+        """The refusal of requests that arrive during shutdown."""
         return Refusal(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
     def check_name(self, model: str | None) -> None:
-        """Raises Refusal if `model` is not the one that is served."""
+        """Raises Refusal if `model` is not the served model."""
         if model is not None and model != self.name:
             near = " Did you mean it?" if difflib.get_close_matches(model[:200], [self.name], n=1, cutoff=0.4) else ""
             message = f"there is no model {shortened(repr(model))} here, only {self.name!r}.{near}"
@@ -157,12 +158,12 @@ class Service:
 
     @cached_property
     def workshop(self) -> Workshop:
-        """Compiles grammars. Takes a moment for a large vocabulary, the first time."""
+        """The workshop that compiles grammars. The first call takes a moment for a large vocabulary."""
         vocabulary, backend, seconds = enabled(self.model).compiles_with(self._stops, self._config)
         return _workshop(vocabulary, type(backend), seconds)
 
     async def judge(self, job: Job, choice: Choice) -> None:
-        """Judges a text that has ended, where its grammar does not say all of what was asked for."""
+        """Validates a text that has ended, if its grammar is wider than the requested format."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
@@ -178,7 +179,7 @@ class Service:
             raise self.shutting_down() from error
 
     def takes_long(self, body: Body) -> bool:
-        """Whether a body is to be prepared by patient threads, as large ones are in any case."""
+        """Whether the threads for slow requests prepare a body. Large bodies always go there."""
         if body.heavy:
             return True
         wanted = wanted_of(body, self.conversations.style)
@@ -186,15 +187,16 @@ class Service:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Counts a request that takes long and is prepared or waits for it. Called in the event loop.
+        """Counts a slow request while it waits or is prepared. Called in the event loop.
 
         Raises:
-            QueueFull: as many as may wait already.
+            QueueFull: as many slow requests as allowed wait already.
         """
         most = self.limits.constrained + PATIENT_THREADS
         if self._long >= most:
             raise QueueFull(
-                f"{self._long} large requests, or with images or new grammars, wait to be prepared, which is all: try again later"
+                f"{self._long} slow requests (large ones, with images or with new grammars) already wait to be prepared: "
+                "try again later"
             )
         self._long += 1
         try:
@@ -203,38 +205,42 @@ class Service:
             self._long -= 1
 
     def check_length(self, text: str) -> None:
-        """Raises Refusal for a text that has more tokens than a prompt may have, if that can be said without looking for them."""
-        with suppress(UnsupportedError):  # of tokens that are no bytes
+        """Raises Refusal for a text that is so long that it must have more tokens than a prompt may have. The text is not
+        tokenized.
+        """
+        with suppress(UnsupportedError):  # the tokens have no bytes
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
                 raise self.limits.too_long(f"more than {least}", self.slots)
 
     def check_count(self, body: Body, prompts: int) -> int:
-        """How many texts are asked for, with so many prompts. Raises Refusal: more than a request may, or more than ever fit."""
+        """The number of texts that a body with so many prompts asks for. Raises Refusal if they are more than allowed, or than fit
+        into the queue.
+        """
         count = (body.n or 1) * prompts
         self.limits.check_texts(count)
         return count
 
     def seconds(self, body: Body | None = None) -> float:
-        """How long a request may take, from its arrival on."""
+        """The seconds that a request may take, counted from its arrival."""
         return min((body.deadline if body is not None else None) or self.limits.deadline, self.limits.deadline)
 
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Submits everything that a body asks for, or nothing. Takes a millisecond or more: not for the event loop.
+        """Submits all texts of a body, or none if one fails. It takes a millisecond or more, so the event loop must not call it.
 
         Args:
-            kind: what the answer's id begins with.
-            arrival: of the request; once it is `gone`, the request is given up.
-            wanted: what the grammar of all texts is made of.
-            thinking: ``thinking=`` of all of them.
-            default_tokens: new tokens where the body does not say; None: as many as fit.
-            images: of the prompts, as arguments of ``generate``.
+            kind: prefix of the answer's id.
+            arrival: the request's arrival; the request is given up once its client is `gone`.
+            wanted: description of the grammar of all texts.
+            thinking: ``thinking=`` of all texts.
+            default_tokens: number of new tokens if the body does not say; None: as many as fit.
+            images: images of the prompts, as arguments of ``generate``.
 
         Raises:
-            Refusal, and what :meth:`decoders.Scheduler.submit` raises.
+            Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
         """
         count = self.check_count(body, len(prompts))
         self.offered.check(body.strategy, body.strategy_config or {}, wanted is not None)
@@ -272,11 +278,11 @@ class Service:
     def _ended(self, generation: Generation) -> None:
         try:
             self.metrics.ended(generation)
-        except Exception as error:  # it is called in the thread that decodes
+        except Exception as error:  # an error here must not reach the decoding thread, which makes this call
             log.error("a request could not be counted", exc_info=error)
 
     def new_tokens(self, body: Body, prompt: list[int], default: int | None = None) -> int:
-        """Most new tokens after `prompt`. Raises Refusal: more than there may be."""
+        """The number of new tokens after `prompt`. Raises Refusal if the body asks for more than allowed, or than fit."""
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
             raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
@@ -301,11 +307,11 @@ class Service:
 
     @property
     def retry_after(self) -> int:
-        """About how many seconds it takes until the queue has room."""
+        """An estimate of the seconds until the queue has room."""
         return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
 
     def cancel(self) -> None:
-        """Ends all requests, those that are being prepared among them. Called in the event loop."""
+        """Cancels all requests, including those that are being prepared. Called in the event loop."""
         self.ending.set()
         self.pool.cancel()
 
@@ -319,5 +325,5 @@ class Service:
 
 @functools.lru_cache(2)
 def _workshop(vocabulary: Vocabulary, backend: type[Backend], seconds: float) -> Workshop:
-    """The one workshop of these; beginning one takes seconds."""
+    """The process's only workshop for these arguments, since starting one takes seconds."""
     return Workshop(vocabulary, backend(), seconds)

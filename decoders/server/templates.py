@@ -1,4 +1,6 @@
-"""Chat templates: how one is read, what messages it takes and how it writes calls of functions, found by rendering conversations."""
+"""Chat templates: reading a template, and finding out which messages it takes and how it writes function calls, by rendering
+probes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def read_template(path: Path) -> str:
     """The chat template in a file.
 
     Raises:
-        SettingsError: it is no text, or no template.
+        SettingsError: the file is no text, or no template.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -37,26 +39,26 @@ def read_template(path: Path) -> str:
         ) from error
     except TemplateSyntaxError as error:
         raise SettingsError(f"--chat-template {path} is no template: line {error.lineno}: {error.message}") from error
-    except Exception:  # it may well refuse a conversation without messages
+    except Exception:  # a template may refuse a conversation without messages
         pass
     return text
 
 
-#: Renders messages and, perhaps, tools; the last argument says whether the next message is asked for.
+#: A function that renders messages and optional tools; the last argument says whether to add the generation prompt.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe value", "probed text"
 _ID, _OTHER_ID, _LONG_ID = "call00000", "call00001", f"call_{'0f' * 12}"
-#: What ids of calls are made of where a template counts their letters, and how many these are.
+#: Letters and length of call ids, for templates that check them.
 _LETTERS, _SHORT = string.ascii_letters + string.digits, 9
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
 
 
 def format_named(name: str) -> CallFormat:
-    """The format of calls of that name.
+    """The format of calls with this name.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: there is no such format.
     """
     known = {each.name: each for each in FORMATS}
     if name not in known:
@@ -66,18 +68,19 @@ def format_named(name: str) -> CallFormat:
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a model writes calls of functions, and what its template takes of them.
+    """How a model writes function calls, and which calls its template takes.
 
     Attributes:
-        format: of calls; bare JSON where the template says nothing of calls.
-        reads_tools: whether the template shows the model which functions there are.
+        format: the format of calls; bare JSON if the template does not mention calls.
+        reads_tools: whether the template lists the functions for the model.
         reads_calls: whether it takes messages with calls.
-        as_text: whether it takes the arguments of a call as text in JSON; else as an object.
-        values_as_text: whether the values of that object are text in JSON, but for strings, since it would write Python's ``True``.
+        as_text: whether it takes a call's arguments as a JSON string instead of an object.
+        values_as_text: whether the values of that object are passed as JSON strings (strings stay), because the template would
+            write Python's ``True``.
         short_ids: whether it takes only ids of nine letters and digits.
-        one_call: whether it takes only one call in a message.
-        one_text: whether it takes no text beside a thought in a message with calls.
-        special: whether special tokens are in the marks of calls.
+        one_call: whether it takes only one call per message.
+        one_text: whether a message with calls may have a thought or a text, but not both.
+        special: whether the markers of calls contain special tokens.
     """
 
     format: CallFormat = CallFormat("template", between=None)
@@ -91,10 +94,10 @@ class CallStyle:
     special: bool = False
 
     def call(self, name: str, arguments: dict[str, Any], id: str, text: str | None = None) -> dict[str, Any]:
-        """A call of a function as the template takes it.
+        """A function call in the form that the template takes.
 
         Args:
-            text: its arguments as they were written.
+            text: the arguments as the model wrote them.
         """
         given: Any = arguments
         if self.as_text:
@@ -113,7 +116,7 @@ class CallStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def id_of(self, id: str) -> str:
-        """`id` as the template takes it: the same one for the same id."""
+        """`id` in a form that the template takes; equal ids give equal results."""
         if not self.short_ids or (len(id) == _SHORT and set(id) <= {*_LETTERS}):
             return id
         number = int.from_bytes(hashlib.sha256(id.encode(errors="surrogatepass")).digest())
@@ -125,9 +128,9 @@ class MessageStyle:
     """Which messages a template shows the model, and in which form.
 
     Attributes:
-        parts: roles whose content is a list of parts; that of others is a string.
-        unread: roles whose messages it refuses, or leaves out silently.
-        needs_text: whether it refuses an assistant's message of nothing, of which a thought may be all.
+        parts: roles whose content is passed as a list of parts; for other roles it is a string.
+        unread: roles whose messages the template refuses or silently leaves out.
+        needs_text: whether it refuses an assistant's message without text, such as one with a thought alone.
     """
 
     parts: frozenset[str] = frozenset()
@@ -143,7 +146,7 @@ class MessageStyle:
 
 
 def message_style(render: Render) -> MessageStyle:
-    """Whether a text in a message of each role is shown, as a string and as a part."""
+    """Finds out for each role whether the template shows a message's text, given as a string and as a part."""
     style = MessageStyle()
     for role in ("user", "assistant", "system", "tool"):
         forms = (style, MessageStyle(style.parts | {role}, style.unread))
@@ -157,7 +160,9 @@ def message_style(render: Render) -> MessageStyle:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of the tokenizer's own template that asks for the next message. Contents that are strings are given as it reads them."""
+    """Renders `messages` with the tokenizer's own template and generation prompt. String contents become parts where the template
+    needs them.
+    """
 
     def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
@@ -169,26 +174,26 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     return render(given, None, True)
 
 
-#: Ways in which a template may take messages with calls.
+#: Forms of messages with calls that are tried on a template.
 _STYLES = (
     CallStyle(reads_calls=True),
     CallStyle(reads_calls=True, as_text=True),
     CallStyle(reads_calls=True, values_as_text=True),
 )
 _ARGUMENTS = {_KEY: _VALUE}
-#: Arguments that Python writes otherwise than JSON, and the words of Python.
+#: Arguments that Python and JSON write differently, and Python's words for them.
 _FLAG = {"probe_flag": True}
 _TELLING, _PYTHON = _ARGUMENTS | _FLAG | {"probe_list": [False, None]}, re.compile("True|False|None")
 
 
 @dataclass(frozen=True)
 class _CallProbe:
-    """Renders conversations in which a user's message is answered with a call.
+    """Probes a template with conversations in which a call answers a user's message.
 
     Attributes:
         render: renders conversations.
         messages: which messages the template takes.
-        style: how it is given calls.
+        style: the form of calls that is tried.
     """
 
     render: Render
@@ -205,17 +210,17 @@ class _CallProbe:
 
     @property
     def rank(self) -> int:
-        """The less, the better for the model: 0 where JSON comes of arguments, not what Python writes of them."""
+        """A rank of the style, lower is better: 0 if the template writes arguments as JSON, not in Python's notation."""
         telling = self.rendered(_TELLING)
         if self.style.as_text:
             return 1 if json.dumps(_TELLING) in telling else 4
-        if self.style.values_as_text:  # nothing but the words may change: strings may have marks
+        if self.style.values_as_text:  # only the words are compared, since strings may be quoted differently
             given = replace(self, style=_STYLES[0]).rendered(_FLAG)
             return 2 if self.rendered(_FLAG) == given.replace("True", "true") else 4
         return 0 if len(_PYTHON.findall(telling)) == len(_PYTHON.findall(self.rendered())) else 3
 
     def takes(self, *ids: str, text: str = "", **more: Any) -> bool:
-        """Whether the template takes calls with these ids, beside a text and `more`, and what the functions answer."""
+        """Whether the template takes calls with these ids together with a text and `more`, and the functions' answers."""
         answer = self.messages.message("assistant", text, tool_calls=[self.call(id=id) for id in ids], **more)
         results = [self.messages.message("tool", _TEXT, tool_call_id=id, name=_NAME) for id in ids]
         told = results if "tool" not in self.messages.unread else []
@@ -223,7 +228,7 @@ class _CallProbe:
 
     @property
     def limited(self) -> CallStyle:
-        """The style with what the template does not take, of what models write and of what conversations hold."""
+        """The style with the template's restrictions (ids, number of calls, text beside thoughts), found by probing."""
         if not self.takes(_ID):
             return self.style
         return replace(
@@ -235,11 +240,11 @@ class _CallProbe:
 
 
 def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], source: str = "") -> CallStyle:
-    """How the template writes the call in a conversation.
+    """How the template writes calls.
 
     Args:
-        specials: texts of tokens that are no text.
-        source: of the template.
+        specials: the special tokens' texts.
+        source: the template's source.
     """
     user = messages.message("user", "probe")
     reads_tools = _NAME in _rendered(render, [user], [_TOOL], True)
@@ -270,7 +275,7 @@ def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], 
 
 
 def _conversations(role: str, style: MessageStyle) -> Iterator[list[dict[str, Any]]]:
-    """Conversations that have the probed text in a message of `role`."""
+    """Yields conversations with the probe text in a message of `role`."""
     user, text = style.message("user", "probe"), style.message(role, _TEXT)
     match role:
         case "user":
@@ -288,7 +293,7 @@ def _conversations(role: str, style: MessageStyle) -> Iterator[list[dict[str, An
 def _rendered(
     render: Render, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, ask: bool = False
 ) -> str:  # fmt: skip
-    """Nothing where the template does not take them."""
+    """The rendered conversation; "" if the template refuses it."""
     try:
         return render(messages, tools, ask)
     except Exception:  # a template raises what it likes
@@ -296,7 +301,7 @@ def _rendered(
 
 
 def _find_call(text: str, prompt: str) -> tuple[int, int, str] | None:
-    """Begin and end of the probe's JSON behind `prompt`, and the key of its arguments."""
+    """Begin and end of the probe call's JSON behind `prompt`, and the key of its arguments."""
     place = text.find(_NAME)
     if place < 0 or not text.startswith(prompt):
         return None

@@ -1,6 +1,6 @@
-"""The texts that a request of a client asks for, while they grow.
+"""The texts of a request while they are generated.
 
-They grow in pieces that never end within a character or within what may become a stop string.
+They are passed on in pieces that never end within a character or within the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Choice:
-    """One text that is being written.
+    """One text that is being generated.
 
     Attributes:
-        index: in the answer.
-        seed: of its noise.
-        generation: the request.
-        prompt: token ids.
-        judged: whether the finished text has to be judged, since its grammar is wider than what was asked for.
-        invalid: what it breaks.
+        index: its index in the answer.
+        seed: seed of its sampling noise.
+        generation: its request in the scheduler.
+        prompt: token ids of the prompt.
+        judged: whether the finished text has to be validated, because its grammar is wider than the requested format.
+        invalid: the rule that the finished text breaks; None if it is valid.
     """
 
     index: int
@@ -47,28 +47,28 @@ class Choice:
 
     @property
     def use(self) -> GrammarUse | None:
-        """What became of its grammar, once it has ended; None without one."""
+        """The report on its grammar after the text has ended; None without a grammar."""
         report = self.generation.report
         return report.grammars[0] if report is not None and report.grammars else None
 
     @property
     def stopped_by_length(self) -> bool:
-        """Whether it ended since it was as long as it may be."""
+        """Whether the text ended because it reached its greatest length."""
         request, tokens = self.generation.call.request, self.generation.tokens
         return len(tokens) >= request.new_tokens and (not tokens or tokens[-1] not in request.stop_tokens)
 
 
 @dataclass
 class Job:
-    """A request of a client.
+    """A client's request.
 
     Attributes:
-        id: of the answer.
-        created: seconds since 1970.
+        id: the answer's id.
+        created: Unix time of its creation.
         choices: its texts.
-        stops: what ends each text.
-        arrival: when it came.
-        seconds: that it may take.
+        stops: stop strings of each text.
+        arrival: its arrival.
+        seconds: seconds that it may take.
     """
 
     id: str
@@ -79,18 +79,18 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def cancel(self) -> None:
-        """Ends what has not ended."""
+        """Cancels the texts that have not ended."""
         self.arrival.gone = True
         for choice in self.choices:
             choice.generation.cancel()
 
     def tokens(self) -> tuple[int, int]:
-        """How many tokens prompts and new texts have."""
-        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one
+        """The numbers of prompt tokens and of new tokens."""
+        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
         return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
 
     def usage(self, thought: int = 0) -> dict[str, Any]:
-        """What it took: OpenAI's figures, and ours under ``decoders``. thought: tokens of thoughts."""
+        """The ``usage`` object: OpenAI's counts, and ours under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
         prompt, new = self.tokens()
         lengths = _summed([report.accepted_lengths for report in reports])
@@ -120,7 +120,9 @@ class Job:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Under ``metrics``: how drafts fared, as vLLM has it for a request of one text and AIPerf reads it; nothing without drafts."""
+        """The ``metrics`` object: acceptance of drafts in vLLM's form for a request of one text, which AIPerf reads; empty without
+        drafts.
+        """
         reports = self._reports
         if len(self.choices) != 1 or not reports or not reports[0].drafted:
             return {}
@@ -148,11 +150,11 @@ def _summed(histograms: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of text from one token, or from several that share it.
+    """A piece of text from one token, or from several tokens that share its characters.
 
     Attributes:
         text: the piece.
-        drafted: whether a draft had the token.
+        drafted: whether the token was drafted.
     """
 
     text: str
@@ -160,22 +162,22 @@ class Span:
 
 
 class Spelling:
-    """The bytes of every token by itself.
+    """The bytes of every single token.
 
     Attributes:
-        vocabulary: all of them; None where tokens are no bytes.
+        vocabulary: the bytes of all tokens; None if the tokenizer's tokens have no bytes.
     """
 
     vocabulary: Vocabulary | None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.vocabulary = tokenizer, None
-        with suppress(UnsupportedError):  # its tokens are no bytes
+        with suppress(UnsupportedError):  # the tokenizer's tokens have no bytes
             self.vocabulary = Vocabulary.of(tokenizer, len(tokenizer), ())
         self._tokens = self.vocabulary.tokens if self.vocabulary is not None else ()
 
     def of(self, token: int) -> bytes:
-        """Of special tokens, their names."""
+        """The bytes of a token; the name of a special token."""
         data = self._tokens[token] if token < len(self._tokens) else None
         if data is None:
             name: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)  # type: ignore[assignment]
@@ -183,33 +185,36 @@ class Spelling:
         return data
 
     def within(self, token: int, text: str) -> bytes:
-        """Of a token that brought, or has a share in, the characters `text`: what a tokenizer drops is not among them.
+        """The bytes of a token that produced, alone or with others, the characters `text`.
 
-        That may be a blank at the beginning of a text, the sign of a word that goes on, or a special token.
+        Bytes that the tokenizer's decoder drops are left out: a leading blank, the marker of a word's continuation, or a special
+        token.
         """
         data = self.of(token)
         try:
             same = data.decode() == text
-        except UnicodeDecodeError:  # it cuts a character, or is none
+        except UnicodeDecodeError:  # the token holds a part of a character, or invalid bytes
             same = data.decode(errors="ignore") in text
         return data if same else text.encode()
 
 
 def named(data: bytes) -> str:
-    """`data` as text, bytes that are no whole character as ``\\xf0``: OpenAI's way to show them."""
+    """`data` as text; bytes outside of whole characters appear as ``\\xf0``, as in OpenAI's API."""
     return data.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The text of a token that is held back, and how stop strings see it: a special token's name may be in either or in both."""
+    """The text of a held-back token, and the text in which stop strings are searched; a special token's name may be in either or
+    both.
+    """
 
     text: str
     matched: str
     drafted: bool
 
     def at(self, place: int) -> tuple[_Held, _Held | None]:
-        """What is in front of a place in `matched`, and the rest, if any."""
+        """Splits the token at a place in `matched`: the part in front, and the rest if there is any."""
         if place >= len(self.matched):
             return self, None
         return (
@@ -219,18 +224,18 @@ class _Held:
 
 
 class ChoiceText:
-    """Tokens in, text out, up to the first stop string.
+    """Converts tokens to text, up to the first stop string.
 
     Args:
         prompt: token ids in front of the text.
-        special: special tokens that are written by their names.
+        special: special tokens that appear in the text by name.
 
     Attributes:
-        stopped: whether a stop string has come.
-        shown: the text that was given out.
-        written: all text that tokens have brought, cut or not.
-        places: for each token whose text is known, where in `written` it begins and ends. Tokens that share a character begin and
-            end where it does.
+        stopped: whether a stop string was found.
+        shown: the text that was returned.
+        written: the text of all tokens, including text behind a stop string.
+        places: for each token whose text is known, its begin and end in `written`. Tokens that share a character have the
+            character's begin and end.
     """
 
     def __init__(
@@ -240,16 +245,16 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # What the text that is held back was with each of its tokens, and whether a draft had that token.
+        # The held-back text after each of its tokens, and whether that token was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
     def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool = False) -> list[Span]:
-        """The text that may be shown now, in spans of tokens.
+        """Adds tokens, and returns the text that may be shown now, in spans.
 
         Args:
-            drafted: for each of the tokens.
-            ended: whether no more will come.
+            drafted: whether each token was drafted.
+            ended: whether these are the last tokens.
         """
         for token, flag in zip(tokens, drafted, strict=True):
             self._tokens.append(token)
@@ -262,10 +267,10 @@ class ChoiceText:
         return self._released(ended)
 
     def _settle(self, piece: str, token: int | None = None) -> None:
-        """Divides `piece`, the text of the tokens that are still open, among them: a token begins where the text before it ended.
+        """Divides `piece`, the text of the held-back tokens, among these tokens; a token begins where the text before it ended.
 
         Args:
-            token: the last of them. A special one may be written, or matched, by its name.
+            token: the last of these tokens. A special token may appear, or be matched, by name.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)

@@ -1,4 +1,4 @@
-"""An assistant's turn while it is written: a thought, text, and calls of functions, told apart."""
+"""Parses an assistant's turn while it is generated: thoughts, text, and function calls."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .texts import Span
 
 @dataclass(frozen=True)
 class Piece:
-    """More of a turn.
+    """New text of a turn.
 
     Attributes:
-        kind: of a thought, of text, or of the arguments of a call.
-        text: what is new of it.
-        number: of the call, or of the part that is a thought or text.
-        first: whether the call or the part begins here.
+        kind: whether it belongs to a thought, to text, or to the arguments of a call.
+        text: the new text.
+        number: number of the call, or of the thought or text.
+        first: whether the call, thought or text begins here.
     """
 
     kind: Literal["thought", "text", "arguments"]
@@ -33,13 +33,13 @@ class Piece:
 
 @dataclass
 class TurnCall:
-    """A call of a turn.
+    """A call in a turn.
 
     Attributes:
-        name: of the function.
-        id: of the call.
-        arguments: so far.
-        complete: whether that is all of them.
+        name: the function's name.
+        id: the call's id.
+        arguments: the arguments so far.
+        complete: whether the arguments are complete.
     """
 
     name: str
@@ -49,24 +49,24 @@ class TurnCall:
 
 
 class Turn:
-    """A choice of a conversation.
+    """The assistant's turn of one choice.
 
     Args:
-        reasoning: how it begins with a thought; None if it does not.
-        calling: what may be called; None if nothing.
+        reasoning: how the turn begins with a thought; None if it does not.
+        calling: the functions that may be called; None: none.
 
     Attributes:
-        thoughts, texts: so far, by the numbers of their parts; none are empty.
-        calls: so far.
-        places: where the texts are in what is written, by the same numbers.
+        thoughts, texts: the thoughts and texts so far, by part number; none is empty.
+        calls: the calls so far.
+        places: offsets of the texts in the whole text, by part number.
     """
 
     def __init__(self, growing: Growing, reasoning: Reasoning | None, calling: Calling | None) -> None:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
         self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
         self.places, self._written = dict[int, tuple[int, int]](), ""
-        self._known = dict[int, dict[int, Progress]]()  # how far arguments are read in each part
-        self._thinking = list[tuple[int, int]]()  # where thoughts and their markers are
+        self._known = dict[int, dict[int, Progress]]()  # how far each part's arguments were read
+        self._thinking = list[tuple[int, int]]()  # ranges of thoughts with their markers
 
     @property
     def thought(self) -> str:
@@ -78,12 +78,12 @@ class Turn:
 
     @property
     def thought_tokens(self) -> int:
-        """Tokens of thoughts and their markers."""
+        """The number of tokens in thoughts and their markers."""
         places = self.growing.text.places
         return sum(any(first <= begin and end <= last for first, last in self._thinking) for begin, end in places)
 
     def read(self, ended: bool) -> tuple[list[Piece], Sequence[Span], Sequence[TextToken]]:
-        """What is new since the last call, its spans, and its tokens if log probabilities are asked for."""
+        """The pieces that are new since the last call, their spans, and their tokens if log probabilities were requested."""
         spans, tokens = self.growing.read(ended)
         self._written += joined(spans)
         if self._reasoning is not None:
@@ -93,7 +93,7 @@ class Turn:
         pieces, calls = list[Piece](), list[Call]()
         for number, part in enumerate(parts):
             text = part.text
-            if calls:  # behind which the answer ends
+            if calls:  # the answer ends behind this call
                 break
             if part.kind == "thought":
                 pieces += self._grown("thought", self.thoughts, number, text)
@@ -127,7 +127,7 @@ class Turn:
         return [Piece(kind, text[len(before) :], number, not before)]
 
     def part_of(self, token: TextToken, ended: bool) -> int | None:
-        """The number of the text so far to which a token belongs; at the end empty ones behind it do."""
+        """The number of the text to which a token belongs. Empty tokens at the end belong to the last text."""
         for number, (begin, end) in self.places.items():
             if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
                 return number
@@ -135,7 +135,7 @@ class Turn:
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended; a function that was named ends it as text does, as OpenAI has it."""
+        """OpenAI's ``finish_reason``. A call of a function that the request named ends with "stop", as text does."""
         if not self.calls or self._calling is None or not self.calls[-1].complete:
             return self.growing.finish_reason
         return "stop" if self._calling.named else "tool_calls"

@@ -1,9 +1,9 @@
-"""Grammars compiled, and finished texts validated, in processes that can be killed.
+"""Compiles grammars and validates finished texts in processes that can be killed.
 
-What a client sends may take exponential time and memory in code that cannot be interrupted, and Python code that can still holds
-the GIL while others decode. So a process of its own, the workshop, has the compilers and the vocabulary in memory and forks for
-every piece of work. Whoever waits for it hangs up, and what was forked is killed. Where there is no fork (Windows), work is done
-in the thread that asks for it, within the bounds that :mod:`decoders.constraints` has.
+A client's grammar may take exponential time and memory in code that cannot be interrupted; interruptible Python code would still
+hold the GIL and slow down decoding. So a separate process, the workshop, holds the compilers and the vocabulary, and forks a
+process for every piece of work. The fork is killed as soon as nobody waits for its result. On systems without fork (Windows) the
+calling thread does the work, within the bounds of :mod:`decoders.constraints`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .grammars import Calling, spec_of
 
 log = logging.getLogger("decoders.server")
 
-#: Most grammars that are remembered, and most bytes of them.
+#: Greatest number of cached grammars, and their greatest total size in bytes.
 KEPT, KEPT_BYTES = 64, 128 << 20
 Wanted = Calling | Part
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """Compiles what a request wants.
+    """Work: compiling a request's grammar.
 
     Attributes:
-        seconds: on the processor.
+        seconds: limit of processor time.
     """
 
     wanted: Wanted
@@ -55,7 +55,7 @@ class Compiling:
 
     def __call__(self, vocabulary: Vocabulary) -> CompiledGrammar:
         spec = self.wanted.spec if isinstance(self.wanted, Calling) else spec_of(self.wanted)
-        assert isinstance(spec, Spec), "what is wanted has a grammar that is written"
+        assert isinstance(spec, Spec), "free text was requested, which has no grammar"
         grammar = spec.compiled(
             vocabulary, lambda part: compiled(part, vocabulary, self.backend, seconds=self.seconds).grammar
         )
@@ -64,15 +64,16 @@ class Compiling:
         return grammar
 
 
-#: Tokens of the texts that are written to try a grammar.
+#: Number of tokens in the texts that are generated to try a grammar.
 TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Writes two texts at random. A client's own rules may be so ambiguous that masks take a second, for which all rows would wait.
+    """Generates two random texts to find rules that are so ambiguous that a mask takes a second, for which all rows would have to
+    wait.
 
     Raises:
-        GrammarError: as a matcher of the grammar does.
+        GrammarError: a matcher of the grammar exceeded its time.
     """
     mask = torch.empty(mask_words(len(grammar.vocabulary)), dtype=torch.int32)
     for seed in (0, 1):
@@ -88,7 +89,7 @@ def _try(grammar: CompiledGrammar) -> None:
 
 @dataclass(frozen=True)
 class Judging:
-    """Says why a finished text is not valid; None if it is."""
+    """Work: why a finished text is invalid; None if it is valid."""
 
     whole: Callable[[str], None]
     text: str
@@ -103,11 +104,11 @@ class Judging:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A grammar as requests are given it.
+    """A compiled grammar for requests.
 
     Attributes:
-        grammar: its finished texts are judged by :func:`judged` alone.
-        judges: whether there is anything to be judged.
+        grammar: the grammar; its finished texts are validated by :func:`judged` only.
+        judges: whether finished texts need validation.
     """
 
     grammar: CompiledGrammar
@@ -116,7 +117,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Remote:
-    """Judges texts in a workshop, for threads that have time; the one that decodes has none."""
+    """Validates texts in a workshop. Only threads that may wait call it, never the decoding thread."""
 
     whole: Callable[[str], None]
     workshop: Workshop
@@ -126,12 +127,12 @@ class _Remote:
             raise GrammarError(reason)
 
 
-#: What is asked while this thread waits for a verdict; None in threads that do not.
+#: The function that is called while this thread waits for a validation; None in threads that must not wait.
 _waiting: ContextVar[Check | None] = ContextVar("waiting", default=None)
 
 
 def judged(grammar: CompiledGrammar, tokens: Sequence[int], check: Check) -> str | None:
-    """What a finished text of a grammar of a workshop breaks; None for nothing. check: as of :meth:`Workshop.prepared`."""
+    """The rule that a finished text breaks; None if it is valid. check: see :meth:`Workshop.prepared`."""
     token = _waiting.set(check)
     try:
         grammar.judge(tokens)
@@ -143,12 +144,12 @@ def judged(grammar: CompiledGrammar, tokens: Sequence[int], check: Check) -> str
 
 
 class Workshop:
-    """Compiles for one vocabulary, and remembers what it has compiled. For any number of threads.
+    """Compiles and caches grammars for one vocabulary. Thread-safe.
 
     Args:
-        vocabulary: of the model.
-        backend: compiles.
-        seconds: that compiling one grammar may take on a processor.
+        vocabulary: the model's vocabulary.
+        backend: the grammar backend.
+        seconds: processor seconds that compiling one grammar may take.
     """
 
     def __init__(self, vocabulary: Vocabulary, backend: Backend, seconds: float) -> None:
@@ -159,17 +160,17 @@ class Workshop:
         self._control: socket.socket | None = None
 
     def known(self, wanted: Wanted) -> bool:
-        """Whether :meth:`prepared` will not have to compile."""
+        """Whether the grammar is cached, so that :meth:`prepared` need not compile."""
         return _name(wanted) in self._known
 
     def prepared(self, wanted: Wanted, check: Check) -> Prepared:
-        """The grammar of what is wanted.
+        """The compiled grammar for a description.
 
         Args:
-            check: called while there is none; what it raises ends the work.
+            check: called while waiting; an error that it raises ends the work.
 
         Raises:
-            GrammarError, Refusal: there is no such grammar, or it takes too much.
+            GrammarError, Refusal: the description has no grammar, or compiling exceeds the limits.
         """
         name = _name(wanted)
         with self._lock:
@@ -190,7 +191,7 @@ class Workshop:
         return prepared
 
     def _judged(self, whole: Callable[[str], None], text: str, check: Check) -> str | None:
-        """Why a finished text is not valid; None if it is."""
+        """Why a finished text is invalid; None if it is valid."""
         try:
             answer: str | None = self._done(Judging(whole, text), check)
         except GrammarError:
@@ -198,7 +199,7 @@ class Workshop:
         return answer
 
     def begin(self) -> None:
-        """Begins the process, unless it runs. It is ready some seconds later; work waits for it."""
+        """Starts the process unless it runs. It is ready some seconds later; work waits for it."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
@@ -226,10 +227,10 @@ class Workshop:
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | threads, start_new_session=True,
                 )  # fmt: skip
             self._control = mine
-            weakref.finalize(self, mine.close)  # at its end the process ends
+            weakref.finalize(self, mine.close)  # the process ends when this socket closes
 
     def _done(self, task: Callable[[Vocabulary], Any], check: Check) -> Any:
-        """What `task` returns or raises."""
+        """Runs `task` in a fork, and returns its result or raises its error."""
         if not hasattr(os, "fork"):
             return task(self.vocabulary)
         content = pickled(task)
@@ -243,7 +244,7 @@ class Workshop:
         return result
 
     def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
-        """The answer to a message; None if what was forked was ended. again: asked once more, if the process itself has ended."""
+        """The answer to a message; None if the fork was killed. again: whether to retry once if the workshop itself has ended."""
         process = self._process
         if again and process is not None and process.poll() is None:
             return None
@@ -258,5 +259,5 @@ class Workshop:
 
 
 def _name(wanted: Wanted) -> str:
-    """A name that tells apart what is wanted; equal things may have several."""
+    """The cache key of a description. Equal descriptions may have several keys."""
     return hashlib.sha256(pickle.dumps(wanted)).hexdigest()

@@ -17,13 +17,15 @@ from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 
-#: Seeds of texts that this process has not decoded yet, so that a strategy cannot have stored them.
+#: Seeds of texts that this process has not decoded yet, so that no strategy has stored them.
 _seeds = itertools.count(10_000)
 
 
 def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """A repeated call drafts the same tokens in the same steps, whatever was decoded in between, and changes nothing in the
-    strategy's classes and modules. Drafts of a `timed` strategy may differ. The text is one that no earlier check has used.
+    strategy's classes and modules.
+
+    Drafts of a `timed` strategy may differ. No earlier check has used this text.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -51,8 +53,8 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
         f"the first of two equal calls took {first.report.steps} steps, the second {again.report.steps}: state leaks"
     )
     assert changed is None, (
-        f"a call that had been made before changed what outlives it: {changed}; state leaks from call to call: keep it in "
-        "what start returns"
+        f"a second call changed values that outlive calls: {changed}; state leaks from call to call: keep it in "
+        "the state that start returns"
     )
 
 
@@ -80,8 +82,8 @@ class _Interrupted:
 
 
 def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that reads prompts drafts the same in whatever chunks it gets them, and works for prompts of one token, of which it
-    is shown nothing.
+    """A strategy that reads prompts drafts the same tokens whatever the chunk size, and works for prompts of one token, whose
+    `prefill` shows it nothing.
     """
     if not strategy.reads_prompt:
         return
@@ -100,7 +102,7 @@ def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions(
                 drafts.append([seen.draft.tokens.tolist() for seen in spy.seen] if isinstance(spy, Spy) else None)
             assert drafts[0] == drafts[1] or strategy.timed, (
                 f"drafts {drafts[0]} where prompts are read 5 tokens at once, and {drafts[1]} where they are read whole: prefill must "
-                "not depend on where a stretch ends"
+                "not depend on where a chunk ends"
             )
 
 

@@ -26,7 +26,7 @@ from .tape import HostReadError, RecordingError
 from .toy_grammar import Matched, TokenAutomaton
 from .wrapped import Replayed, ShapeError
 
-#: Seeds and temperatures that sampling is compared at.
+#: Seeds and temperatures of the comparisons of sampling.
 DRAWS = (dict(seed=1, temperature=0.3, top_k=0), dict(seed=7, temperature=0.8, top_k=40, top_p=0.95))
 
 
@@ -124,7 +124,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     for number, (first, second) in enumerate(zip(called.drafts, replayed.drafts, strict=False)):
         assert first == second, (
             f"claims on_device = True, but proposes {first} in step {number + 1}, and {second} when it is replayed: what a hook "
-            "changes must be tensors that it writes into, not numbers or other objects of Python"
+            "changes must be tensors that it writes into, not numbers or other Python objects"
         )
     assert len(called.drafts) == len(replayed.drafts), (
         "claims on_device = True, but takes other steps when it is replayed"
@@ -175,7 +175,9 @@ def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> N
         try:
             json.dumps(report.details)
         except (TypeError, ValueError) as error:
-            raise AssertionError(f"details gives what JSON has no word for: {report.details!r} ({error})") from error
+            raise AssertionError(
+                f"details returns values that JSON cannot hold: {report.details!r} ({error})"
+            ) from error
 
 
 def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions = Conditions()) -> None:

@@ -25,8 +25,8 @@ PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 
 def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """As a part of a merged strategy, before another part and behind it, its hooks keep the contract, and the tokens are the
-    same.
+    """The hooks keep the contract and the tokens stay the same if the strategy is a part of a merged one, as first and as last
+    part.
     """
     parts = parts_of(strategy) or (strategy,)
     free = [name for name in PARTNERS if name not in {part.name for part in parts}]
@@ -42,7 +42,7 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Asks `inner` in two steps of four; its draft is verified up to its first half, not at all, or replaced by another token."""
+    """Asks `inner` in two of four steps. Its draft is then verified by half, ignored, or replaced by another token."""
 
     name = "resting"
 
@@ -81,8 +81,8 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` may be left out of steps, and be shown steps with other nodes than its own, as ``auto`` does: its
-    hooks raise nothing, and the tokens are the same.
+    """A strategy that `rests` may be left out of steps and be shown steps with nodes that it did not draft, as ``auto`` does: its
+    hooks raise nothing, and the tokens stay the same.
     """
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
@@ -93,13 +93,13 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
             what = "left out of every other step"
             run_alike(model, name, Resting(strategy), inputs, eager, what, max_new_tokens=16)
         loop = {"compile": False, "prune": True}
-        what = "with what is not worth its time left out"
+        what = "with draft tokens left out"
         run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
 
 
 #: New tokens of each row, so that rows end at different times and waiting ones take their places.
 NEW_TOKENS = (6, 17, 3, 12, 9)
-#: Share of drafts that may differ by rounding alone: nearly equal candidates of a head may swap places.
+#: Share of drafts that may differ because of rounding: nearly equal candidates of a head may swap places.
 ROUNDINGS = 0.2
 
 
@@ -125,9 +125,11 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
 
 
 def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A row drafts in a batch what it drafts alone; if :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, also beside
-    requests that join and leave. (Tokens would be right even with another row's state.) Not checked for strategies that are `timed`,
-    or whose rows are not :attr:`~decoders.strategy.Strategy.rows_apart`.
+    """A row drafts the same tokens in a batch as alone; if :meth:`~decoders.strategy.Strategy.rebatch` keeps its state, also beside
+    requests that join and leave.
+
+    (The output would be right even with another row's state, so checks of tokens do not find this.) Not checked for strategies that
+    are `timed`, or whose rows are not :attr:`~decoders.strategy.Strategy.rows_apart`.
     """
     if strategy.timed or not strategy.rows_apart:
         return

@@ -57,10 +57,9 @@ class Conditions:
 
     @contextmanager
     def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """`model` with ``generate(strategy=…)``; a model of the caller's is left as it was found.
+        """Enables `model` inside the context; afterwards a caller's model is restored.
 
-        Raises:
-            AssertionError: the code inside has changed the model.
+        Raises: AssertionError: the code inside changed the model.
         """
         given = _tiny(model) if isinstance(model, str) else model
         was_enabled = "generate" in vars(given)
@@ -69,15 +68,15 @@ class Conditions:
             yield enable(given)
             changed = [what for what, value in _condition(given).items() if value != before[what]]
             if changed:
-                _tiny.cache_clear()  # no other check may get the changed model
-                raise AssertionError(f"changed {' and '.join(changed)} of the model, which is shown to be read")
+                _tiny.cache_clear()  # the changed model must not reach other checks
+                raise AssertionError(f"changed {' and '.join(changed)} of the model, which strategies may only read")
         finally:
             if not was_enabled:
                 disable(given)
 
 
 def _condition(model: PreTrainedModel) -> dict[str, Any]:
-    """The model's state that a strategy must not change, by its name for messages."""
+    """The model's state that a strategy must not change, by name for error messages."""
     config = model.generation_config
     return {
         "the mode (train or eval)": [module.training for module in model.modules()],
@@ -120,7 +119,7 @@ def run(
 ) -> Any:  # fmt: skip
     """One call with `strategy`; a strategy that needs a draft model gets one, and one that needs a grammar one of all texts."""
     options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
-    # Without memory and pruning, unless a check is about these.
+    # Memory and pruning are off, unless a check is about them.
     loop = {"memory": False, "prune": False} | options.pop("decoders_config", {"compile": conditions.compile})
     options = dict(max_new_tokens=conditions.new_tokens, decoders_config=loop) | options
     return decode(model, inputs, strategy, **options)
@@ -130,7 +129,8 @@ def run_alike(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, what: str, like: str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """As :func:`run`; the tokens of an exact strategy must be those of the strategy `like` (None: transformers' own loop).
+    """Calls :func:`run`, and for an exact strategy compares the tokens with those of the strategy `like` (None: transformers' own
+    loop).
 
     Args:
         what: description of the call for messages.
@@ -163,8 +163,8 @@ def context(
         rows: number of rows ``B``.
         model: ``context.model``; None for strategies that do not use it.
         slots: capacity of each row in tokens, prompt included.
-        vocab_size: ``V``; that of `model`, or 1000 without one.
-        device: of the strategy's tensors; that of `model`, or the CPU.
+        vocab_size: ``V``; default: the model's, or 1000 without a model.
+        device: device of the strategy's tensors; default: the model's, or the CPU.
         more: other attributes of the context: ``clock=``, ``costs=``, ``memory=``, ``assistant_model=`` …
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks that some draft tokens are accepted, and that they are drawn from the draft's scores, which verifiers rely on."""
+"""Checks that some draft tokens are accepted, and that draft tokens are drawn from the scores that verifiers use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 from .toy_grammar import TokenAutomaton
 
-#: A strategy that drafts fewer tokens than this is not judged.
+#: A strategy that drafts fewer tokens than this passes.
 FEWEST_DRAFTED = 64
 #: At least one of so many steps with a draft must have a token accepted.
 STEPS_PER_HIT = 50
@@ -31,8 +31,10 @@ STOP = 1
 
 
 def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Some draft tokens are right: at least in one of 50 steps with a draft, on texts that grammars make periodic and on the kit's
-    usual ones. A strategy that drafts fewer than 64 tokens there is not judged.
+    """At least one in 50 steps with a draft has an accepted token, on periodic texts (forced by grammars) and on the kit's usual
+    texts.
+
+    A strategy that drafts fewer than 64 tokens there passes.
     """
     for part in parts_of(strategy):
         check_draft_tokens_are_accepted(part, conditions)
@@ -64,13 +66,13 @@ def _forever(tokens: list[int]) -> TokenAutomaton:
     return TokenAutomaton(states, set(), VOCAB, [STOP])
 
 
-#: Rows that draw side by side, at most; nodes of all of them; and tokens of each.
+#: Greatest number of rows that draw side by side; of nodes in all rows; and tokens of each row.
 ROWS, NODES, TOKENS = 256, 4096, 6
-#: Equal shares of probability that the draws are counted in.
+#: Number of bins of equal probability for the chi-square test of the draws.
 BINS = 24
 #: Standard deviations that occur by chance once in ten million cases.
 MOST_DEVIATIONS = 5.2
-#: A verifier that judges chains and trees by their scores; on a chain it is the rule of "rejection".
+#: A verifier of chains and trees that uses scores; on a chain it equals "rejection".
 VERIFIER = "tree_rejection"
 
 
@@ -94,7 +96,7 @@ def check_draft_scores(strategy: Strategy, conditions: Conditions = Conditions()
             return
     generator = torch.Generator().manual_seed(0)
     drawn = torch.cat([_drawn(seen, generator) for seen in spy.seen])
-    _assert_uniform(drawn, f"the draft tokens of {strategy.name!r} are not drawn from what Draft.scores says")
+    _assert_uniform(drawn, f"the draft tokens of {strategy.name!r} are not drawn from Draft.scores")
     tokens = out.sequences[:, inputs["input_ids"].shape[1] :].cpu()
     target = torch.stack(out.scores, 1).softmax(-1).cpu()
     _assert_uniform(
@@ -104,14 +106,14 @@ def check_draft_scores(strategy: Strategy, conditions: Conditions = Conditions()
 
 
 def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """The one row of `inputs`, so many times."""
+    """The single row of `inputs`, repeated `count` times."""
     return {key: tensor.expand(count, -1) for key, tensor in inputs.items()}
 
 
 def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
-    """The quantile of each token that was drawn in a step within its distribution, see :func:`_ranks`; ``[draws]``.
+    """``[draws]``: the quantile of each drawn token within its distribution, see :func:`_ranks`.
 
-    Counted are, from the root down, the children of each eldest child: nodes elsewhere may repeat these draws.
+    Only the root's children, the children of its first child, and so on are counted, since nodes elsewhere may repeat their draws.
     """
     draft = seen.draft
     if draft.scores is None:
@@ -123,8 +125,8 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     tokens, q = draft.tokens.cpu()[going], draft.scores.cpu()[going].softmax(-1)
     vocabulary = torch.arange(q.shape[-1])
     rows, ranks = torch.arange(len(tokens)), []
-    spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the eldest child whose children are next
-    taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # by elder siblings
+    spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the first child, whose children come next
+    taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # tokens taken by earlier siblings
     eldest = torch.full_like(spine[:, 0], -1)
     for node in range(1, parents.shape[1]):
         token, own = tokens[:, node - 1], q[:, node - 1]
@@ -136,7 +138,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
         left = own.masked_fill(taken, 0.0)
         left = left / left.sum(-1, keepdim=True)
         mass = left[rows, token.clamp(min=0)]
-        # Not counted: a token that an elder sibling has, and a token with probability 1.
+        # Not counted: a token that an earlier sibling has, and a token with probability 1.
         first = counted & ~taken[rows, token.clamp(min=0)]
         assert not (first & (mass == 0)).any(), (
             "a draft token has no probability in Draft.scores: it was not drawn from them, and is never accepted"

@@ -62,7 +62,7 @@ class GrammarCase:
         return max(sample, key=lambda option: len(self.vocabulary.tokens[option[0]] or b""))
 
     def after(self, taken: Sequence[int]) -> Matcher:
-        """Another matcher, which has taken the same tokens."""
+        """A second matcher after the same tokens."""
         matcher = self.grammar.start()
         assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
         return matcher
@@ -250,11 +250,13 @@ def check_apart(case: GrammarCase) -> None:
 
 
 def check_tree(case: GrammarCase) -> None:
-    """A matcher that is moved between the nodes of a tree, as by the loop, reports the same as one that went there directly."""
+    """A matcher that is moved between the nodes of a tree, as the loop does, reports the same as a matcher that went to the node
+    directly.
+    """
     for matcher, state, taken in case.walks():
         parents, tokens = _tree(case, state, taken)
         before, where = observed(matcher), f"after {case.told(taken)}, parents {parents}, tokens {tokens}"
-        path: list[int] = []  # nodes whose tokens the matcher has taken
+        path: list[int] = []  # the nodes on the matcher's present path
         for node in case.chance.sample(range(len(parents)), len(parents)):
             wanted = _path(parents, node)
             if wanted is None:
@@ -282,7 +284,7 @@ def _goes_back_no_further(matcher: Matcher, what: str) -> None:
 
 
 def _tree(case: GrammarCase, state: Hashable, taken: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Random draft tokens, most of them legal; some are missing (-1), have no parent, or follow an illegal token or the end."""
+    """Random draft tokens. Most are legal; some are missing (-1), have no parent, or follow an illegal token or a stop token."""
     parents, tokens = [NO_PARENT], [case.chance.randrange(len(case.vocabulary))]
     states: list[Hashable | None] = [state]
     paths: list[list[int]] = [[]]

@@ -1,4 +1,4 @@
-"""The check that every grammar backend must pass: its masks, steps and rollbacks are those of the language.
+"""The check that every grammar backend must pass: its masks, steps and rollbacks agree with the language.
 
 On small regular languages and a recursive one (:mod:`.languages`), over one token per byte and over merged tokens, everything that
 a matcher reports along random walks is compared with an automaton that shares no code with a backend.

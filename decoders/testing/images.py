@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import UnknownNameError
 from .seeing import BEGIN, BLIND, END, HEARING, IMAGE, SEEING, SeeingArchitecture
 
-#: Tokens of the text behind the last image, by row.
+#: For each row the number of text tokens behind the last image.
 QUESTIONS = (9, 6, 11, 7)
 
 
@@ -28,8 +28,8 @@ def image_prompts(name: str, images: Sequence[int] = (1,), seed: int = 0, questi
     """Arguments of ``generate`` for a row of each number of `images`, or sounds: random text, the images, and a text about them.
 
     Args:
-        seed: of the images, and of the text in front of each.
-        question: of the text behind them.
+        seed: seed of the images and of the text in front of each image.
+        question: seed of the text behind the images.
     """
     made, texts = _architecture(name), []
     for row, count in enumerate(images):
@@ -52,7 +52,7 @@ def image_prompts(name: str, images: Sequence[int] = (1,), seed: int = 0, questi
 
 
 def _words(count: int, seed: int) -> list[int]:
-    """Tokens of text; a few of them come again."""
+    """Random text tokens; a few occur more than once."""
     half = torch.randint(5, 100, ((count + 1) // 2,), generator=torch.Generator().manual_seed(seed)).tolist()
     return (half * 2)[:count]
 

@@ -28,7 +28,7 @@ from .memory import kept, parts_of
 
 Check = Callable[..., None]
 
-#: All checks; those with the most precise messages come first.
+#: All checks; checks with more precise messages come first.
 CHECKS: tuple[Check, ...] = (
     checks.check_class,
     checks.check_settings,
@@ -70,7 +70,7 @@ EXACT_ONLY: frozenset[Check] = frozenset(
 
 
 def checks_for(strategy: Strategy | type[Strategy]) -> tuple[Check, ...]:
-    """The checks that apply to a strategy, by what it declares about itself."""
+    """The checks that apply to a strategy, chosen by its traits."""
     return tuple(check for check in CHECKS if strategy.exact or check not in EXACT_ONLY)
 
 
@@ -133,11 +133,11 @@ def check_alone(check: Check, conditions: Conditions, strategy: Strategy) -> Non
 
 
 def fresh(strategy: Strategy) -> Strategy:
-    """A copy of `strategy` with the same settings, models in them included; itself if it cannot be copied."""
+    """A copy of `strategy` that shares the objects in its settings, such as models; `strategy` itself if it cannot be copied."""
     memo = {id(s.settings): s.settings for s in (strategy, *parts_of(strategy)) if hasattr(s, "settings")}
     try:
         return copy.deepcopy(strategy, memo)
-    except Exception:  # reported by check_copies
+    except Exception:  # check_copies reports it
         return strategy
 
 
@@ -149,7 +149,7 @@ def instance(strategy: Strategy | type[Strategy]) -> Strategy:
 def label(strategy: Strategy) -> str:
     """Name and the settings that differ from their defaults, for a test id.
 
-    Numbers and words in full, the rest by name alone: a path may differ from one worker of pytest-xdist to the next.
+    Numbers and words appear in full, other values by name alone, because a path may differ between workers of pytest-xdist.
     """
     changed = strategy.settings.model_dump(exclude_defaults=True)
     shown = [f"{k}={v}" if isinstance(v, (int, float)) or str(v).isidentifier() else k for k, v in changed.items()]

@@ -87,7 +87,7 @@ def _code_points(begun: bytes) -> range:
     for byte in begun[1:]:
         low = low << 6 | byte & 0x3F
     left = 6 * (size - len(begun))
-    shortest = (0x80, 0x800, 0x10000)[size - 2]  # overlong encodings are no UTF-8
+    shortest = (0x80, 0x800, 0x10000)[size - 2]  # overlong encodings are invalid UTF-8
     return range(max(low << left, shortest), min((low + 1) << left, 0x110000))
 
 
@@ -168,7 +168,7 @@ class Reference:
         return self._forced[state]
 
     def ending(self, state: Any) -> bytes:
-        """The bytes to an end of the text, few of them in long characters, of which there are too many to search."""
+        """Bytes that lead to an end of the text. The search tries few multi-byte characters, because there are too many."""
         if state not in self._endings:
             self._endings[state] = self._search(state)
         return self._endings[state]

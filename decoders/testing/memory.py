@@ -18,7 +18,8 @@ from ..engine.model.torch_compat import float32_precision
 from ..settings import Settings
 from ..strategy import Strategy
 
-#: Most values that are compared under one name, and most bytes of one tensor; of larger ones only the size is compared.
+#: Greatest number of values that are compared under one name, and of bytes of one tensor; for larger ones only the size is
+#: compared.
 MOST_VALUES, MOST_BYTES = 20_000, 1 << 20
 
 Contents = dict[str, Any]
@@ -95,7 +96,7 @@ def _reached(cls: type) -> Iterator[tuple[str, Any]]:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 pending.append((f"{name} ({variable})", cell.cell_contents))
-            except ValueError:  # not filled yet
+            except ValueError:  # a closure's cell that is not filled yet
                 continue
         where = value.__globals__.get("__name__", "")
         pending += [(f"{where}.{n}", value.__globals__[n]) for n in _names(value.__code__) if n in value.__globals__]
@@ -187,9 +188,9 @@ def _set_cuda_states(states: list[bytes]) -> None:
 
 
 def _float32() -> tuple[str | None, str, str]:
-    """How products of float32 matrices are rounded: as set for all devices, on CUDA and on the CPU."""
+    """The rounding of float32 matrix products: the setting for all devices, for CUDA and for the CPU."""
     older = None
-    with suppress(RuntimeError):  # CUDA alone was set
+    with suppress(RuntimeError):  # only CUDA was set
         older = torch.get_float32_matmul_precision()
     return older, float32_precision(torch.device("cuda")), float32_precision(torch.device("cpu"))
 
@@ -197,7 +198,7 @@ def _float32() -> tuple[str | None, str, str]:
 def _set_float32(precision: tuple[str | None, str, str]) -> None:
     older, cuda, cpu = precision
     if older is not None:
-        torch.set_float32_matmul_precision(older)  # sets the others, too
+        torch.set_float32_matmul_precision(older)  # this also sets the others
     torch.backends.cuda.matmul.fp32_precision = cuda
     torch.backends.mkldnn.matmul.fp32_precision = cpu  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
 """Tiny random models of many designs, built from transformers' own configs: no download, milliseconds to make.
 
-Weights have a spread at which greedy output varies with the context and the best token wins clearly, so that a test of token equality
-neither passes by luck nor fails by rounding. Windows and chunks are a few tokens long, so that short texts exceed them.
+The weights' spread makes greedy output vary with the context, and makes the best token win clearly: a test of token equality
+neither passes by luck nor fails because of rounding. Windows and chunks are a few tokens long, so that short texts exceed them.
 """
 
 from __future__ import annotations

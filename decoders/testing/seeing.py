@@ -1,4 +1,4 @@
-"""Designs of tiny random models that see or hear: which they are, and what is given to them, random pixels and sounds."""
+"""The designs of tiny random models that see or hear, and their inputs: random pixels and sounds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from transformers import (
 
 from .models import VOCAB, WINDOW, _spread
 
-#: The token that stands for a part of an image or, in models that hear, of a sound, those of others, and those around it: text.
+#: Placeholder token of a part of an image (in models that hear: of a sound), other placeholders, and the tokens around them, which
+#: are text.
 IMAGE, VIDEO, OTHER, BEGIN, END = 120, 121, 122, 118, 119
-#: Classes that make a model, and the configs that each has one for.
+#: Auto classes, each with the config classes for which it has a model.
 _MODELS = (
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
@@ -40,10 +41,10 @@ class SeeingArchitecture:
     Attributes:
         model_type: transformers' name of the design.
         options: config values.
-        tokens: that stand for an image or a sound.
-        pixels: what the model is given of so many of them.
-        types: the argument that tells tokens of images from those of text, if there is one.
-        by_row: whether pixels are arranged by row of the batch, and then by image.
+        tokens: the placeholder tokens of one image or sound.
+        pixels: makes the model's inputs for a number of images or sounds.
+        types: name of the argument that tells image tokens from text tokens, if there is one.
+        by_row: whether pixels are arranged by row of the batch and then by image.
         embedding: see :class:`~decoders.testing.models.Architecture`.
     """
 
@@ -99,7 +100,7 @@ def _of_any_size(count: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _patches(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """As the Qwen family has them: 4 x 6 patches, of which four are a token."""
+    """Inputs in the form of the Qwen family: 4 x 6 patches, four of which make a token."""
     grid = torch.tensor([[1, 4, 6]] * count)
     return {"pixel_values": torch.randn(24 * count, 3 * 2 * 4 * 4, generator=generator), "image_grid_thw": grid}
 
@@ -125,13 +126,13 @@ def _sound(
     flags: bool = False,
     last: bool = False,
 ) -> Pixels:
-    """Makes sounds of so many frames with 8 features each.
+    """A function that makes sounds of `frames` frames with 8 features each.
 
     Args:
-        mask: the argument that tells frames from padding, if there is one.
-        masked: its length, where that is another one.
-        flags: whether it has flags, not numbers.
-        last: whether features are the last dimension.
+        mask: name of the argument that tells frames from padding, if there is one.
+        masked: the mask's length if it is not `frames`.
+        flags: whether the mask has bools instead of numbers.
+        last: whether the features are the last dimension.
     """
 
     def sounds(count: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -249,7 +250,7 @@ _EAR = dict(
     num_mel_bins=8,
     max_source_positions=20,
 )
-_WIDE_EAR = _EAR | {"intermediate_size": 128}  # several of its frames are a token
+_WIDE_EAR = _EAR | {"intermediate_size": 128}  # several frames make a token
 _OMNI_EAR = dict(
     d_model=32,
     encoder_ffn_dim=48,
@@ -324,8 +325,8 @@ HEARING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     }
 )  # fmt: skip
 
-#: Designs whose prompts with images or sounds are refused: text that sees what comes later, and layers that look at the image, or
-#: tokens that hear a part of the sound, in every step.
+#: Designs whose prompts with images or sounds are refused: their text attends to later tokens, or their layers read the image or
+#: sound again in every step.
 BLIND: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "paligemma": SeeingArchitecture(

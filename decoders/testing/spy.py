@@ -83,7 +83,7 @@ class Spy(Wrapped):
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False, part: bool = False) -> None:
         super().__init__(inner)
-        self.watched = inner  # whose instance must not change
+        self.watched = inner  # the strategies whose instances must not change
         self.reads = _Reads() if forbid_host_reads else None
         self.seen: list[SpyLog] = []
         self.finished = 0  # calls of `finish`
@@ -158,7 +158,7 @@ class Spy(Wrapped):
         changed = memory.difference(own, memory.of_instance(self.watched))
         assert changed is None, (
             f"{name} changed {'the settings' if changed.startswith('settings.') else 'its instance'}: {changed}; so state leaks "
-            "from call to call: an instance holds settings only, the rest belongs into what start returns"
+            "from call to call: an instance holds settings only; keep all other state in what start returns"
         )
         return result
 
@@ -192,7 +192,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """The same for the scores of a draft."""
+    """Raises AssertionError unless the scores of a draft keep the contract."""
     scores = draft.scores
     assert scores is not None
     wanted = [*draft.tokens.shape, vocab]
@@ -208,7 +208,7 @@ def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_tree(tree: TreeTensors, rows: int) -> None:
-    """The same for a topology that was created on the device."""
+    """Raises AssertionError unless a topology that was created on the device keeps the contract."""
     n = len(tree)
     for name, shape, dtype in (
         ("parents", (rows, n), torch.int64), ("offsets", (rows, n), torch.int64),

@@ -1,5 +1,7 @@
-"""A recorder for the CPU, which logs operations once and runs them again as a CUDA graph runs its kernels, and modes that detect,
-on any device, operations that make the host wait for the device or use data of the host.
+"""A recorder for the CPU, and modes that detect reads of the device.
+
+The recorder logs operations once and runs them again, as a CUDA graph does with kernels. The modes detect, on any device,
+operations that make the host wait for the device or that use data of the host.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ HOST_READS = frozenset(
         "unique_consecutive", "bincount", "equal", "allclose", "is_nonzero",
     }
 )  # fmt: skip
-#: Functions that make tensors of data of the host.
+#: Functions that create tensors from data of the host.
 MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
-HOST_DATA = "a tensor is made of data of the host, whose copy would have to be waited for; make it in start"
+HOST_DATA = "it creates a tensor from data of the host, and the copy makes the host wait; create it in start"
 #: Operations that wait for the device, or whose result has a size that only the device knows.
 WAITING = frozenset(
     {
@@ -91,7 +93,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def host_read(func: Any, args: tuple, kwargs: dict) -> str | None:
-    """How a call of PyTorch waits for the device, for a message; None if it does not."""
+    """How a call of PyTorch waits for the device, as text for a message; None if it does not wait."""
     name = getattr(func, "__name__", "")
     if name in HOST_READS:
         return f"{name}()"
@@ -124,7 +126,8 @@ def refuse_waiting(func: Any, args: tuple) -> None:
 
 def refuse_host_data(func: Any, args: tuple) -> None:
     """Raises RecordingError if the operation `func` makes a tensor of data of the host."""
-    if func.overloadpacket in FROM_HOST and args[0].dim():  # a single number is an argument of a kernel
+    # A single number is passed to a kernel as an argument, without a copy.
+    if func.overloadpacket in FROM_HOST and args[0].dim():
         raise RecordingError(HOST_DATA)
 
 
@@ -183,8 +186,8 @@ def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _new_tensors(result: Any, given: Sequence[Any]) -> list[Tensor]:
-    """The tensors of `result` that are no views of `given`; in inference mode ``reshape`` and the like, which may return either, are
-    dispatched as well.
+    """The tensors of `result` that are no views of `given`. In inference mode ``reshape`` and similar functions, which may return
+    views or copies, are dispatched, too.
     """
     places = {t.untyped_storage().data_ptr() for value in given for t in _flat(value) if isinstance(t, Tensor)}
     return [t for t in _flat(result) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places]
@@ -221,9 +224,9 @@ class TapeRecorder(Recorder):
             self._active -= 1
 
     def record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
-        self.settle()  # recording begins when the device is idle
+        self.settle()  # recording must begin with an idle device
         tape = Tape()
-        with NoHostData(), tape:  # some reads dispatch no operation
+        with NoHostData(), tape:  # some reads do not dispatch an operation
             output = body()
         self.recorded += 1
         return _Graph(self, tape), output

@@ -40,7 +40,7 @@ class EnumerationCase:
 
     Attributes:
         name: for messages.
-        parents: of each node; -1 for the root and for nodes that are no candidates.
+        parents: parent of each node; -1 for the root and for nodes that are no candidates.
         target: the target's tables, one more than the tree's depth.
         draft: the draft's tables.
         sure: nodes that take the likeliest remaining token instead of drawing one.
@@ -60,7 +60,7 @@ class EnumerationCase:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Depth of each node; -1 for those that are no candidates."""
+        """The depth of each node; -1 for nodes that are no candidates."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1 if parent >= 0 else -1)
@@ -126,7 +126,7 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """Extends ``[V**depth, V]`` weights of ``depth + 1`` tokens by the target to those of all tokens."""
+        """Extends weights ``[V**depth, V]`` of sequences of ``depth + 1`` tokens to full length, by the target's distribution."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
@@ -137,7 +137,7 @@ class EnumerationCase:
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
-        """The joint distribution of as many tokens if the step follows `outcomes` and the target continues."""
+        """The joint distribution of the same number of tokens if the step follows `outcomes` and the target continues."""
         joint = torch.zeros_like(self.wanted())
         for node, depth in enumerate(self.depths):
             reached = (drafts.prefix[:, node] >= 0).to(drafts.weight.dtype)
@@ -310,7 +310,7 @@ def _compare(case: EnumerationCase, got: Tensor, tolerance: float) -> None:
 
 
 def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
-    """Raises with the first row for which something is wrong: ``[R, N]`` or ``[R, 1]``."""
+    """Raises AssertionError with the first row in which `wrong` (``[R, N]`` or ``[R, 1]``) is true."""
     if wrong.any():
         row = int(wrong.any(1).nonzero()[0])
         parents = parents_by_row(block.tree, len(block.nodes))[row]
@@ -325,4 +325,6 @@ def _check_no_graph_break(verifier: Verifier, block: Block) -> None:
         traced = torch.compile(verifier.outcomes, fullgraph=True, backend="eager")(block)
     except Exception as error:
         raise AssertionError(f"{verifier!r} cannot be compiled without graph breaks: {error}") from error
-    assert torch.allclose(traced.end, verifier.outcomes(block).end), f"{verifier!r} says something else when compiled"
+    assert torch.allclose(traced.end, verifier.outcomes(block).end), (
+        f"{verifier!r} returns other outcomes when it is compiled"
+    )

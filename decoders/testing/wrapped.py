@@ -31,7 +31,7 @@ HOOKS = [
 class Wrapped(Strategy):
     """Declares the traits of `inner` and forwards every hook to it.
 
-    It does not rest, so that it is asked in every step, whatever steps cost on the machine.
+    It never rests: it is asked in every step, whatever steps cost on the machine.
     """
 
     def __init__(self, inner: Strategy) -> None:
@@ -68,7 +68,7 @@ class Replayed(Wrapped):
     After the steps before a recording, shapes and the state's tensors must stay the same.
 
     Args:
-        record: also record each hook then, and replay it from then on.
+        record: after these steps also record each hook, and replay it from then on.
 
     Attributes:
         drafts: the draft tokens of every step, as lists.
@@ -129,7 +129,7 @@ class Replayed(Wrapped):
         return result
 
     def _sequences(self, sequences: Sequences) -> Sequences:
-        """The rows in tensors that are never replaced and have room for the whole call, as on CUDA."""
+        """The rows, copied to tensors that are never replaced and have room for the whole call, as on CUDA."""
         parts = tensors_of(sequences)
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])
@@ -164,7 +164,7 @@ class Replayed(Wrapped):
             if before.shape != tensor.shape or before.data_ptr() != tensor.data_ptr():
                 shapes = f"is {list(tensor.shape)} after {list(before.shape)}"
                 how = shapes if before.shape != tensor.shape else "has moved"
-                raise ShapeError(f"{path} {how}: a recorded step goes on with the old tensor; write into it with copy_")
+                raise ShapeError(f"{path} {how}: a recorded step keeps using the old tensor; write into it with copy_")
         if self._places is not None and self.rebound is None:
             changed = [path for path, leaf in others.items() if not _equal(self._others.get(path, leaf), leaf)]
             self.rebound = changed[0] if changed else None
@@ -174,7 +174,7 @@ class Replayed(Wrapped):
 def _equal(own: Any, other: Any) -> bool:
     try:
         return own is other or (type(own) is type(other) and bool(own == other))
-    except Exception:  # not comparable counts as different
+    except Exception:  # values that cannot be compared count as different
         return False
 
 

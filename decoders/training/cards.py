@@ -12,7 +12,7 @@ from ..heads.eagle3 import Eagle3Config
 from ..heads.medusa import HeadsConfig
 from .recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining, Measurement
 
-#: Titles of the texts that are judged.
+#: Titles of the held-out texts in a card.
 NAMES = {
     ("held", "text"): "held out, files", ("held", "own"): "held out, own",
     ("test", "text"): "test files, files", ("test", "own"): "test files, own",
@@ -20,7 +20,9 @@ NAMES = {
 
 
 def medusa_card(config: HeadsConfig, model: PreTrainedModel, training: HeadsTraining | None) -> str:
-    """The card of heads for `model`; `training` None: they were trained elsewhere, and only their tree is ours."""
+    """The card of Medusa heads for `model`. training: None if the heads were trained elsewhere and only their tree was searched
+    here.
+    """
     figures = config.figures
     projection = {
         "tied": "the model's own output head",
@@ -87,7 +89,7 @@ def _sizes(config: HeadsConfig) -> list[int]:
 def eagle3_card(
     config: Eagle3Config, model: PreTrainedModel, run: HeadTraining, figures: Mapping[str, Any], command: str | None
 ) -> str:
-    """The card of a head for `model`. command: that trained it."""
+    """The card of an EAGLE-3 head for `model`. command: the command line that trained it."""
     layer = config.layer
     layers = ", ".join(map(str, config.layers or ()))
     return f"""---
@@ -114,7 +116,7 @@ acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of s
 def dflash_card(
     config: DFlashConfig, model: PreTrainedModel, run: BlockTraining, figures: Mapping[str, Any], command: str | None
 ) -> str:
-    """The card of a block draft model for `model`. command: that trained it."""
+    """The card of a block draft model for `model`. command: the command line that trained it."""
     layer = config.layer
     layers = ", ".join(map(str, config.layers))
     bias = f"and a head ({run.head}) adds a bias of rank {run.rank} by the tokens before (DSpark, arXiv 2607.05147)"
@@ -142,7 +144,7 @@ acceptance are kept. Seed {run.seed}. {figures["seconds"] / 60:.0f} minutes of s
 
 
 def _chains(figures: Mapping[str, Any], depth: int) -> str:
-    """How far chains of so many tokens were accepted."""
+    """Markdown tables: how far chains of `depth` draft tokens were accepted."""
     return f"""## Held-out figures
 Of chains that are drafted all over the text: the share whose first tokens are all accepted when greedy, up to the token named.
 
@@ -170,7 +172,7 @@ def draft_card(
     draft: PreTrainedModel, model: PreTrainedModel, run: DraftTraining, measurement: Measurement, figures: Mapping[str, Any],
     command: str | None,
 ) -> str:  # fmt: skip
-    """The card of `draft`, for the target `model`. command: that trained it."""
+    """The card of the draft model `draft` for the target `model`. command: the command line that trained it."""
     config = draft.config.get_text_config(decoder=True)
     target = model.config.get_text_config(decoder=True)
     if run.origin == "layers":
@@ -223,7 +225,7 @@ def _agreement(agreement: Mapping[str, Any]) -> str:
 
 
 def _by_text(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Title and figures of each text that was judged."""
+    """Title and figures of each held-out text."""
     found = ((title, figures.get(which, {}).get(kind)) for (which, kind), title in NAMES.items())
     return [(title, facts) for title, facts in found if facts]
 
@@ -235,5 +237,5 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _command_lines(command: str | None) -> str:
-    """The command that trained it as a block of a shell, with empty lines around it; nothing where it was no command."""
+    """The training command as a shell block in Markdown; "" if the training was not started by a command."""
     return f"\n```sh\n{command}\n```\n" if command else ""

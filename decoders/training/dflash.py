@@ -1,8 +1,9 @@
 """`train_dflash`: a draft model of the DFlash family for a model, which stays frozen, in one resumable run.
 
-A block begins at an anchor: the text in front of it is the context, and its own token is the last one committed. The blocks of many
-anchors are drafted in one pass over a row. Each sees the context in front of its anchor and itself, and its head is given the
-text's tokens as those before each place; the targets are what the model says after these.
+A block begins at an anchor, a position of the text. The anchor's token plays the last committed token, and the tokens in front of
+it are the context. One pass over a row drafts the blocks of many anchors. A block sees the context in front of its anchor and its
+own nodes. Its head gets the text's tokens as the tokens before each place, and learns the distribution that the target has after
+them.
 
 Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` tokens that can be drafted.
 """
@@ -44,7 +45,7 @@ from .trainer import soft_cross_entropy
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Rows of text that the keys and values of a new draft model's context are fitted to.
+#: Rows of text for the least-squares fit of a new draft model's keys and values (:func:`fit_context`).
 FITTED = 64
 
 
@@ -64,20 +65,21 @@ def train_dflash(
     checkpoint_minutes: float = 1.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains a block draft model with the model frozen, and writes it to `out` in the format of `speculators`, with a card. What is
-    not listed is as in :func:`~decoders.training.draft.train_draft`.
+    """Trains a block draft model with the model frozen, and writes it to `out` in the format of `speculators`, with a card.
+
+    Arguments that are not listed are those of :func:`~decoders.training.draft.train_draft`.
 
     Args:
-        test: measured on at the end, for the card.
-        start: folder of a draft model to begin with; its mask and draft vocabulary are kept. None: a new one.
+        test: text on which acceptance is measured at the end, for the card.
+        start: folder of a draft model whose training continues; its mask and draft vocabulary are kept. None: a new draft model.
 
     Returns:
-        The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.
+        The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
         TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
-        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a draft model to begin with
-            that is of another shape.
+        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a draft model at `start`
+            that has another shape.
     """
     layers = layers_read(model, run)  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
@@ -86,7 +88,7 @@ def train_dflash(
     def make(train: Texts, judged: Texts) -> BlockLearner:
         ids = draft_vocabulary(train.ids, size, shape.vocab_size, stop_tokens(model)).to(model.device)
         counts = torch.bincount(train.ids.flatten(), minlength=shape.vocab_size)
-        # The mask is a token that texts do without.
+        # The mask is the token that the texts use least.
         config = block_config(run, shape, layers, size, int(counts.argmin()))
         teacher = Teacher(model, layers, run.bf16)
         if given is None:
@@ -110,7 +112,7 @@ def train_dflash(
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
-    """The shape of a draft model whose layers have a `shape`. mask: token that stands for one to be drafted."""
+    """The config of a draft model. shape: config of its layers. mask: the token that is embedded at places to be drafted."""
     markov = {
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
@@ -123,7 +125,7 @@ def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: 
 
 
 class BlockDraft(nn.Module):
-    """A network and its head, as one model that learns."""
+    """A network and its head as one trainable module."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -131,9 +133,11 @@ class BlockDraft(nn.Module):
 
 
 def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashConfig) -> BlockDraft:
-    """One whose context begins as the target's highest feature, and whose head adds nothing yet. Its layers begin as layers of the
-    target, as far as these have weights of their names and shapes: the first as the first, which reads embeddings as a block does,
-    the last as the last, others spread between.
+    """A new draft model, initialized from the target.
+
+    `fc` passes on the highest of the target's features, and the head adds nothing yet. Each layer copies the weights of a target
+    layer that have the same names and shapes: the first layer copies the target's first, which also reads embeddings, the last the
+    last, and the others layers spread between.
     """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
@@ -161,7 +165,7 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
 
 
 def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
-    """The layer of the target that each layer begins as."""
+    """For each layer of the draft model, the target layer whose weights it copies."""
     decoder = decoder_layers(model)
     top, above = len(decoder) - 1, len(network.layers) - 1
     return [decoder[round(top * index / above) if above else top] for index in range(above + 1)]
@@ -169,13 +173,15 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Lets the context begin as keys and values of the target's layers that the network's began as. `fc` keeps the directions of the
-    features that say most of all of these together (reduced-rank regression), and each matrix is what least squares over `texts` can
-    make of that. Layers with other keys or values stay as they are. Norms of queries and keys that the target does not have begin
-    with the size that these have in it.
+    """Fits the keys and values of the context to those of the target layers that :func:`_origins` names.
+
+    `fc` keeps the directions of the features that predict all of these keys and values best (reduced-rank regression). Each key and
+    value matrix is then the least-squares fit over `texts`. Layers whose keys or values have other shapes are not changed. Where
+    the target does not normalize queries and keys, the network's norms begin with the mean size that queries and keys have in the
+    target.
 
     Args:
-        rows: of `texts`, that are read at once.
+        rows: how many rows of `texts` are read at once.
     """
     pairs, norms = list[tuple[nn.Linear, nn.Linear]](), list[tuple[Tensor, nn.Linear]]()
     for layer, origin in zip(network.layers, _origins(network, teacher.model), strict=True):
@@ -189,7 +195,9 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
                     norms.append((cast(Tensor, parts[f"self_attn.{part}_norm"].weight), given))
 
     def sums(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor], dict[nn.Module, Tensor]]:
-        """Over all texts: what is `read` of features times itself, times what each pair gives, and each matrix's mean square."""
+        """Sums over all texts: the Gram matrix of `read` features, its products with each layer's keys and values, and their mean
+        squares.
+        """
         outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
         gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
         hooked = {given for _, given in (*pairs, *norms)}
@@ -207,7 +215,7 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
         finally:
             for hook in hooks:
                 hook.remove()
-        # Few texts, or features that are alike.
+        # A ridge: there may be few texts, or features that are nearly equal.
         return gram + 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype), products, squares
 
     if not pairs:
@@ -228,16 +236,16 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:
-    """A draft model to go on with.
+    """The draft model in `given`, to continue its training.
 
     Args:
-        output: ``[D, H]``, the target's output matrix of the tokens that it drafts.
+        output: ``[D, H]``, rows of the target's output matrix for the tokens that are drafted.
 
     Raises:
-        SettingsError: it differs from `config`, or has an embedding or an output matrix that is not the target's.
+        SettingsError: its config differs from `config`, or its embedding or output matrix is not the target's.
     """
     layer, vocab = copy.deepcopy(given.config.layer), config.layer.vocab_size
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a checkpoint of a draft model need not say them
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # checkpoints may leave these out
         setattr(layer, name, getattr(config.layer, name))
     set_attention(layer, "sdpa")
     own = replace(given.config, layer=layer)
@@ -256,20 +264,20 @@ def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> Bloc
         or (given.lm_head is not None and not _same(given.lm_head.weight, output))
     ):
         raise SettingsError(
-            "dflash: the draft model to begin with differs from the one to train: in its shape, in the layers that it reads, by causal "
-            "layers or windows, or by an embedding or output head that is not the target's"
+            "dflash: training cannot continue from this draft model: its shape, the layers that it reads, causal layers or windows "
+            "differ from the settings, or its embedding or output head is not the target's"
         )
     draft.load_state_dict(state)
     return draft.to(next(given.network.parameters()).device)
 
 
 def _same(matrix: Tensor, other: Tensor) -> bool:
-    """But for the rounding of a file."""
+    """Whether two matrices are equal up to the rounding of a checkpoint."""
     return matrix.shape == other.shape and torch.allclose(matrix, other, rtol=1e-2, atol=1e-4)
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """Matrices, and norms that do nothing but scale by their weight, by name."""
+    """The layer's weight matrices, and the weights of norms that only scale, by name."""
     parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
     return {
         f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
@@ -278,7 +286,7 @@ def _weights(layer: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _scale(norm: Any) -> Tensor | None:
-    """The weight of a norm that makes it of a vector of ones; None: it is no such norm."""
+    """The norm's output for a vector of ones, which is its scale; None if the norm does more than scale."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
         return None
@@ -295,8 +303,9 @@ class BlockLearner(FeatureLearner):
     """Teaches a block draft model, see :class:`FeatureLearner`.
 
     Attributes:
-        own_output: whether the draft model keeps an output head of its own, the target's rows of its tokens without a bias: where these
-            are not all tokens, and where the target's logits are not what its output matrix gives, which the scores are learnt with.
+        own_output: whether the draft model stores an output head of its own, a copy of rows of the target's output matrix without a
+            bias. It does if it drafts a reduced vocabulary, or if the target scales or bounds its logits, since training computes
+            scores with the bare matrix.
     """
 
     model: BlockDraft
@@ -336,7 +345,9 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """``[B, A]`` int64, ascending, where the blocks of a step begin: where a first token counts, as far as there is one."""
+        """``[B, A]`` int64, ascending: the anchors of a step, at positions whose first draft token counts, if the row has enough of
+        them.
+        """
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + step)
@@ -344,11 +355,13 @@ class BlockLearner(FeatureLearner):
         return torch.multinomial(chances, count, generator=generator).sort(1).values.to(self.ids.device)
 
     def _places_of(self, anchors: Tensor) -> Tensor:
-        """``[B, A, K]``, the token before each place; what the target says after it is to be drafted there."""
+        """``[B, A, K]``: for each place of a block the position of the token before it, after which the target's distribution is
+        the label.
+        """
         return anchors[..., None] + self.places
 
     def drafted(self, lesson: Lesson, ids: Tensor, anchors: Tensor) -> DraftedBlock:
-        """What the network says of the blocks at `anchors` ``[B, A]``, a row of the result for each; ids ``[B, T]``."""
+        """The network's output for the blocks at `anchors` ``[B, A]``, one row per block. ids: ``[B, T]``."""
         network, config, device = self.model.network, self.model.config, ids.device
         slots, blocks, nodes = ids.shape[1], anchors.shape[1], config.block_size
         read = ids.new_full((*anchors.shape, nodes), config.mask_token_id)
@@ -369,7 +382,12 @@ class BlockLearner(FeatureLearner):
         return self._embedding(tokens).float()
 
     def _scores(self, block: DraftedBlock, tokens: Tensor) -> Iterator[Tensor]:
-        """Logits ``[B·A, D]`` of place after place; tokens: ``[B·A, K]``, those before each, or ``[B·A, 1]``, the first of a chain."""
+        """Yields the logits ``[B·A, D]`` of one place after the other.
+
+        Args:
+            tokens: ``[B·A, K]``, the token before each place; or ``[B·A, 1]``, the first token of a chain, which then follows its
+                own draft.
+        """
         head, above = self.model.head, None
         if head is None:
             yield from block.logits.unbind(1)
@@ -386,8 +404,10 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """What becomes of chains that are drafted one behind the other all over `texts`: in the model's own greedy text, of those of
-        decoding; in other text a draft is judged after the text's tokens, not the target's.
+        """How far chains are accepted that are drafted one behind the other over all of `texts`.
+
+        In the model's own greedy text this is the acceptance of decoding. In other text a draft is judged after the text's tokens,
+        which the target may not have chosen.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
@@ -406,12 +426,12 @@ class BlockLearner(FeatureLearner):
 
 
 def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
-    """``[B, A·nodes, slots + A·nodes]`` bool: which slots of the context, and which nodes of all blocks, a block's nodes see.
+    """``[B, A·nodes, slots + A·nodes]`` bool: which context slots and which nodes of all blocks each node sees.
 
     Args:
-        anchors: ``[B, A]``, where blocks begin.
-        slots: of the context.
-        nodes: of a block.
+        anchors: ``[B, A]``, positions where blocks begin.
+        slots: number of context slots.
+        nodes: number of nodes in a block.
     """
     of_block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(nodes)
     before = torch.arange(slots, device=anchors.device) < anchors.repeat_interleave(nodes, 1)[..., None]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
-#: Rows that agreement is measured on between steps.
+#: Number of held-out rows on which agreement is measured between steps.
 WATCHED = 16
 
 
@@ -51,21 +51,21 @@ def train_draft(
 ) -> dict[str, Any]:
     """Trains a draft model for `model`, which stays as it is, and writes it to `out` with the tokenizer and a card.
 
-    Checkpoints, and the text that the target writes itself, lie in ``out/training`` until the run is complete. With `resume`, an
-    interrupted run goes on there and ends where it would have ended.
+    ``out/training`` holds checkpoints and the text that the target writes until the run is complete. With `resume` an interrupted
+    run continues from there, and gives the weights of a run without interruption.
 
     Args:
-        texts: to learn from.
-        run: what the draft model is, and settings of the training.
-        held: judged by, for early stop; best is text that the target itself never learnt from. Without it a twentieth of `texts`
+        texts: training texts.
+        run: shape of the draft model, and settings of the training.
+        held: held-out texts for early stopping, preferably texts that the target was not trained on. None: a twentieth of `texts`
             is held out.
-        test: where ``speculative`` is run at the end, for the card; without it `held` is.
-        measurement: how it is run.
+        test: texts on which ``speculative`` is measured at the end, for the card. None: `held`.
+        measurement: settings of that measurement.
         dtype: of the weights that are written.
-        command: that started this, for the card.
-        resume: go on from what lies in ``out/training``.
-        checkpoint_minutes: between checkpoints.
-        console: where progress is shown.
+        command: the command line that started the training, for the card.
+        resume: continue from the checkpoint in ``out/training``.
+        checkpoint_minutes: minutes between checkpoints.
+        console: where progress is shown; None: nowhere.
 
     Returns:
         The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and tokens per step of ``speculative``.
@@ -81,12 +81,12 @@ def train_draft(
     train, judged = store.learnt_and_held(texts, held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
     trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
-    # Before training, so that the card can say what it has brought. Not of a run that goes on: the weights are those of its start.
+    # Measured before training, so that the card shows what training gained. A resumed run has its starting weights here, too.
     before = agreement(learner, judged.part(0, learner.training.rows))
     checkpoint = work / "checkpoint.pt"
     trainer.train("draft", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
     _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
-    draft.float()  # figures are of the weights as written
+    draft.float()  # figures are measured with the rounded weights that are written
     prompted = store.texts(test, held_out_rows(rows)) if test else judged.ids
     figures: dict[str, Any] = {
         "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
@@ -100,7 +100,7 @@ def train_draft(
 
 
 def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: torch.dtype) -> None:
-    """Everything ``from_pretrained`` reads; aside first, so that a reader never sees half a model."""
+    """Writes everything that ``from_pretrained`` reads, into a temporary folder first, so that nobody reads half a model."""
     partial_folder = out / ".partial"
     shutil.rmtree(partial_folder, ignore_errors=True)
     draft.config.dtype = dtype
@@ -121,7 +121,8 @@ def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedMode
     """A draft model for `model`, float32, on its device.
 
     Raises:
-        TrainingError: the target's layers cannot be told. SettingsError: it has not these layers, or no such size.
+        TrainingError: no list of decoder layers is found in the target. SettingsError: the target lacks one of the layers, or
+            cannot have this size.
     """
     count = len(decoder_layers(model))
     if not count:
@@ -137,7 +138,7 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """`model` with some of its decoder layers, in that order; everything else is the same.
 
     Raises:
-        TrainingError: other parameters hold something of every layer.
+        TrainingError: a parameter outside of the layers has a part for each layer.
     """
     own = decoder_layers(model)
     name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
@@ -155,13 +156,13 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     whole = [key for key, value in draft.state_dict().items() if value.shape != state[key].shape]
     if whole:
         raise TrainingError(
-            f"{', '.join(whole)} of {type(model).__name__} hold something of every layer, so no draft model can be made of some layers"
+            f"{', '.join(whole)} of {type(model).__name__} have a part for each layer, so no draft model can be cut out of it"
         )
     draft.load_state_dict(state)
     return draft.to(model.device)  # type: ignore[arg-type]
 
 
-#: Fields of a config that a smaller model has smaller, or a head of the same size.
+#: Config fields that are scaled down in a smaller model; the size of an attention head stays.
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
 _SCALED = ("head_dim", "num_key_value_heads", *_WIDTHS)
 
@@ -170,15 +171,15 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
     """A model of the same class with `count` layers and random weights; heads keep their size, and their groups if they can.
 
     Raises:
-        SettingsError: `hidden` holds no whole number of heads, or layers differ in what would be smaller.
+        SettingsError: `hidden` is no multiple of the head size, or the target's layers differ in a field that would be scaled down.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     differ = [name for name in _SCALED if isinstance(config_value(text, name), tuple)]
     if differ:
         raise SettingsError(
-            f"the layers of {type(text).__name__} differ in {', '.join(differ)}: there is no smaller model of their shape. "
-            "Make the draft of some of them, with origin='layers'"
+            f"the layers of {type(text).__name__} differ in {', '.join(differ)}, so no smaller model has their shape. "
+            "Make the draft model of some of the layers, with origin='layers'"
         )
     width, heads = text.hidden_size, text.num_attention_heads
     head = getattr(text, "head_dim", None) or width // heads
@@ -186,7 +187,7 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
     size = own * width // heads if hidden is None else hidden
     if own < 1 or size * heads != own * width or size > width:
         raise SettingsError(
-            f"hidden is a multiple of {width // heads}, the target's width for each of its heads, up to {width}, not {hidden}"
+            f"hidden must be a multiple of {width // heads}, the width of one of the target's heads, and at most {width}, not {hidden}"
         )
     groups = getattr(text, "num_key_value_heads", None)
     text.num_attention_heads = own
@@ -203,14 +204,14 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
 
 
 def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
-    """Config of a model with these of `count` layers: lists with an entry for each layer lose the others."""
+    """Changes the config to one with only these of `count` layers: lists with an entry per layer keep the entries of `layers`."""
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, name, [value[layer] for layer in layers])
     text.num_hidden_layers = len(layers)
     own = {int(layer): values for layer, values in text.to_dict().get("per_layer_config", {}).items()}
-    if own:  # where layers differ in more than lists say
+    if own:  # layers may differ in more than such lists
         text.per_layer_config = {place: own[layer] for place, layer in enumerate(layers) if layer in own} or None
 
 
@@ -227,9 +228,9 @@ class DraftLearner(EpochLearner):
     """A draft model and its optimizers.
 
     Args:
-        target: frozen; its logits are computed as they are needed.
-        train: text to learn from.
-        held_out: text to judge by; at most :data:`WATCHED` rows of it are, the target's own first.
+        target: the frozen target; its logits are computed when a step needs them.
+        train: training text.
+        held_out: held-out text; scores are computed on at most :data:`WATCHED` rows of it, rows that the target wrote first.
     """
 
     model: PreTrainedModel
@@ -245,7 +246,7 @@ class DraftLearner(EpochLearner):
         self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The run of this draft model. identity: fingerprints of text and target."""
+        """The :class:`Run` of this draft model. identity: fingerprints of text and target, which a checkpoint must have as well."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def learn(self, step: int) -> Tensor:
@@ -259,7 +260,7 @@ class DraftLearner(EpochLearner):
         return loss
 
     def scores(self) -> list[float]:
-        """How often draft and target choose the same token, and how much their distributions have in common."""
+        """How often draft and target choose the same token, and the overlap of their distributions."""
         return list(agreement(self, self._watched))
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -267,7 +268,7 @@ class DraftLearner(EpochLearner):
         return f"same token {same:.1%}, overlap {overlap:.1%}"
 
     def _taught(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """The target's logits ``[B, T, V]`` float32, and ``[B, T]`` float32 after which tokens they count."""
+        """The target's logits ``[B, T, V]`` float32, and the weight ``[B, T]`` float32 of each position: 1 where it counts, else 0."""
         with torch.no_grad():
             logits = self._scores(self.target, texts).float()
         return logits, counted(texts, self.stops).to(logits.device).float()
@@ -280,7 +281,9 @@ class DraftLearner(EpochLearner):
 
 @torch.no_grad()
 def agreement(learner: DraftLearner, texts: Texts) -> tuple[float, float]:
-    """How often both choose the same token greedily, and 1 - TV of their distributions, where `texts` count."""
+    """How often both choose the same token greedily, and the overlap (1 - TV) of their distributions, over the positions that
+    count.
+    """
     training, sums, count = learner.model.training, torch.zeros(2, dtype=torch.float64), 0.0
     learner.model.eval()
     for first in range(0, len(texts.ids), learner.training.rows):
@@ -303,10 +306,10 @@ def measure(
     rows: Tensor,
     measurement: Measurement,
 ) -> dict[str, Any]:
-    """Tokens per step of ``speculative``, the target's own included, greedily and sampled at temperature 1.
+    """Tokens per step of ``speculative``, greedy and at temperature 1. The target's own token of each step is included.
 
     Args:
-        rows: ``[W, T]`` int64, held-out text whose first quarters are prompts.
+        rows: ``[W, T]`` int64, held-out text; the first quarter of each row is the prompt.
     """
     enabled = "generate" in vars(model)
     enable(model, tokenizer)

@@ -1,11 +1,11 @@
 """`train_eagle3`: an EAGLE-3 head for a model, which stays frozen, in one resumable run.
 
-It learns by training-time test (Li et al. 2025, section 3): a draft of several tokens at every position, all at once. At index ``t``
-of a row the draft begins at slot ``t``, whose feature is the target's. Simulated token ``k`` sits at slot ``t + k``; its feature is
-what the head gave for token ``k - 1`` of the same index. The attention of the draft at ``t`` sees what was read with the target's
-features up to slot ``t``, and of the slots behind only its own: what a chain sees in decoding.
+It learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at every position, all
+positions at once. The draft of index ``t`` begins at slot ``t`` with the target's feature. Simulated token ``k`` sits at slot ``t +
+k``, and its feature is the head's output for token ``k - 1`` of the same index. Its attention sees the slots up to ``t`` as read
+with the target's features, and behind them only the simulated tokens of index ``t``. A chain sees the same in decoding.
 
-Letters: ``B`` rows, ``S`` indices, ``C`` of them with chains of more than one token, ``K`` simulated tokens, ``F`` width of the
+Letters: ``B`` rows, ``S`` indices, ``C`` indices whose chains have more than one token, ``K`` simulated tokens, ``F`` width of the
 target's features.
 """
 
@@ -65,21 +65,22 @@ def train_eagle3(
     checkpoint_minutes: float = 1.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains an EAGLE-3 head with the model frozen, and writes it to `out` with a card. What is not listed is as in
-    :func:`~decoders.training.draft.train_draft`.
+    """Trains an EAGLE-3 head with the model frozen, and writes it to `out` with a card.
+
+    Arguments that are not listed are those of :func:`~decoders.training.draft.train_draft`.
 
     Args:
-        test: measured on at the end, for the card.
-        start: folder of a head to begin with, in either format; its draft vocabulary is kept. None: a new one.
-        form: in which format it is written.
+        test: text on which acceptance is measured at the end, for the card.
+        start: folder of a head whose training continues, in either format; its draft vocabulary is kept. None: a new head.
+        form: the format in which the head is written.
 
     Returns:
-        The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.
+        The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
         TrainingError: too little text, a checkpoint of another run, or a model whose layers cannot be told.
-        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a head to begin with that
-            is of another shape.
+        SettingsError: layers that the model does not have, a draft vocabulary larger than the model's, or a head at `start` that
+            has another shape.
     """
     config = head_config(model, run, layers_read(model, run))  # wrong settings are reported before hours of work
     given = load_head(start, model.device, torch.float32) if start is not None else None
@@ -117,7 +118,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A head that begins as the target's output head on its highest feature: the layer adds nothing yet."""
+    """A new head. It predicts what the target's output head makes of the highest feature, since its layer adds nothing yet."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -134,10 +135,11 @@ def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: in
 
 
 def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[Eagle3Head, Tensor]:
-    """A head to go on with, and the tokens that it can propose, ``[D]``; `ids` where it has all of the model's.
+    """The head in `given`, to continue its training, and the tokens ``[D]`` that it can propose: `ids` if it has the whole
+    vocabulary.
 
     Raises:
-        SettingsError: it is of another shape than `config`.
+        SettingsError: its shape differs from `config`.
     """
     if not isinstance(given.head, Eagle3Head) or given.head.embed_tokens is not None:
         raise SettingsError("eagle3: training goes on with EAGLE-3 heads that use the target's embedding")
@@ -149,11 +151,12 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
         or other.windows
     ):
         raise SettingsError(
-            "eagle3: the head to begin with is of another shape, reads other layers, or has windows, unlike the one to train"
+            "eagle3: training cannot continue from this head: its shape or the layers that it reads differ from the settings, "
+            "or it has windows"
         )
     head = copy.deepcopy(given.head).requires_grad_(True)
     layer = copy.deepcopy(other.layer)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a checkpoint of a head need not say them
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # checkpoints may leave these out
         setattr(layer, name, getattr(config.layer, name))
     head.head_config = replace(other, layers=config.layers, layer=layer)
     return head, given.vocabulary.ids.cpu() if given.vocabulary.ids is not None else ids
@@ -183,7 +186,7 @@ class HeadLearner(FeatureLearner):
         return torch.randperm(slots, generator=generator)[:count].sort().values.to(self.ids.device)
 
     def backward(self, lesson: Lesson, chains: Tensor | None = None) -> Tensor:
-        """Leaves the gradients of ``Σ_k decay^k · CE_k`` in the head; the loss.
+        """Adds the gradients of ``Σ_k decay^k · CE_k`` to the head's parameters, and returns the loss.
 
         CE of simulated token k is taken against the target's distribution over the tokens that the head has, where the target's best
         token is one of them.
@@ -200,7 +203,7 @@ class HeadLearner(FeatureLearner):
         with self.teacher.precision():
             drafted = unrolled(head, lesson.embedded[:, 1:], lesson.features[:, :slots], depth, chains)
             for k, states in enumerate(drafted):
-                # The scores of one token at a time: those of all at once are large. The states' own gradient follows below.
+                # Scores of one token at a time, since those of all tokens are large. The gradient is passed on to the states below.
                 leaf = states.detach().requires_grad_()
                 places = (every if k == 0 or chains is None else chains) + k + 1
                 scores = head.lm_head(head.norm(leaf))
@@ -215,17 +218,17 @@ class HeadLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """What becomes of chains that are simulated at every position of `texts` that counts.
+        """How far chains are accepted that are simulated at every position of `texts` that counts.
 
-        In the model's own greedy text this is what a chain meets in decoding, since its tokens are the target's; in other text a draft
-        is judged after the text's tokens, not the target's.
+        In the model's own greedy text this is the acceptance of decoding, since its tokens are the target's choices. In other text
+        a draft is judged after the text's tokens, which the target may not have chosen.
         """
         head, depth, known = self.model, self.training.depth, self.ids
         sums = AcceptanceSums(depth)
         for _, lesson in self.lessons(texts):
             slots = lesson.features.shape[1] - depth
             best, target = lesson.best, lesson.probabilities
-            # A draft counts where all of its tokens would.
+            # A draft counts if each of its positions does.
             whole = torch.stack([lesson.counted[:, k + 1 : k + 1 + slots] for k in range(depth)]).all(0)
             sums.begin(whole)
             with self.teacher.precision():
@@ -239,12 +242,14 @@ class HeadLearner(FeatureLearner):
 def unrolled(
     head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int, chains: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """States of simulated token 0, 1, … ``depth - 1``, what the last norm reads: ``[B, S, H]``, and from token 1 on ``[B, C, H]``.
+    """The states of simulated tokens 0, 1, … ``depth - 1`` before the last norm: ``[B, S, H]`` of token 0, ``[B, C, H]`` of each
+    later token.
 
     Args:
-        embedded: ``[B, S + depth - 1, H]``, of the token that follows each slot; index ``t`` of token ``k`` reads slot ``t + k``.
-        features: ``[B, S, F]``, the target's, of the first ``S`` slots.
-        chains: ``[C]`` int64, ascending, the indices that go on after token 0; None: all ``S``.
+        embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot; token ``k`` of index ``t`` reads
+            slot ``t + k``.
+        features: ``[B, S, F]``, the target's features of the first ``S`` slots.
+        chains: ``[C]`` int64, ascending, the indices whose chains continue after token 0; None: all ``S``.
     """
     indices = torch.arange(features.shape[1], device=features.device)
     chains = indices if chains is None else chains
@@ -262,7 +267,7 @@ def unrolled(
 def _layer(
     layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], indices: Tensor
 ) -> Tensor:
-    """As :meth:`DecoderLayer.forward`, with the attention of a simulated token of the `indices`; `seen` gets its keys and values."""
+    """:meth:`DecoderLayer.forward` for one simulated token of each of the `indices`; appends the token's keys and values to `seen`."""
     normed = layer.hidden_norm(states)
     residual = normed if layer.norm_before_residual else states
     attention, shape = layer.self_attn, (*states.shape[:2], -1, layer.self_attn.head_dim)
@@ -277,7 +282,7 @@ def _layer(
 
 
 def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
-    """``[B, heads, S or C, d]``: causal over what was read with the target's features, and one key of each simulated token since."""
+    """``[B, heads, S or C, d]``: causal attention over the slots read with the target's features, plus one key per simulated token."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)

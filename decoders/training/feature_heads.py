@@ -1,4 +1,4 @@
-"""What the trainings of networks that read the hidden states of a frozen target have in common.
+"""Shared by the trainings of EAGLE-3 heads and block draft models, which read hidden states of a frozen target.
 
 Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` its hidden size, ``V`` its vocabulary, ``D``
 tokens that can be drafted.
@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.5
-#: Rows that acceptance is measured on between steps.
+#: Number of held-out rows on which acceptance is measured between steps.
 WATCHED = 32
-#: Most bytes of what the target computed that are kept from one pass over the text to the next.
+#: Most bytes of the target's features and logits that are kept for the next pass over the text.
 KEPT = 2 << 30
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Rows of text, as the target reads them.
+    """Rows of text with what the target computes for them.
 
     Attributes:
         features: ``[B, T, F]``, outputs of the target's layers side by side.
-        embedded: ``[B, T, H]``, of the tokens themselves.
-        logits: ``[B, T, D]`` float32, the target's after every token, of the tokens that can be drafted.
-        best: ``[B, T]`` int64, the token that it finds best of all.
-        total: ``[B, T]`` float32, the log of the sum of ``exp`` of all its logits; None: `logits` are all of them.
-        counted: ``[B, T]`` bool, after which tokens a prediction counts.
+        embedded: ``[B, T, H]``, embeddings of the tokens.
+        logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
+        best: ``[B, T]`` int64, the target's likeliest token of the whole vocabulary.
+        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` has the whole
+            vocabulary.
+        counted: ``[B, T]`` bool, the positions whose predictions count.
     """
 
     features: Tensor
@@ -57,7 +58,7 @@ class Lesson:
 
     @property
     def probabilities(self) -> Tensor:
-        """``[B, T, D]``, the target's of the tokens that can be drafted, among all."""
+        """``[B, T, D]``, the target's probabilities of the tokens that can be drafted, normalized over the whole vocabulary."""
         return self.logits.softmax(-1) if self.total is None else (self.logits - self.total[..., None]).exp()
 
 
@@ -75,7 +76,9 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Keeps what it computes for the rows of `texts`, if that takes no more than :data:`KEPT` and gives the logits back."""
+        """Makes room for features and logits of the rows of `texts`, if they take at most :data:`KEPT` bytes and restore the logits
+        exactly.
+        """
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -89,9 +92,9 @@ class Teacher:
         """Reads all rows of `texts` at once.
 
         Args:
-            stops: what ends the model's own text; nothing behind it counts.
+            stops: end-of-sequence ids; positions behind one in the model's own text do not count.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: their numbers in what is kept; None: they are read once.
+            rows: indices of the rows, under which their results are kept; None: nothing is kept.
         """
         model, read = self.model, texts.ids.to(self.model.device)
         output = model.get_output_embeddings()
@@ -113,7 +116,7 @@ class Teacher:
                 logits = model(input_ids=read, use_cache=False).logits
             features, of_all = torch.cat([noted[layer] for layer in self.layers], dim=-1), []
             if some:
-                # Logits of the whole vocabulary are large, and most of them are not asked for again.
+                # Logits of the whole vocabulary are large, and only those of `ids` are needed again.
                 of_all = [logits.argmax(-1), logits.float().logsumexp(-1)]
                 logits = logits[..., ids]
             if kept is not None:
@@ -124,23 +127,24 @@ class Teacher:
         return Lesson(features.float(), embedded, logits, best, total, counts)
 
     def _as_read(self, part: Tensor) -> Tensor:
-        """In the type that what reads it computes in: autocast takes float32 as bfloat16, and other types are as the model has them."""
+        """`part` in the dtype in which the layer that reads it computes: autocast turns float32 into bfloat16, other dtypes stay."""
         return part.bfloat16() if self.bf16 and part.dtype == torch.float32 else part
 
     @torch.no_grad()
     def features(self, texts: Texts) -> Tensor:
-        """``[B, T, F]`` float32, of all rows of `texts` at once, as in :class:`Lesson`. Logits are not computed."""
+        """``[B, T, F]`` float32, the features of all rows of `texts`, computed at once and without logits."""
         with self._noting() as noted, self.precision():
             self.model.base_model(input_ids=texts.ids.to(self.model.device), use_cache=False)
         return torch.cat([noted[layer] for layer in self.layers], dim=-1).float()
 
     def precision(self) -> torch.autocast | nullcontext:
-        """What the target, and what reads it, compute in."""
+        """The autocast context in which the target and the trained network run."""
         return torch.autocast(self.model.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
     @torch.no_grad()
     def says_what_its_matrix_gives(self, ids: Tensor) -> bool:
-        """Whether logits are what the output matrix, with its bias, makes of hidden states: some designs scale or bound them.
+        """Whether the target's logits are its output matrix and bias applied to hidden states: some designs also scale or bound
+        them.
 
         Args:
             ids: ``[B, T]``, some text.
@@ -149,7 +153,7 @@ class Teacher:
 
         def enlarge(_: nn.Module, __: object, given: Tensor) -> Tensor:
             scores.append(given)
-            return 64 * given  # exact in every type, and a bound of any use changes it by more than rounding does
+            return 64 * given  # exact in every dtype, and any useful bound changes it by more than rounding does
 
         hook = output.register_forward_hook(enlarge)
         try:
@@ -168,7 +172,7 @@ class Teacher:
 
     @contextmanager
     def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
-        """What the layers give, and what the output head reads, while the target runs."""
+        """Records the outputs of the layers and the input of the output head while the target runs."""
         noted: dict[torch.nn.Module, Tensor] = {}
 
         def note(layer: torch.nn.Module, _: object, output: Tensor | tuple) -> None:
@@ -191,8 +195,8 @@ class FeatureLearner(EpochLearner):
 
     Args:
         ids: ``[D]`` int64, the tokens that the network can propose.
-        train: text to learn from.
-        held_out: text to judge by; at most :data:`WATCHED` rows of it are, the model's own first.
+        train: training text.
+        held_out: held-out text; scores are computed on at most :data:`WATCHED` rows of it, rows that the model wrote first.
         outer: output matrices and tables of the network.
     """
 
@@ -209,15 +213,17 @@ class FeatureLearner(EpochLearner):
             teacher.keep(train, ids)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The run of this network. identity: fingerprints of text and model."""
+        """The :class:`Run` of this network. identity: fingerprints of text and model, which a checkpoint must have as well."""
         return self.run_at(warmup_stable_decay, identity, clip=1.0, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
 
     def begin(self) -> None:
-        """Makes a new network ready to learn. One to go on with, and one of a checkpoint, are."""
+        """Initializes a new network from data before its first step. It is not called for a network from `start` or from a
+        checkpoint.
+        """
 
     @abstractmethod
     def acceptance(self, texts: Texts) -> Acceptance:
-        """What becomes of drafts at the positions of `texts` that count."""
+        """The acceptance of drafts at the positions of `texts` that count."""
 
     def lesson(self, step: int) -> tuple[Texts, Lesson]:
         """The rows of a step."""
@@ -232,7 +238,7 @@ class FeatureLearner(EpochLearner):
             yield part, self.teacher.lesson(part, self.stops, self.ids)
 
     def scores(self) -> list[float]:
-        """Shares of the drafts whose first 1, 2, … tokens are all accepted, greedily."""
+        """For each length 1, 2, …: the share of greedy drafts whose first tokens up to there are all accepted."""
         return self.acceptance(self._watched).reached
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -242,13 +248,13 @@ class FeatureLearner(EpochLearner):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What becomes of simulated drafts.
+    """How far simulated drafts are accepted.
 
     Attributes:
-        drafts: how many there are.
-        reached: per length, the share of drafts accepted up to there when greedy.
-        rates: per simulated token, how often it is the target's, after text that the target wrote or read.
-        overlaps: the same when sampling at temperature 1 with a coupled draw at its best: 1 - TV of both distributions.
+        drafts: number of drafts.
+        reached: per length, the share of greedy drafts that are accepted up to it.
+        rates: per simulated token, how often it is the target's greedy choice, whether or not the tokens before it are.
+        overlaps: per simulated token, the acceptance rate at temperature 1 under the best coupling: 1 - TV of both distributions.
     """
 
     drafts: int
@@ -258,7 +264,7 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Mean tokens of a step that a chain of this depth gives, the target's own included."""
+        """Mean tokens per step of a chain of this depth, the target's own included."""
         return 1 + sum(self.reached)
 
     def facts(self) -> dict[str, Any]:
@@ -267,22 +273,22 @@ class Acceptance:
 
 
 class AcceptanceSums:
-    """Adds drafts up to an :class:`Acceptance`, one place of many drafts at a time. depth: tokens of a draft."""
+    """Accumulates an :class:`Acceptance`, one place of many drafts at a time. depth: tokens in a draft."""
 
     def __init__(self, depth: int) -> None:
         self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0
 
     def begin(self, whole: Tensor) -> None:
-        """More drafts follow. whole: ``[…]`` bool, those of them that count, since all of their tokens do."""
+        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count, because all of their positions do."""
         self._drafts += int(whole.sum())
         self._place, self._whole, self._accepted = 0, whole, whole
 
     def add(self, scores: Tensor, right: Tensor, target: Tensor) -> None:
-        """Counts the next place in.
+        """Adds the next place of each draft.
 
         Args:
-            scores: ``[…, D]`` float32, of the tokens there.
-            right: ``[…]`` bool, where the best one is the target's.
+            scores: ``[…, D]`` float32, the network's scores.
+            right: ``[…]`` bool, whether the best-scored token is the target's.
             target: ``[…, D]``, the target's distributions.
         """
         self._accepted = self._accepted & right
@@ -314,18 +320,19 @@ def train_head(
     checkpoint_minutes: float,
     console: Console | None,
 ) -> dict[str, Any]:
-    """Trains a network with the model frozen, and writes it to `out` with a card. What is not listed is as in
-    :func:`~decoders.training.draft.train_draft`.
+    """Trains a network with the model frozen, and writes it to `out` with a card.
+
+    Arguments that are not listed are those of :func:`~decoders.training.draft.train_draft`.
 
     Args:
         run: the recipe, with `rows` per step.
-        make: gives the learner, from the text to learn from and that to judge by.
-        write: writes the network, from the learner and the figures; gives the card.
-        goes_on: the network was one before: a run that is resumed must have begun with the same.
-        test: measured on at the end, for the card.
+        make: returns the learner, given the training text and the held-out text.
+        write: writes the network, given the learner and the figures; returns the card.
+        goes_on: whether the training of a network continues; a resumed run must then have started from the same weights.
+        test: text on which acceptance is measured at the end, for the card.
 
     Returns:
-        The figures: steps, tokens, seconds, and by held-out set and kind of text what :meth:`Acceptance.facts` says.
+        The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
         TrainingError: too little text, or a checkpoint of another run.
@@ -359,18 +366,21 @@ def train_head(
 
 
 def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
-    """The decoder layers that a network reads, counted from 0. run: the recipe, which chooses them.
+    """The decoder layers whose outputs a network reads, counted from 0. run: the recipe, which chooses them.
 
     Raises:
-        TrainingError: the model has no list of decoder layers. SettingsError: it has not those of the recipe.
+        TrainingError: the model has no list of decoder layers. SettingsError: the model lacks a layer that the recipe names.
     """
     if not (count := len(decoder_layers(model))):
-        raise TrainingError(f"hidden layers are read, and {type(model).__name__} has no list of decoder layers")
+        raise TrainingError(
+            f"training reads outputs of decoder layers, and {type(model).__name__} has no list of decoder layers"
+        )
     return run.layers_of(count)
 
 
 def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int = 1) -> LlamaConfig:
-    """The shape of decoder layers beside `model`: attention and rotary positions as the target's, where it says them as Llama does.
+    """The config of decoder layers that draft for `model`. Attention and rotary positions are the target's where its config names
+    them as Llama's does.
 
     Args:
         intermediate: width of their MLPs; None: the target's.
@@ -381,9 +391,9 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
     named: dict[str, Any] = {"rope_parameters": dict(rope)} if rope and "rope_theta" in rope else {}
     for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"):
         value = config_value(text, name)
-        if value is not None and not isinstance(value, tuple):  # else layers differ in it
+        if value is not None and not isinstance(value, tuple):  # a number, not a list: then all layers agree
             named[name] = value
-    # Rotary positions of a part of each head are no matter of Llama's layer.
+    # Llama's layer has no partial rotary positions.
     if (rope or {}).get("partial_rotary_factor", 1.0) != 1.0:
         named.pop("rope_parameters", None)
     wide = config_value(text, "intermediate_size")
@@ -401,7 +411,7 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
 
 
 def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
-    """``D``. Raises SettingsError: a draft vocabulary larger than the model's."""
+    """``D``, the size of the draft vocabulary. Raises SettingsError if it is larger than the model's."""
     vocab = len(model.get_output_embeddings().weight)
     if named is not None and not 0 < named <= vocab:
         raise SettingsError(f"{owner}: the draft vocabulary has 1 … {vocab} tokens, not {named}")
@@ -409,7 +419,7 @@ def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
 
 
 def draft_vocabulary(ids: Tensor, size: int, vocab: int, always: Sequence[int] = ()) -> Tensor:
-    """``[D]`` int64, ascending: the `size` most frequent tokens of ``ids``, those of `always` among them."""
+    """``[D]`` int64, ascending: the `size` most frequent tokens of `ids`; the tokens of `always` are included."""
     counts = torch.bincount(ids.flatten(), minlength=vocab)
     counts[[token for token in always if token < vocab]] = ids.numel() + 1
     return counts.sort(descending=True, stable=True).indices[:size].sort().values

@@ -1,8 +1,8 @@
 """`train_medusa`: heads for a model, which stays frozen (Medusa-1), with the tree that suits them, in one resumable run.
 
-They learn from hidden states of the model over text, kept on disk, and the tokens further ahead. The text is that of files and, for a
-share of the rows, what the model itself writes after their beginnings (self-distillation, section 2.3.2 of the paper): that is the text
-in which the heads will have to predict.
+The heads learn to predict tokens further ahead from the model's hidden states, which are kept on disk. The text comes from files; a
+share of the rows is continued by the model itself (self-distillation, section 2.3.2 of the paper), since decoding will ask the
+heads about the model's own text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .trainer import EpochLearner, Run, Trainer, warmup_cosine
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Label of a position whose token is not known: behind the end of a row or of the text.
+#: Label of a position without a known token, behind the end of a row or of the text.
 UNKNOWN = -100
-#: Rows that are read at once.
+#: Rows per pass of the model.
 ROWS = 32
 WARMUP_SHARE = 0.05
-#: Positions that head accuracy is measured on between steps.
+#: Number of held-out positions on which accuracy is measured between steps.
 WATCHED = 8192
 #: Positions per pass of an evaluation.
 CHUNK = 1024
@@ -61,24 +61,23 @@ def train_medusa(
 ) -> dict[str, Any]:
     """Trains heads with the model frozen, searches their tree, and writes both to `out` with a card.
 
-    Hidden states and checkpoints lie in ``out/training`` until the run is complete. With `resume`, an interrupted run goes on
-    there and ends where it would have ended.
+    ``out/training`` holds hidden states and checkpoints until the run is complete. With `resume` an interrupted run continues from
+    there, and gives the weights of a run without interruption.
 
     Args:
-        texts: to learn from.
+        texts: training texts.
         run: settings of the heads and of their training.
-        held: judged by, for early stop and the tree; best is text that the model itself never learnt from. Without it a
-            twentieth of `texts` is held out.
-        test: measured on at the end, for the card.
+        held: held-out texts for early stopping and the tree, preferably texts that the model was not trained on. None: a twentieth
+            of `texts` is held out.
+        test: texts on which the heads are measured at the end, for the card. None: `held`.
         tree: search a tree of `nodes` nodes on the held-out text; otherwise the default tree is used.
-        given: heads that are not trained any more: only the tree is searched and the figures are taken.
+        given: trained heads: only their tree is searched and their figures are measured.
         nodes: see `tree`.
         dtype: of the weights that are written.
-        resume: go on from what lies in ``out/training``.
-        checkpoint_minutes: between checkpoints.
-        console: where progress is shown.
+        resume: continue from the checkpoint in ``out/training``.
+        checkpoint_minutes: minutes between checkpoints.
+        console: where progress is shown; None: nowhere.
 
-    Returns:
         The figures: head accuracies (top 1 and top 5) on the files' text and on the model's own, mean accepted lengths of
         the trees, seconds of training (the text and its hidden states come before).
 
@@ -112,8 +111,8 @@ def train_medusa(
         trainer.train("heads", checkpoint, resume=resume, checkpoint_minutes=checkpoint_minutes, console=console)
         heads, steps, seconds = learner.model, trainer.step, trainer.seconds
     else:
-        heads, steps, seconds = copy.deepcopy(given), 0, 0.0  # loaded heads are shared
-    # Figures are of the weights as written.
+        heads, steps, seconds = copy.deepcopy(given), 0, 0.0  # loaded heads are cached and shared, so they are copied
+    # Figures are measured with the rounded weights that are written.
     heads = heads.to(dtype).float().eval()
     measured = {name: sets[name].measure(heads, head) for name in texts_and_rows if name != "train"}
     figures: dict[str, Any] = {
@@ -140,7 +139,7 @@ def train_medusa(
 
 
 class _TextSet:
-    """Text of one purpose with its hidden states, in files that start with `file`."""
+    """Text for training or for judging, with its hidden states, in files whose names start with `file`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rows: int, training: HeadsTraining,
@@ -151,7 +150,8 @@ class _TextSet:
         ids = self.texts.ids
         if len(ids) < 2 and name == "held":
             raise TrainingError(
-                f"{len(ids)} rows of {training.length} tokens are held out, too few to judge by: give more text, or shorter rows"
+                f"{len(ids)} rows of {training.length} tokens are held out, too few to measure accuracy: "
+                "give more text, or shorter rows"
             )
         dtype = torch.bfloat16 if training.bf16 else torch.float32
         states = HiddenStates(file.with_suffix(".states"), self.texts, model, dtype)
@@ -160,13 +160,15 @@ class _TextSet:
         self.hidden, self.labels = states.values, labels_of(self.texts, training.heads, stop_tokens(model))
 
     def examples(self, rows: Tensor | None = None) -> Examples:
-        """All positions, or those of some rows (``[W]`` bool)."""
+        """All positions, or the positions of some rows. rows: ``[W]`` bool."""
         if rows is None:
             return Examples.of(self.hidden, self.labels)
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """For the files' text and the model's own: accuracies, and the ranks where all heads' tokens are known."""
+        """For text of files and for the model's own text: accuracies, and the ranks at positions where the right token of every
+        head is known.
+        """
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))
@@ -178,8 +180,8 @@ class _TextSet:
 def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     """``[W, T, K]`` int64: the token that head k should predict at each position, k + 2 tokens further on.
 
-    The next token is the output head's. Tokens behind the row are unknown, and so are those that the model wrote itself after
-    an end of sequence, which decoding would never reach.
+    The next token is predicted by the output head. Tokens behind the row are unknown. So are tokens that the model wrote after an
+    end of sequence, which decoding never reaches.
     """
     ids, (w, t) = texts.ids, texts.ids.shape
     labels = torch.full((w, t, heads), UNKNOWN)
@@ -190,16 +192,16 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     for k in range(heads):
         ahead = k + 2
         labels[:, : t - ahead, k] = known[:, ahead:]
-    # In a row of the model's own text the prompt does not count.
+    # The prompt of a row that the model wrote does not count.
     in_prompt = (texts.own < t)[:, None] & (positions < texts.own[:, None] - 1)
     labels[in_prompt] = UNKNOWN
     return labels
 
 
 class HiddenStates:
-    """Hidden states that the output head reads, ``[W, T, H]``, computed row by row into a file that is mapped into memory.
+    """The inputs of the output head, ``[W, T, H]``, computed row by row into a file that is mapped into memory.
 
-    Interrupted work goes on where it stopped. Bounded: ``W·T·H`` numbers of `dtype`.
+    Interrupted work continues with the next row. The file takes ``W·T·H`` numbers of `dtype`.
     """
 
     def __init__(self, file: Path, texts: Texts, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -224,7 +226,7 @@ class HiddenStates:
     def fill(self, progress: Progress = lambda rows: None) -> None:
         """Runs the model over the rows that are left."""
         model, seen = self.model, list[Tensor]()
-        # Where the head reads: no model has to be asked how it names or norms its hidden states.
+        # Recorded at the head's input, so the names and norms of a design's hidden states do not matter.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
             with evaluating(model):
@@ -241,12 +243,12 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class Examples:
-    """Positions to learn from.
+    """Training examples: positions with hidden states and labels.
 
     Attributes:
         hidden: ``[P, H]``, a mapped file.
-        labels: ``[P, K]``.
-        known: ``[Q]``, the positions that have a label at all.
+        labels: ``[P, K]``, the right token of each head.
+        known: ``[Q]``, the positions with at least one known label.
     """
 
     hidden: Tensor
@@ -262,7 +264,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Head:
-    """The model's output projection, which heads share.
+    """The model's output projection, which all heads share.
 
     Attributes:
         weight: ``[V, H]``.
@@ -286,8 +288,8 @@ class HeadsLearner(EpochLearner):
 
     Args:
         head: the model's output projection.
-        train: positions to learn from.
-        held_out: positions to judge by; at most :data:`WATCHED` of them are.
+        train: training positions.
+        held_out: held-out positions; scores are computed on at most :data:`WATCHED` of them.
     """
 
     model: MedusaHeads
@@ -305,11 +307,11 @@ class HeadsLearner(EpochLearner):
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The run of these heads. identity: fingerprints of text and model."""
+        """The :class:`Run` of these heads. identity: fingerprints of text and model, which a checkpoint must have as well."""
         return self.run_at(warmup_cosine, identity, warmup_share=WARMUP_SHARE)
 
     def learn(self, step: int) -> Tensor:
-        """Head by head, because the scores of all at once are large."""
+        """One head at a time, because the scores of all heads at once are large."""
         positions = self.train.known[self.examples_of(step)]
         device = self.head.weight.device
         hidden = self.train.hidden[positions].to(device).float()
@@ -334,7 +336,9 @@ class HeadsLearner(EpochLearner):
 
 @torch.no_grad()
 def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
-    """``[Q, K]`` int64: how many tokens each head prefers to the right one; -1 where that is not known."""
+    """``[Q, K]`` int64: the rank of the right token among each head's scores, 0 for the best; -1 where the right token is not
+    known.
+    """
     chunks = []
     for positions in examples.known.split(CHUNK):
         hidden, labels = examples.hidden[positions].to(head.weight.device), examples.labels[positions]

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Advance(Protocol):
-    """Moves a progress bar by `count`; `note` stands beside it."""
+    """Moves a progress bar on by `count`; `note` is shown beside it."""
 
     def __call__(self, count: int, note: str = "") -> None: ...
 
 
 @contextmanager
 def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """A bar from `done` to `total` with the time that is left. Without a console, or nothing left to do, no bar is shown."""
+    """A progress bar from `done` to `total` with the remaining time. None is shown without a console, or if nothing is left to do."""
     if console is None or done >= total:
         yield lambda count, note="": None
         return
@@ -48,7 +48,7 @@ class Pace:
     """Loss and speed, smoothed over about twenty steps.
 
     Args:
-        positions: tokens, or positions, of a step.
+        positions: number of tokens or positions that a step learns from.
     """
 
     def __init__(self, positions: int) -> None:
@@ -57,7 +57,7 @@ class Pace:
         self._began = False
 
     def update(self, loss: float, seconds: float) -> None:
-        """Counts a step of `seconds` in."""
+        """Adds a step that took `seconds`."""
         speed = self.positions / max(seconds, 1e-9)
         keep = 0.95 if self._began else 0.0
         self.loss = keep * self.loss + (1 - keep) * loss

@@ -12,18 +12,18 @@ Origin = Literal["layers", "scratch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What all trainings have in common.
+    """Settings that all trainings share.
 
     Attributes:
-        tokens: most tokens of text.
+        tokens: greatest number of training tokens.
         length: tokens per row.
-        own_share: share of the rows that the model writes itself from their first quarter on.
+        own_share: share of the rows that the model continues itself after their first quarter.
         epochs: most passes over the examples.
         rate: peak learning rate.
-        bf16: compute in bfloat16; the weights that are learnt are float32.
-        checks: how often per epoch held-out text is judged.
+        bf16: compute in bfloat16; the trained weights are float32.
+        checks: how many times per epoch the held-out scores are measured.
         patience: checks without a gain before training stops.
-        seed: of the weights and of the order of the data.
+        seed: seed of the initial weights and of the order of the data.
     """
 
     tokens: int = 2_000_000
@@ -39,14 +39,14 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsTraining(Recipe):
-    """All that decides what Medusa heads learn from the same text; what is not listed is in :class:`Recipe`.
+    """Settings of Medusa heads and of their training. Attributes that are not listed are those of :class:`Recipe`.
 
     Attributes:
-        heads: see :class:`~decoders.heads.medusa.HeadsConfig`, and so for the next three.
+        heads: number of heads.
         layers: residual blocks of each head.
         projection: to the vocabulary: tied, low_rank or full.
         rank: of projection low_rank.
-        tokens: most tokens of text that hidden states are kept for.
+        tokens: greatest number of training tokens, whose hidden states are kept on disk.
         batch: positions per step.
         decay: weight of head k's loss is ``decay ** k`` (the paper's λ_k).
     """
@@ -64,14 +64,14 @@ class HeadsTraining(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTraining(Recipe):
-    """All that decides what an EAGLE-3 head learns from the same text; what is not listed is in :class:`Recipe`.
+    """Settings of an EAGLE-3 head and of its training. Attributes that are not listed are those of :class:`Recipe`.
 
     Attributes:
-        depth: drafted tokens that training simulates; the head's own outputs are fed back ``depth - 1`` times.
+        depth: number of drafted tokens that training simulates; the head's outputs are fed back ``depth - 1`` times.
         layers: decoder layers of the target whose outputs are read, -1 is the last; None: see :func:`default_layers`.
         intermediate: width of the layer's MLP; None: the target's.
         draft_vocab: tokens that the head can propose, the most frequent ones of the data; None: all.
-        rows: per step.
+        rows: rows per step.
         chains: share of the positions at which more than one token is simulated, drawn anew in every step.
         decay: weight of the loss at simulated token k is ``decay ** k``.
     """
@@ -87,7 +87,7 @@ class HeadTraining(Recipe):
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.length < self.depth + 2:
-            raise SettingsError(f"eagle3: rows of {self.length} tokens have no room for {self.depth} simulated ones")
+            raise SettingsError(f"eagle3: rows of {self.length} tokens have no room for {self.depth} simulated tokens")
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         """The layers that are read of a target with `count`, counted from 0.
@@ -103,17 +103,17 @@ class HeadTraining(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTraining(Recipe):
-    """All that decides what a block draft model learns from the same text; what is not listed is in :class:`Recipe`.
+    """Settings of a block draft model and of its training. Attributes that are not listed are those of :class:`Recipe`.
 
     Attributes:
-        block: tokens that it drafts in one pass.
-        depth: its decoder layers.
+        block: number of tokens that are drafted in one pass.
+        depth: number of its decoder layers.
         layers: decoder layers of the target whose outputs are read; None: three, spread over all but the last.
         intermediate: width of its layers' MLPs; None: the target's.
-        rank: of the head's bias by the token before (DSpark); 0: it has no head.
-        head: what the bias is made of: vanilla, the token before; rnn, all tokens before and what the network says of the place.
+        rank: rank of the bias that the head adds by the token before (DSpark); 0: no head.
+        head: what the bias depends on. vanilla: the token before; rnn: all tokens before and the network's state at the place.
         draft_vocab: tokens that it can propose, the most frequent ones of the data; None: all.
-        rows: per step.
+        rows: rows per step.
         blocks: share of a row's positions at which a block begins, drawn anew in every step.
         decay: weight of the loss at a block's place k is ``decay ** k``.
     """
@@ -140,7 +140,8 @@ class BlockTraining(Recipe):
         """The layers that are read of a target with `count`, counted from 0.
 
         Raises:
-            SettingsError: the target has no such layer, or it is its last, of which engines take different states.
+            SettingsError: the target has no such layer, or it is the last layer, whose output is taken before the norm by some
+                engines and after it by others.
         """
         layers = self.layers
         if layers is None:
@@ -148,25 +149,25 @@ class BlockTraining(Recipe):
             layers = tuple(sorted({first, (first + last + 1) // 2, last}))
         if count < 2 or not layers or not all(0 <= layer % count < count - 1 and layer >= -count for layer in layers):
             raise SettingsError(
-                f"dflash: layers must lie in 0 … {count - 2}, of the last one engines take different states, not "
+                f"dflash: layers must lie in 0 … {count - 2} (engines differ in what they take as the last one's output), not "
                 f"{', '.join(map(str, layers))}"
             )
         return tuple(layer % count for layer in layers)
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer: the authors' choice, which needs some depth; of fewer layers more of the upper ones."""
+    """A low, a middle and a high layer, as the authors choose; in shallow models upper layers take the place of lower ones."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTraining(Recipe):
-    """All that decides what a draft model is and what it learns from the same text; what is not listed is in :class:`Recipe`.
+    """Settings of a draft model and of its training. Attributes that are not listed are those of :class:`Recipe`.
 
     Attributes:
-        origin: ``layers``: some of the target's own layers, with its embedding and head (draft by pruning); ``scratch``: a model
-            of the target's kind with random weights.
-        count: layers of the draft model; None: a sixth of the target's.
+        origin: ``layers``: some of the target's own layers with its embedding and head (pruning); ``scratch``: a model of the
+            target's class with random weights.
+        count: number of layers of the draft model; None: a sixth of the target's.
         keep: which of the target's layers, instead of `count`; -1 is the last.
         hidden: hidden size of a model from scratch; None: about a quarter of the target's. Heads keep their size.
         rows: per step.

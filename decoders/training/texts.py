@@ -1,4 +1,4 @@
-"""Text to learn from: files cut into rows of tokens, and what a model itself writes after their beginnings."""
+"""Training text: files cut into rows of tokens, and rows that a model continues itself."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
-#: Rows that are generated at once.
+#: Rows that the model continues in one batch.
 ROWS = 32
-#: Share of the text that is kept for early stop and the figures.
+#: Share of the text that is held out for early stopping and the figures.
 HELD_OUT_SHARE = 0.05
-#: Share of a row of the model's own text that is given to it.
+#: Share of a row that is the prompt when the model continues it.
 PROMPT_SHARE = 0.25
-#: Fewest rows that are held out, and tested on.
+#: Fewest rows that are held out or tested on.
 LEAST_ROWS = 4
 Progress = Callable[[int], None]
 
@@ -41,7 +41,7 @@ class Texts:
 
     Attributes:
         ids: ``[W, T]`` int64.
-        own: ``[W]``, the position from which on a row is the model's own text; T where none of it is.
+        own: ``[W]``, the first position of each row that the model wrote; T if it wrote none.
     """
 
     ids: Tensor
@@ -54,21 +54,21 @@ class Texts:
         return Texts(self.ids[first:last], self.own[first:last])
 
     def chosen(self, rows: Tensor) -> Texts:
-        """rows: numbers of rows, or for each row whether it is wanted."""
+        """Some of the rows. rows: indices, or a bool for each row."""
         return Texts(self.ids[rows], self.own[rows])
 
     def kinds(self) -> dict[str, Tensor]:
-        """Which rows are of files (``text``) and which the model went on with (``own``), ``[W]`` bool, as far as there are any."""
+        """``[W]`` bool for each kind of row that exists: ``text``, rows of files; ``own``, rows that the model continued."""
         own = self.own < self.ids.shape[1]
         return {kind: rows for kind, rows in (("text", ~own), ("own", own)) if rows.any()}
 
     def by_kind(self, judge: Callable[[Texts], T]) -> dict[str, T]:
-        """What `judge` says of the rows of each of :meth:`kinds`."""
+        """The result of `judge` for the rows of each of :meth:`kinds`."""
         return {kind: judge(self.chosen(rows)) for kind, rows in self.kinds().items()}
 
 
 def read_files(paths: Sequence[Path]) -> list[str]:
-    """The texts of files, and of all files in folders; what is not UTF-8 is left out.
+    """The texts of files, and of all files in folders; files that are not UTF-8 are left out.
 
     Raises:
         TrainingError: a path that does not exist, or no text at all.
@@ -100,14 +100,14 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
     shuffled = [shuffled[i] for i in torch.randperm(len(shuffled), generator=generator).tolist()]
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     stream: list[int] = []
-    # Every window up to the one that is needed last; the order of the files is random already.
+    # Only as many windows as are needed; the order of the files is random already.
     for text in shuffled:
         stream += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
         if len(stream) >= rows * length:
             break
     windows = min(len(stream) // length, rows)
     if windows < 1:
-        raise TrainingError(f"the text has {len(stream)} tokens, and rows of {length} are trained on")
+        raise TrainingError(f"the text has {len(stream)} tokens, fewer than a row of {length}")
     ids = torch.tensor(stream[: windows * length]).view(windows, length)
     return ids[torch.randperm(windows, generator=generator)]
 
@@ -115,7 +115,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """`ids` with the first `share` of the rows continued by the model, greedily, from their first `prompt` tokens on."""
+    """`ids` where the model has replaced the text behind the first `prompt` tokens of the first `share` of the rows, greedily."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
@@ -133,7 +133,9 @@ def own_texts(
 
 
 def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
-    """``[B, T]`` bool: the text of files everywhere; the model's own from the last token that it was given to its end."""
+    """``[B, T]`` bool, the positions that count: all of text of files; in the model's own text from the prompt's last token to its
+    end.
+    """
     ids, own = texts.ids, texts.own[:, None]
     positions = torch.arange(ids.shape[1])
     ends = torch.isin(ids, torch.tensor(list(stops) or [-1])) & (positions >= own)
@@ -154,7 +156,7 @@ def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """`model` in evaluation mode and without gradients; afterwards in the mode it was in."""
+    """Puts `model` into evaluation mode without gradients, and restores its mode at the end."""
     training = model.training
     try:
         with torch.no_grad():
@@ -165,7 +167,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def workplace(out: Path, resume: bool) -> Path:
-    """The folder that a run to `out` keeps its state in until it is complete; emptied unless the run goes on."""
+    """The folder in which a run that writes to `out` keeps its state; emptied at the start unless the run is resumed."""
     work = out / "training"
     if not resume:
         shutil.rmtree(work, ignore_errors=True)
@@ -174,7 +176,7 @@ def workplace(out: Path, resume: bool) -> Path:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Changes with the model's weights."""
+    """A digest of the model's weights."""
     sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
@@ -186,19 +188,19 @@ def stop_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def held_out_rows(rows: int) -> int:
-    """How many rows are held out beside `rows` to learn from."""
+    """How many rows are held out if `rows` are trained on."""
     return max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
 
 
 @dataclass(frozen=True)
 class TextStore:
-    """Rows to learn from and to judge by, a share of them continued by the model itself; those are kept on disk while a run goes on.
+    """Training rows and held-out rows. A share of them is continued by the model; these are kept on disk until the run is complete.
 
     Attributes:
-        model: what writes.
-        tokenizer: of the model.
+        model: the model that continues rows.
+        tokenizer: its tokenizer.
         recipe: how long rows are, what share of them `model` continues, and the seed of the order of the texts.
-        folder: where they are kept.
+        folder: where the continued rows are kept.
         console: where progress is shown.
     """
 
@@ -210,11 +212,11 @@ class TextStore:
 
     @cached_property
     def model_digest(self) -> str:
-        """:func:`digest` of the model, whose weights stay as they are meanwhile."""
+        """:func:`digest` of the model, computed once, since its weights do not change during a run."""
         return digest(self.model)
 
     def learnt_and_held(self, texts: Sequence[str], held: Sequence[str], count: int) -> tuple[Texts, Texts]:
-        """At most `count` rows to learn from, and rows to judge by: of `held`, or of a part of `texts` that is held out.
+        """At most `count` training rows, and held-out rows: of `held`, or else of a part of `texts`.
 
         Raises:
             TrainingError: too little text.
@@ -223,13 +225,14 @@ class TextStore:
         rows = self.rows("held", judged, held_out_rows(count))
         if len(rows.ids) < LEAST_ROWS:
             raise TrainingError(
-                f"{len(rows.ids)} rows of {self.recipe.length} tokens are held out, too few to judge by: "
+                f"{len(rows.ids)} rows of {self.recipe.length} tokens are held out, too few to measure progress: "
                 "give more text, or shorter rows"
             )
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`; what the model wrote for `name` before is read again if it is the same.
+        """At most `count` rows of `texts`. Rows that the model continued earlier under `name` are read from disk if model and texts
+        are the same.
 
         Raises:
             TrainingError: the texts fill no row.
@@ -248,5 +251,5 @@ class TextStore:
         return rows
 
     def texts(self, texts: Iterable[str], count: int) -> Tensor:
-        """At most `count` rows of `texts` as they are, ``[W, T]`` int64; see :func:`rows_of_text`."""
+        """At most `count` rows of `texts`, ``[W, T]`` int64, without continuations; see :func:`rows_of_text`."""
         return rows_of_text(self.tokenizer, texts, self.recipe.length, count, self.recipe.seed)

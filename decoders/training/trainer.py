@@ -1,4 +1,4 @@
-"""One training run: the loop over optimizer steps and its state on disk; schedules, optimizers and the loss that trainings share."""
+"""One training run: the loop over optimizer steps, its checkpoints, and the schedules, optimizers and loss that trainings share."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long a model is trained, and at which pace.
+    """Length, learning rate and checks of a training run.
 
     Attributes:
         steps: optimizer steps of a run that is not stopped early.
         rate: learning rate by step.
-        identity: what a checkpoint must agree on to be resumed, JSON-safe: settings, fingerprints of data and model.
-        clip: greatest norm of the gradients; None leaves them as they are.
-        check_every: steps between checks of the held-out scores, the last step is checked too; None checks nothing.
+        identity: settings and fingerprints of data and model, JSON-safe; a checkpoint is resumed only if it has the same.
+        clip: greatest norm of the gradients; None: no clipping.
+        check_every: steps between checks of the held-out scores; the last step is checked, too. None: no checks.
         patience: checks without a better score before training stops.
     """
 
@@ -45,12 +45,12 @@ class Run:
 
 
 class Learner(ABC):
-    """A model that is trained.
+    """A model in training.
 
     Attributes:
-        model: its weights are what is learnt.
-        optimizers: each is stepped once per step; together they hold the model's parameters.
-        positions: tokens, or positions, that one step learns from; for the speed that is shown.
+        model: the model whose weights are trained.
+        optimizers: stepped once per step; together they hold the model's parameters.
+        positions: number of tokens or positions that a step learns from, for the speed that is shown.
     """
 
     model: torch.nn.Module
@@ -59,26 +59,26 @@ class Learner(ABC):
 
     @abstractmethod
     def learn(self, step: int) -> Tensor:
-        """Leaves the gradients of one step in the model; returns the loss, a scalar.
+        """Adds the gradients of one step to the model's parameters, and returns the loss, a scalar.
 
-        The data of a step depends on the seed and on `step` alone: that is what makes a resumed run equal to a whole one.
+        The data of a step depends on the seed and on `step` alone, so a resumed run equals a run without interruption.
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data, at least one in runs with checks: the weights with the greatest mean are kept."""
+        """Accuracies on held-out data. The weights with the greatest mean are kept. Runs with checks need at least one accuracy."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
-        """What :meth:`scores` gave, for the line that a console shows after a check."""
+        """`scores` as text, for the console's line after a check."""
         return ", ".join(f"{score:.1%}" for score in scores)
 
 
 class EpochLearner(Learner):
-    """A learner that takes its examples in another order in every epoch.
+    """A learner that shuffles its examples anew in every epoch.
 
     Args:
-        examples: how many there are.
-        per_step: how many a step learns from; what is left over at an epoch's end is not learnt from in it.
+        examples: number of examples.
+        per_step: number of examples per step; a rest at the end of an epoch is left out.
     """
 
     def __init__(self, recipe: Recipe, examples: int, per_step: int) -> None:
@@ -90,7 +90,7 @@ class EpochLearner(Learner):
         return max(1, self._examples // self._per_step)
 
     def examples_of(self, step: int) -> Tensor:
-        """``[per_step]`` int64, which examples a step learns from; it depends on the seed and on `step` alone."""
+        """``[per_step]`` int64, the examples of a step, which depend on the seed and on `step` alone."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + epoch)
@@ -100,7 +100,7 @@ class EpochLearner(Learner):
     def run_at(
         self, schedule: Callable[..., float], identity: Mapping[str, Any], clip: float | None = None, **shape: Any
     ) -> Run:
-        """The run of this learner.
+        """The :class:`Run` of this learner.
 
         Args:
             schedule: the learning rate by step, with `shape`: :func:`warmup_stable_decay` or :func:`warmup_cosine`.
@@ -120,13 +120,13 @@ class EpochLearner(Learner):
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step reports.
+    """The result of one optimizer step.
 
     Attributes:
-        done: steps done so far.
-        loss: of this step.
-        seconds: of this step, the check apart.
-        scores: held-out scores, if they were just measured.
+        done: number of steps done so far.
+        loss: this step's loss.
+        seconds: this step's duration without the check.
+        scores: held-out scores, if they were measured after this step.
     """
 
     done: int
@@ -136,14 +136,14 @@ class Step:
 
 
 class Trainer:
-    """Model, optimizers, step count and best weights of one run: the state that a checkpoint holds.
+    """The state of one run, which a checkpoint holds: model, optimizers, step count and best weights.
 
     Attributes:
-        step: optimizer steps done.
-        seconds: spent in them, checks included, over all sessions of the run.
-        best: weights with the best score so far; None in a run without checks.
-        best_score: mean of their scores.
-        checks_since_best: checks that brought no better score.
+        step: number of optimizer steps done.
+        seconds: duration of the steps and checks so far, over all sessions of the run.
+        best: weights with the best mean score so far; None in a run without checks.
+        best_score: that mean score.
+        checks_since_best: number of checks since then.
     """
 
     def __init__(self, learner: Learner, run: Run) -> None:
@@ -168,13 +168,13 @@ class Trainer:
         console: Console | None = None,
         on_checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
-        """Trains to the end, from the last checkpoint on if there is one to `resume`, and leaves a checkpoint.
+        """Trains to the end and writes a final checkpoint. With `resume` it starts from the last checkpoint, if there is one.
 
-        With a console shows a progress bar, and a line after each check and at each checkpoint.
+        A console shows a progress bar, and a line after each check and checkpoint.
 
         Args:
-            name: of what is trained, for the progress bar.
-            on_checkpoint: called after every checkpoint on the way.
+            name: name of the trained network, for the progress bar.
+            on_checkpoint: called after every checkpoint but the final one.
 
         Raises:
             TrainingError: the checkpoint is of another run.
@@ -197,7 +197,7 @@ class Trainer:
         self.save(checkpoint)
 
     def steps(self) -> Iterator[Step]:
-        """Trains to the end of the run, one step an item; then the best weights are in the model."""
+        """Trains to the end of the run and yields each step's result. Afterwards the model has the best weights."""
         run, model = self.run, self.learner.model
         model.train()
         while not self.stopped:
@@ -217,7 +217,7 @@ class Trainer:
         model.eval()
 
     def _update(self) -> None:
-        """Moves the weights along the gradients that are in the model, and clears these."""
+        """One update of all optimizers; clears the gradients."""
         if self.run.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.learner.model.parameters(), self.run.clip)
         rate = self.run.rate(self.step)
@@ -228,7 +228,7 @@ class Trainer:
             optimizer.zero_grad()
 
     def _note(self, score: float) -> None:
-        """Keeps the weights if no earlier ones scored as well."""
+        """Keeps the current weights if `score` beats all earlier scores."""
         if score > self.best_score:
             self.best_score, self.checks_since_best = score, 0
             self.best = self._weights()
@@ -239,7 +239,7 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the whole state, loadable with ``weights_only``; an interrupted write costs no earlier checkpoint."""
+        """Writes the whole state, loadable with ``weights_only``. An interrupted write leaves the earlier checkpoint intact."""
         state = {
             "identity": dict(self.run.identity),
             "step": self.step,
@@ -255,10 +255,11 @@ class Trainer:
         partial.replace(checkpoint)
 
     def load(self, checkpoint: Path) -> None:
-        """Goes on from a checkpoint.
+        """Loads a checkpoint, to continue its run.
 
         Raises:
-            TrainingError: it is of a run with other settings, other data or another model, or of an earlier version.
+            TrainingError: the checkpoint belongs to a run with other settings, other data or another model, or to an earlier
+                version.
         """
         device = next(self.learner.model.parameters()).device
         state = torch.load(checkpoint, weights_only=True, map_location=device)
@@ -267,8 +268,7 @@ class Trainer:
         if different or "optimizers" not in state:
             names = ", ".join(different) or "settings"
             raise TrainingError(
-                f"{checkpoint} is of a run with other {names}: with other settings choose another folder, "
-                "or train without resuming"
+                f"{checkpoint} belongs to a run with other {names}: choose another folder, or train without resuming"
             )
         self.learner.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.learner.optimizers, state["optimizers"], strict=True):
@@ -281,7 +281,7 @@ class Trainer:
 def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int, decay_share: float) -> float:
     """Warm-up, stable, linear decay to zero over the last `decay_share` of the steps.
 
-    The stable part does not depend on `steps`: a run can be resumed with another length and then decays earlier or later.
+    The stable part does not depend on `steps`, so a run can be resumed with another length; it then decays earlier or later.
     """
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, (steps - step) / max(1.0, decay_share * steps))
@@ -297,11 +297,12 @@ def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) ->
 def muon_and_adamw(
     model: nn.Module, rate: float, outer: Iterable[Tensor], decay: float = 0.01
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for all else; Muon's updates are scaled to AdamW's, so that one rate serves both.
+    """Muon for the hidden matrices, AdamW for all other parameters. Muon's updates are scaled to AdamW's, so one learning rate
+    serves both.
 
     Args:
-        outer: embeddings and output matrices, which Muon is not defined for.
-        decay: of the hidden matrices.
+        outer: embeddings and output matrices, for which Muon is not defined.
+        decay: weight decay of the hidden matrices.
     """
     apart = {id(weight) for weight in outer}
     learnt = [p for p in model.parameters() if p.requires_grad]
@@ -317,7 +318,7 @@ def muon_and_adamw(
 
 @torch.no_grad()
 def soft_cross_entropy(scores: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ weights · CE(target, softmax(scores))`` and its gradient with respect to `scores`, in few passes over what is large.
+    """``Σ weights · CE(target, softmax(scores))`` and its gradient with respect to `scores`, in few passes over the large tensors.
 
     Args:
         scores, target: ``[B, S, D]`` float32, target a distribution.

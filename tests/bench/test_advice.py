@@ -121,8 +121,8 @@ def test_what_would_help_is_told_from_what_would_not() -> None:
     assert str(advised).splitlines()[:-1] == [
         "Use auto.", '    model.generate(**inputs, strategy="auto")',
         "Compiled, as it will be after some use; that has 1.3 times the uncompiled speed.",
-        "A draft model would have 3.1 times transformers' tokens/s, worth a try (reckoned for one).",
-        "Heads would have 2.1 times transformers' tokens/s, no more than this has (reckoned for some).",
+        "A draft model would have 3.1 times transformers' tokens/s, worth a try (estimated for one).",
+        "Heads would have 2.1 times transformers' tokens/s, no more than this has (estimated for some).",
     ]  # fmt: skip
 
 

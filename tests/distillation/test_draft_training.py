@@ -67,7 +67,7 @@ def test_layers_may_differ_in_more_than_lists_say() -> None:
 
 
 def test_a_matrix_that_holds_something_of_every_layer_cannot_be_cut() -> None:
-    with pytest.raises(TrainingError, match="embed_tokens_per_layer.weight, .* hold something of every layer"):
+    with pytest.raises(TrainingError, match="embed_tokens_per_layer.weight, .* have a part for each layer"):
         cut(tiny_model("gemma4", num_kv_shared_layers=0), (0, 1))
 
 
@@ -93,7 +93,7 @@ def test_a_model_from_scratch_keeps_the_size_of_heads(model) -> None:
     assert (config.hidden_size, config.num_attention_heads, config.num_hidden_layers) == (16, 2, 1)
     assert config.head_dim == model.config.head_dim and config.vocab_size == model.config.vocab_size
     assert config.num_attention_heads % config.num_key_value_heads == 0
-    with pytest.raises(SettingsError, match="hidden is a multiple of 8"):
+    with pytest.raises(SettingsError, match="hidden must be a multiple of 8"):
         new_draft(model, run(origin="scratch", hidden=13))
 
 
@@ -154,7 +154,7 @@ def test_the_card_tells_what_speculative_reports(model, tokenizer) -> None:
 def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer) -> None:
     with pytest.raises(TrainingError, match="the text has"):
         train(model, tokenizer, ["w1 w2"], tmp_path)
-    with pytest.raises(TrainingError, match="rows of 24 tokens are held out, too few to judge by"):
+    with pytest.raises(TrainingError, match="rows of 24 tokens are held out, too few to measure progress"):
         train(model, tokenizer, [" ".join(f"w{i % 90 + 1}" for i in range(600))], tmp_path)
 
 

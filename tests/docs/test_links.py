@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").rglob("*.md")]
+FILES = sorted(page.relative_to(ROOT).as_posix() for page in PAGES)
 
 
 def prose(file: Path) -> str:
@@ -49,6 +51,32 @@ def test_no_paths_of_a_machine(name: str) -> None:
     assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|usr|opt|mnt|var)/", text)
     assert not re.search(r"[A-Z]:\\", text)
     assert str(ROOT) not in text
+
+
+#: Pages for those who change the package: what they name and quote is there.
+FOR_CONTRIBUTORS = ("CONTRIBUTING.md", "docs/explanation/architecture.md", "docs/how-to/add-to-the-step.md")
+
+
+@pytest.mark.parametrize("name", FOR_CONTRIBUTORS)
+def test_files_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    paths = set(
+        re.findall(r"(?<![\w./])((?:decoders|docs|tests|grammars|plugins|\.ci)/[\w./-]*[\w/])", prose(ROOT / name))
+    )
+    assert paths and [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    quoted = re.findall(
+        r"`(decoders/[\w/]+\.py)`[^`]*\n\n<!-- no-test: quoted from the package -->\n```python\n(.*?)```", text, re.S
+    )
+    for path, lines in quoted:
+        assert lines in (ROOT / path).read_text(encoding="utf-8"), f"{path} no longer has what {name} quotes"
+
+
+def test_figures_for_contributors_are_those_of_the_tests() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"hypothesis takes {hypothesis.settings().max_examples} examples" in text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (seconds,) = re.findall(r"the quick tests: (\d+) s", text)
+    assert f"Run the tests ({round(int(seconds) / 60)} minutes" in readme
 
 
 def test_every_page_can_be_reached() -> None:

@@ -164,8 +164,14 @@ def test_lists_are_counted_before_their_items_are_looked_at(served: Any, service
         ({"prompt": [{}] * 1000}, "prompt.0: Input should be a valid string"),
         ({"prompt": ["a", *[1] * 1000]}, "prompt.1: Input should be a valid string"),
         ({"prompt": [[1], *["a"] * 1000]}, "prompt.1"),
-        ({"prompt": "a", **{f"f{number}": 1 for number in range(1000)}}, "1001 fields are more than there are"),
-        ({"prompt": "a", "stream_options": {f"f{n}": 1 for n in range(1000)}}, "1000 fields are more than there are"),
+        (
+            {"prompt": "a", **{f"f{number}": 1 for number in range(1000)}},
+            "1001 fields are more than any object here has",
+        ),
+        (
+            {"prompt": "a", "stream_options": {f"f{n}": 1 for n in range(1000)}},
+            "1000 fields are more than any object here has",
+        ),
     ],
 )
 def test_a_body_is_given_up_at_its_first_mistake(body: dict[str, Any], words: str) -> None:

@@ -52,7 +52,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "strategy": "prompt-lokup"}, 400, "strategy", "Did you mean 'prompt_lookup'"),
     (COMPLETE, {"prompt": "a", "strategy_config": {"max_ngrm": 3}}, 400, "strategy_config.max_ngrm", "Did you mean 'max_ngram'"),
     (COMPLETE, {"prompt": "a", "strategy_config": {"max_ngram": -3}}, 400, "strategy_config", "strategy_config.max_ngram: Input"),
-    (COMPLETE, {"prompt": "a", "strategy": "grammar"}, 400, "strategy", "needs response_format or tools"),
+    (COMPLETE, {"prompt": "a", "strategy": "grammar"}, 400, "strategy", "needs a grammar: give response_format or tools"),
     (COMPLETE, {"prompt": "a", "strategy": "prompt_lookup+medusa"}, 400, "strategy", "without the heads for it. Choose from: auto"),
     (COMPLETE, {"prompt": "a", "strategy": "medusa", "strategy_config": {"heads": "x"}}, 400, "strategy_config.heads", "operator"),
     (COMPLETE, {"prompt": "a", "strategy": "auto", "strategy_config": {"config": {"ngram": {"table": "x"}}}}, 400,

@@ -232,7 +232,7 @@ def test_a_response_tells_which_tokens_were_drafted(client: Any) -> None:
         ({"background": True}, "background", "background: Input should be False"),
         ({"conversation": "conv_1"}, "conversation", "use previous_response_id"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "functions are all there is, not tools of type 'web_search'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "only functions are supported, not tools of type 'web_search'"),
         ({"tool_choice": {"type": "function", "name": "run"}, "tools": [WALK]}, "tool_choice", "no tool is called 'run'"),
         ({"instruction": "a"}, "instruction", "Did you mean 'instructions'"),
         ({"text": {"format": {"type": "json_schema", "shema": {}}}}, "text.format.shema", "Did you mean 'schema'"),

@@ -313,7 +313,7 @@ def says_another_is_certain(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Ten
 HoldsNaN = says(lambda tokens, scores: (tokens, scores.where(scores < 4, torch.nan)))
 SaysUniform = says(lambda tokens, scores: (tokens, torch.zeros_like(scores)))
 SaysSharper = says(lambda tokens, scores: (tokens, scores * 1.25))
-NOT_DRAWN = "the draft tokens of 'good' are not drawn from what Draft.scores says: total variation 0"
+NOT_DRAWN = "the draft tokens of 'good' are not drawn from Draft.scores: total variation 0"
 TOO_LITTLE = r"draft scores must be float32 \[2, 3, V\], not torch.float32 \[2, 1, 128\]"
 OTHER_VOCABULARY = r"Draft.scores must be torch.float32 \[2, 3, 128\], not torch.float32 \[2, 3, 127\]"
 
@@ -367,8 +367,8 @@ WAITS: list[tuple[str, Any, str]] = [
         lambda self, _, sequences: sequences.tokens[:, sequences.length[0] - 1].sum(),
         "indexing with a number that is on the device waits",
     ),
-    ("propose", indexes_by_list, "made of data of the host"),
-    ("propose", lambda *_: torch.LongTensor([1, 2, 3]), "made of data of the host"),
+    ("propose", indexes_by_list, "creates a tensor from data of the host"),
+    ("propose", lambda *_: torch.LongTensor([1, 2, 3]), "creates a tensor from data of the host"),
     ("observe", lambda self, _, step: print(f"{step.accepted} accepted"), r"__(format|repr|str)__\(\) waits"),
     ("observe", looks_inside, r"__contains__\(\) waits"),
     ("observe", lambda self, _, step: step.accepted.to("cpu", non_blocking=True), r"to\('cpu'\) waits"),

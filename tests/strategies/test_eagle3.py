@@ -370,7 +370,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(Eagle3(head=written("authors", layer_types=("sliding_attention", "full_attention"))))
     with pytest.raises(SettingsError, match="has layers with a sliding window, and no sliding_window"):
         call(Eagle3(head=written("authors", layer_types=("sliding_attention",))))
-    with pytest.raises(SettingsError, match="drafts in parallel, and no mask_token_id"):
+    with pytest.raises(SettingsError, match="drafts all tokens in one pass, which needs a mask_token_id"):
         call(Eagle3(head=written("speculators", speculators_model_type="peagle")))
     with pytest.raises(UnsupportedError, match="1 layers of 'qwen3'; only Llama layers"):
         call(

@@ -141,8 +141,8 @@ class HidesItInAClosure(Follower):
 LIARS = {
     Waits: "__bool__.* waits for the device", IndexesAList: "__index__.* waits for the device",
     CountsItsElements: "nonzero.* waits for the device", ReadsAsList: "tolist.* waits", ReadsAsArray: "numpy.* waits",
-    PicksByMask: "bool mask waits for the device", BringsData: "made of data of the host",
-    BringsANumber: "made of data of the host",
+    PicksByMask: "bool mask waits for the device", BringsData: "creates a tensor from data of the host",
+    BringsANumber: "creates a tensor from data of the host",
     CountsInPython: "in step 5, and .* when it is replayed", KeepsWhatItWasGiven: "replayed|state.best has moved",
     MakesItAnew: "state.best has moved", MakesAnotherSize: r"state.turn is \[\d\] after \[\d\]",
     Longer: "proposes . nodes after .", AnotherTree: "proposes another tree of 4 nodes",

@@ -103,9 +103,10 @@ class LLGuidanceMatcher(Matcher):
 
     Only text tokens go to llguidance; whether the text has ended is tracked here.
 
-    An ``LLMatcher`` that has computed a mask must not be rolled back: rows that its parser looked ahead to are kept, and after other
-    tokens its next mask may be wrong (1.9.1). So there is a second one that only takes and takes back tokens; a rollback after a query
-    starts again from a copy of it. Copying takes time with the text (50 µs at 4 kB), so it is done per rollback, not per query.
+    An ``LLMatcher`` that has computed a mask must not be rolled back: its parser keeps rows that it looked ahead to, and its next
+    mask may be wrong after other tokens (1.9.1). So there is a second matcher that is only advanced and rolled back, never queried;
+    a rollback after a query continues with a copy of it. Copying takes longer for longer texts (50 µs at 4 kB), so it happens per
+    rollback, not per query.
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
@@ -114,9 +115,9 @@ class LLGuidanceMatcher(Matcher):
         self._taken: list[int] = []  # text tokens, from the beginning
         self._ended = False
         self._asked = False  # whether `_inner` was queried since it was created or copied
-        self._unasked: Any = None  # the second one; it is `_behind` tokens behind
+        self._unasked: Any = None  # the second matcher; it lags `_behind` tokens behind
         self._behind = 0
-        self._overtime = 0.0  # of all queries
+        self._overtime = 0.0  # seconds of all queries
 
     @property
     def accepting(self) -> bool:
@@ -145,7 +146,7 @@ class LLGuidanceMatcher(Matcher):
     def _take(self, text: list[int]) -> int:
         def consume(inner: Any) -> int:
             taken: int = inner.try_consume_tokens(text)
-            if taken < len(text):  # a limit that was hit meanwhile shows only with the next mask
+            if taken < len(text):  # a limit that was hit here shows only with the next mask
                 probe = inner.deep_copy()
                 probe.compute_bitmask()
                 if probe.is_error():
@@ -165,7 +166,7 @@ class LLGuidanceMatcher(Matcher):
     def rollback(self, count: int) -> None:
         held = len(self._taken) + self._ended
         if not 0 <= count <= held:
-            raise ValueError(f"{count} tokens to give back, and {held} have been taken")
+            raise ValueError(f"cannot roll back {count} tokens: {held} have been taken")
         if count and self._ended:
             self._ended = False
             count -= 1
@@ -270,7 +271,7 @@ class LLGuidanceMatcher(Matcher):
         text = self.grammar.vocabulary.spell(self._taken).decode(errors="replace")
         where = f"{self.grammar.language.name}, after {text[-60:]!r}"
         if "NoExtension" in message:
-            return GrammarError(f"{where}: the grammar leads nowhere: no text that begins so is in the language")
+            return GrammarError(f"{where}: the grammar has a dead end: no text of the language begins like this")
         return GrammarError(f"{where}: llguidance gave up: {reason(message)}")
 
 

@@ -34,7 +34,7 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 100_000, "max_grammar_size": 500_000, "precompute_large_lexemes": True, "verbose_errors": False,
 }  # fmt: skip
 
-#: Without it masks have only one token where bytes are forced, and differ from the accepted tokens.
+#: Without this option masks have only one token where bytes are forced, although other tokens are accepted.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 #: Strings, comments and regular expressions of Lark, which are skipped.
 _QUOTED = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|//[^\n]*|#[^\n]*|/[^/\\]*(?:\\.[^/\\]*)*/'
@@ -115,7 +115,7 @@ def compile_matcher(tokenizer: Any, language: Language, text: str) -> Any:
         raise GrammarError(f"{language.name}: llguidance cannot compile it: {reason(matcher.get_error())}")
     warnings = matcher.get_grammar_warnings()
     if warnings and language.whole is None:
-        raise GrammarError(f"{language.name}: llguidance would not keep to all of it: {'; '.join(warnings)}")
+        raise GrammarError(f"{language.name}: llguidance would ignore a part of it: {'; '.join(warnings)}")
     return matcher
 
 

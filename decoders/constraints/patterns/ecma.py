@@ -178,7 +178,7 @@ class _Anchors:
             case Or(parts):
                 return _merged(reading for part in parts for reading in self.readings(part, True, nested))
             case Cat(parts):
-                _check_copies(self.pattern, len(parts) // 2)  # every second one may be an anchor
+                _check_copies(self.pattern, len(parts) // 2)  # every other part may be an anchor
                 readings = _START
                 for part in parts:
                     if isinstance(part, Look):

@@ -103,7 +103,8 @@ class _Reader(ClassReader):
                     self.group.add(Chars(self.dialect.dot, place=begin))
                 else:
                     self.literal(character, begin)
-        while len(self.groups) > 1:  # if the dialect does not refuse an open group, it contains the rest of the pattern
+        # If the dialect accepts an unclosed group, the group contains the rest of the pattern.
+        while len(self.groups) > 1:
             self.refuse("unclosed group", "(", self.group.place)
             self.close(self.place)
         self.group.end_alternative()

@@ -81,7 +81,7 @@ class Place:
             TypeError,
             KeyError,
             AttributeError,
-        ) as problem:  # the last ones: a pointer into a value that is no schema
+        ) as problem:  # the last possibility: a pointer into a value that is no schema
             raise GrammarError(
                 f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
                 "refers to under $defs, with its $id",
@@ -119,7 +119,7 @@ def document(text: str) -> Place | bool:
     if len(text) > limits.SCHEMA_CHARACTERS:
         limits.exceeded("SCHEMA_CHARACTERS", limits.SCHEMA_CHARACTERS, "the schema", path="$")
     nesting = 0
-    for bracket in _BRACKETS.findall(text):  # also those in strings: an upper bound suffices
+    for bracket in _BRACKETS.findall(text):  # brackets in strings are counted as well: an upper bound is enough
         nesting += 1 if bracket in "[{" else -1
         if nesting > limits.NESTING:
             limits.exceeded("NESTING", limits.NESTING, "schemas within schemas", path="$")
@@ -130,11 +130,11 @@ def document(text: str) -> Place | bool:
     from referencing.jsonschema import DRAFT202012
 
     specification = _specification(contents, DRAFT202012, "$")
-    place(contents, "$", REGISTRY.resolver(), specification, entered=True)  # a schema at all
+    place(contents, "$", REGISTRY.resolver(), specification, entered=True)  # checks that the text is a schema
     resource = specification.create_resource(contents)
     base = (isinstance(contents, dict) and resource.id()) or "urn:schema"
     registry: Registry[Any] = REGISTRY.with_resource(base, resource)
-    dynamic = any(  # as meta-schemas are
+    dynamic = any(  # references to meta-schemas count, since these contain dynamic references
         key in ("$dynamicRef", "$recursiveRef")
         or (key in ("$ref", "$id", "id") and isinstance(value, str) and "json-schema.org" in value)
         for key, value in members(contents)

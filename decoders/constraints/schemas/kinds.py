@@ -1,4 +1,4 @@
-"""Of which types the properties of an object may be, read off a schema's text: at least all that it allows."""
+"""The types that the properties of an object may have, read from a schema's text. The result contains at least every allowed type."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-#: Types of JSON, with numbers as one.
+#: The types of JSON; integers and numbers count as one type.
 KINDS = frozenset(["null", "boolean", "number", "string", "array", "object"])
-#: Stands for the names that no schema declares.
+#: The key for all names that no schema declares.
 UNDECLARED = ""
-#: Schemas within schemas that are looked at.
+#: Greatest depth of nested schemas that is read.
 _DEPTH = 16
 
 
@@ -33,7 +33,7 @@ class Kinds:
         text: the schema, as JSON.
 
     Attributes:
-        names: at least those that are declared.
+        names: names of properties; at least all declared names.
     """
 
     def __init__(self, text: str) -> None:
@@ -41,14 +41,14 @@ class Kinds:
         self.names = dict.fromkeys(name for name in _names(self._root) if name != UNDECLARED)
         self._known: dict[tuple[int, str | None, int], frozenset[str]] = {}
         own = self._root if isinstance(self._root, dict) else {}
-        # References are relative to the identifier around them.
+        # References are relative to the enclosing identifier.
         self._follows = all(text.count(f'"{key}":') == (key in own) for key in ("$id", "id"))
 
     def __getitem__(self, name: str) -> frozenset[str]:
         return self._of(self._root, name if name in self.names else UNDECLARED, _DEPTH) or KINDS
 
     def _of(self, schema: Any, name: str | None, depth: int) -> frozenset[str]:
-        """The types of the values of `schema`, or of the property `name` of its objects. Each is looked at once."""
+        """The types of the values of `schema`, or of the property `name` of its objects. Each schema is read once."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or not depth:
@@ -59,7 +59,7 @@ class Kinds:
         return self._known[key]
 
     def _property(self, schema: dict[str, Any], name: str, depth: int) -> frozenset[str]:
-        if "$ref" in schema:  # old drafts ignore what stands beside it
+        if "$ref" in schema:  # old drafts ignore keywords beside $ref
             return self._of(self._follow(schema["$ref"]), name, depth - 1)
         allowed = KINDS
         properties = schema.get("properties")
@@ -87,12 +87,12 @@ class Kinds:
         return allowed
 
     def _parts(self, schema: dict[str, Any]) -> list[list[Any]]:
-        """Lists of schemas inside `schema`; its values meet one of each list."""
+        """Lists of schemas inside `schema`. A value of `schema` is valid under at least one schema of each list."""
         parts = [[each] for each in _listed(schema, "allOf")]
         return parts + [own for keyword in ("anyOf", "oneOf") if (own := _listed(schema, keyword))]
 
     def _follow(self, reference: Any) -> Any:
-        """The schema that `reference` refers to; True where that is not seen at once."""
+        """The schema that `reference` refers to; True if it cannot be resolved simply."""
         if not (self._follows and isinstance(reference, str) and re.match("#(?:/|$)", reference)):
             return True
         target = self._root

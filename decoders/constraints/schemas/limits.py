@@ -11,11 +11,11 @@ from ..patterns import limits
 
 #: Characters of a schema as JSON text.
 SCHEMA_CHARACTERS = 1_000_000
-#: Schemas within schemas.
+#: Depth of nested schemas.
 NESTING = 100
 #: Alternatives of one type (objects, say) at one place of the text, after allOf, oneOf, not, … are multiplied out.
 ALTERNATIVES = 256
-#: Steps of multiplying out in all.
+#: Total number of steps of multiplying out.
 STEPS = 150_000
 #: Places of the text with a schema of their own.
 PLACES = 4_000
@@ -29,13 +29,14 @@ SYMBOLS = 60_000
 PROPERTIES = 2_000
 #: Values of an enumeration.
 VALUES = 20_000
-#: What ``minLength``, ``minItems``, … ask for; greater bounds from above are none, as no text gets there. Parsers count in 32 bits.
+#: Value of ``minLength``, ``minItems``, …; a greater upper bound counts as no bound, since no text reaches it. Parsers count in 32
+#: bits.
 COUNT = 2_000_000_000
-#: Multiples of what, decimal point aside.
+#: Value of ``multipleOf``, without its decimal point.
 STEP = 10_000
-#: Characters of a regular expression that stands for the whole language; beyond it there is only a grammar.
+#: Characters of a regular expression for the whole language; a larger language has only a grammar.
 REGEX_CHARACTERS = 120_000
-#: Characters, and symbols once repetitions are written out, of what such an expression amounts to.
+#: Characters, and symbols after expanding repetitions, of such an expression.
 REGEX_COPIES = 25_000
 
 

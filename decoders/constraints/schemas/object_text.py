@@ -19,12 +19,10 @@ from .strings import Strings
 
 _MOST_CONDITIONS = 4
 _MEMBERS_PER_RULE = 16
-_ONE_UNDECLARED = (
-    "Of the properties that minProperties asks for, at most one is one that is not declared: others may be the same."
-)
+_ONE_UNDECLARED = "Of the properties that minProperties asks for, at most one is undeclared, since two undeclared ones may be the same."
 _SHARED_CONDITIONS = (
-    "Where several conditions ask for some property, one that is not declared meets all of them, "
-    "or each has keys of its own."
+    "If several conditions each ask for some property, either one undeclared property meets all of them, "
+    "or each condition has keys of its own."
 )
 
 
@@ -80,7 +78,7 @@ class ObjectWriter:
         """The rest of the object, from the property at `position` on, after `count` members (at most `last` are counted)."""
         if position == len(self.members):
             return self.undeclared_members(count, frozenset())
-        if self.high is None and count == self.last:  # enough members: counting no longer matters
+        if self.high is None and count == self.last:  # enough members: the count does not matter any more
             return self.named(f"p{position}", lambda: self.tail(position))
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
 
@@ -146,15 +144,15 @@ class ObjectWriter:
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Raises: of several undeclared members that ``minProperties`` needs, two may have the same key.
+        """Checks that ``minProperties`` does not need several undeclared members, since two of them may have the same key.
 
         Raises:
-            GrammarError: unless enough properties are declared.
+            GrammarError: too few properties are declared.
         """
         if self.item(()) != NOTHING:
             if len(self.members) + 1 < self.low:
                 raise GrammarError(
-                    f"of {self.low} properties all but one need to be declared, since keys that are not may repeat; "
+                    f"of {self.low} properties all but one must be declared, since undeclared keys may repeat; "
                     "strict=False validates it afterwards",
                     "minProperties",
                 )
@@ -180,7 +178,7 @@ class ObjectWriter:
         return seq(rep(repeated, 0, None) if repeated is not None else EMPTY, alt(*alternatives))
 
     def item(self, taken: tuple[int, ...], fulfilled: frozenset[int] = frozenset()) -> Expr:
-        """An undeclared member that meets the conditions `taken`, with a key of none of the conditions `fulfilled`."""
+        """An undeclared member that meets the conditions `taken`, and whose key meets none of the conditions `fulfilled`."""
         nodes, alternatives = self.rules.normaliser.nodes, []
         for keys, node in self.rest:
             allowed_keys: Strings | None = (

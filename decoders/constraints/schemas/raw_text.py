@@ -1,4 +1,4 @@
-"""Arguments of functions in notations whose strings are written as they are, without escapes, up to a mark that ends them."""
+"""Arguments of functions in notations with unescaped strings, which end at a mark."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _READ = {
     "null": "null", "boolean": "true, false", "number": "a number", "array": "what begins with [",
     "object": "what begins with {",
 }  # fmt: skip
-#: What a string beside other types may not be, since readers take it for one of these.
+#: Texts that a string must not be if a parameter also has other types, because readers would take it for a value of these.
 _ALIKE = {
     "null": "^null$", "boolean": "^(?:true|false)$", "array": r"^\[", "object": r"^\{",
     "number": r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?$",
@@ -62,23 +62,25 @@ def _tree(pattern: str) -> Pattern:
 #: Characters above this one stand for special tokens, see :meth:`~decoders.constraints.vocabulary.Vocabulary.spelling`.
 _TEXT = ord(stand_in(0)) - 1
 _STAND_INS = f"{chr(_TEXT + 1)}-{chr(LAST)}"
-#: White space of ECMA and of Python, as a part of a class.
+#: The white space of ECMA and of Python, for use inside of a class.
 _SPACE = r"\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 
 
 @lru_cache(16)
 def _compiled(tree: Pattern) -> re.Pattern[str]:
-    """For many texts: Python's expressions are faster than automata, for trees that do not make them go back often."""
+    """`tree` compiled by Python's ``re``, which is faster than automata for many texts and trees with little backtracking."""
     return re.compile(write(tree))
 
 
 def containing(mark: str) -> Pattern:
-    """All texts with `mark` in them."""
+    """The tree of all texts that contain `mark`."""
     return cat(ANYTHING, literal(mark), ANYTHING)
 
 
 def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: str = "") -> Expr:
-    """The texts of `strings` as they are, without those of `never`, between matches of two regular expressions."""
+    """The texts of `strings` without escapes and without the texts of `never`, between matches of the regular expressions `begin`
+    and `end`.
+    """
     written = strings.written
     if written is None:
         return NO_TEXT
@@ -113,18 +115,18 @@ def _inside(conditions: tuple[tuple[Pattern, bool], ...], low: int, high: int | 
     try:
         return string_text.expression(automata.automaton(conditions, low, high), string_text.raw_chars)
     except GrammarError:  # too large for an expression; the Lark notation does not need it
-        if left() < 0:  # with more time there may be one, which must not be forgotten here
+        if left() < 0:  # more time may give an expression, so this result must not be cached
             raise
         return None
 
 
 @dataclass(frozen=True)
 class Quoted:
-    """Objects as ``{key:value,…}``, with strings between two of `quote`, also inside of values.
+    """A notation: objects as ``{key:value,…}``, in which all strings stand between two of `quote`.
 
     Attributes:
-        quote: the mark.
-        name: a name, as an expression that ECMA and Python read alike.
+        quote: the mark around strings.
+        name: the regular expression of a name, in the common syntax of ECMA and Python.
     """
 
     quote: str
@@ -132,7 +134,7 @@ class Quoted:
 
     @property
     def mark(self) -> str:
-        """What ends a string."""
+        """The mark that ends a string."""
         return self.quote
 
     @property
@@ -143,11 +145,11 @@ class Quoted:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Every parameter on its own: `opening`, its name, `middle`, its value, `closing`. Strings stand as they are, others in JSON.
+    """A notation: `opening`, name, `middle`, value and `closing` for each parameter. Strings are unescaped, other values are JSON.
 
     Attributes:
-        between: two of them.
-        name: a name, as an expression that ECMA and Python read alike.
+        between: the text between two parameters.
+        name: the regular expression of a name, in the common syntax of ECMA and Python.
     """
 
     opening: str
@@ -163,7 +165,7 @@ class Parameters:
 
     @property
     def mark(self) -> str:
-        """What ends a value."""
+        """The mark that ends a value."""
         return self.closing.strip()
 
 
@@ -171,14 +173,14 @@ Notation = Quoted | Parameters
 
 
 def writer(notation: Notation, normaliser: Normaliser, closed: bool, kinds: Kinds) -> Writer:
-    """What writes arguments in `notation`."""
+    """A writer of arguments in `notation`."""
     if isinstance(notation, Quoted):
         return _QuotedWriter(normaliser, closed, notation)
     return _ParameterWriter(normaliser, closed, notation, kinds)
 
 
 class _RawWriter(Writer):
-    """Writes names as they are."""
+    """Writes objects whose names are unquoted."""
 
     def __init__(self, normaliser: Normaliser, closed: bool, notation: Notation, whitespace: Whitespace) -> None:
         super().__init__(normaliser, whitespace, closed)
@@ -223,12 +225,12 @@ class _ParameterWriter(_RawWriter):
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
 
     def string(self, strings: Strings, behind: str = "") -> Expr:
-        """A string in JSON: a special token in it would be read as its name."""
+        """A string in JSON, without special tokens, whose names readers would see."""
         within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
         return string_text.write_string(strings, behind, within)
 
     def value(self, node: Node, kinds: frozenset[str]) -> Expr:
-        """The texts of a parameter of these types, and what ends it."""
+        """The texts of a parameter's value of these types, with the mark that ends it."""
         nodes, place = self.normaliser.nodes, self.normaliser.place
         if kinds != KINDS:
             node = nodes.intersection(node, place(_of_types(kinds)))
@@ -241,7 +243,7 @@ class _ParameterWriter(_RawWriter):
         written = [write_raw(one, never, "", closing) for one in shapes.strings]
         if others:
             self.warning(_OTHERS.format(read=", ".join(_READ[kind] for kind in others)))
-            # A lexer reads these beside a string, which may go on where they end: so their ends are a part of them.
+            # A lexer reads these values beside a string that may continue where they end, so each includes its end mark.
             written += self.scalars(shapes, closing)
             if inside := kinds & {"array", "object"}:
                 nested = nodes.intersection(node, place(_of_types(frozenset(inside))))
@@ -267,7 +269,7 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        """Names that other branches declare are read by their types, whichever branch is written."""
+        """An undeclared member. Names that other branches declare have their types in every branch."""
         notation, kinds = self.rules.notation, self.rules.kinds
         names: dict[frozenset[str], set[str]] = {}
         for name in kinds.names:

@@ -143,7 +143,7 @@ def _nothing(strings: Strings) -> bool:
     return True
 
 
-@lru_cache(maxsize=64)  # of up to 10 MB each
+@lru_cache(maxsize=64)  # each automaton may take 10 MB
 def _automaton(strings: Strings) -> FSM:
     conditions = sorted(strings.conditions, key=repr)  # sets have no fixed order
     if strings.excluded:

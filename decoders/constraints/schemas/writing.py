@@ -13,7 +13,7 @@ from .rules import Rules
 from .shapes import Shapes
 
 _DECIMALS = "Multiples of a decimal are exact; a validator that divides floats, as jsonschema does, refuses some: 0.7 is 7 times 0.1."
-_ALL_PLACES = "Multiples of a decimal have all of its decimal places or none, where they are counted by llguidance: 1.50, not 1.5."
+_ALL_PLACES = "Multiples of a decimal that llguidance counts have all of its decimal places or none: 1.50, not 1.5."
 
 
 class Writer(Rules):

@@ -70,10 +70,10 @@ class Trie:
         begins = np.cumsum(lengths) - lengths
         flat = np.frombuffer(b"".join(texts) + b"\0", np.uint8)
         names = np.asarray(tokens, np.int32)
-        node = np.zeros(len(texts), np.int64)  # of each text, at the current depth
+        node = np.zeros(len(texts), np.int64)  # the node of each text at the current depth
         byte, count, token = [np.zeros(1, np.uint8)], [], [np.full(1, -1, np.int32)]
         low, high, characters = [np.zeros(1, np.int64)], [np.full(1, len(texts))], [np.zeros(1, np.int64)]
-        leads = np.zeros(len(texts), np.int64)  # characters of each text, at the current depth
+        leads = np.zeros(len(texts), np.int64)  # the number of characters of each text down to the current depth
         alive, width, depth = np.arange(len(texts)), 1, 0
         while len(alive):
             key = node * 256 + flat[begins[alive] + depth]

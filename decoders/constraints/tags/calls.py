@@ -1,4 +1,4 @@
-"""Calls of functions as structural tags: free text up to the calls, which are constrained, with marks of text or special tokens."""
+"""Function calls as structural tags: free text up to the calls, then constrained calls, whose marks are text or special tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .specs import Phases, Structure
 
 @dataclass(frozen=True)
 class Calls(Structure):
-    """Text, then calls, behind which the text ends.
+    """Free text, then calls; the text ends behind the calls.
 
     Attributes:
-        functions: those that may be called.
-        format: how calls are written; it has a mark, or calls are `required`.
-        required: whether there has to be a call, with nothing but a thought in front.
-        several: whether there may be more than one, where the format has several.
-        budget: tokens after which the call or the answer begins, where these have messages of their own; None for any number.
+        functions: the functions that may be called.
+        format: how calls are written. It needs a mark unless calls are `required`.
+        required: whether there must be a call, with at most a thought in front.
+        several: whether there may be more than one call, if the format allows several.
+        budget: number of tokens after which the call or the answer must begin, in formats with separate messages; None: unlimited.
     """
 
     functions: tuple[Called, ...]
@@ -65,14 +65,14 @@ class Calls(Structure):
         return self.format.mark if opening == self.format.opening else opening
 
     def _begun(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase behind the mark of the first call."""
+        """The phase that begins after the mark of the first call."""
         call, mark = self._call(opening, phases, behind), self._mark(opening)
         if not self.format.begin or not mark:
             return call
         return phases.add(Free(((phases.symbols(mark), call),), ends=False, exact=True))
 
     def _behind(self, phases: Phases) -> int:
-        """The phase behind a call, which more calls may follow."""
+        """The phase after a call, in which further calls may follow."""
         format, over = self.format, phases.add(Free(over=True))
         end = [(format.end, over)] if format.end else []
         if not self.several or format.between is None:
@@ -81,14 +81,14 @@ class Calls(Structure):
                 if end
                 else over
             )
-        behind = phases.add(Free(over=True))  # until its markers are there
+        behind = phases.add(Free(over=True))  # a placeholder, replaced when its markers are known
         again = [(f"{format.between}{format.mark}", self._call(format.opening, phases, behind)), *end]
         markers = tuple((phases.symbols(text), phase) for text, phase in again)
         phases.phases[behind] = Free(markers, ends=not end, exact=True)
         return behind
 
     def _call(self, opening: str, phases: Phases, behind: int) -> int:
-        """The phase of a call behind its mark."""
+        """The phase of a call, from behind its mark."""
         format = self.format
         if format.notation is not None:
             return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)
@@ -101,7 +101,7 @@ class Calls(Structure):
         return phases.add(Free(tuple((phases.symbols(text), phase) for text, phase in heads), ends=False, exact=True))
 
     def _in_notation(self, notation: Notation, vocabulary: Vocabulary) -> CallSpec:
-        """A call behind its mark, with stand-ins for the special tokens among its arguments."""
+        """The grammar of a call behind its mark, with stand-ins for special tokens in its arguments."""
         texts = "".join(notation.texts)
         names = tuple(sorted((name for name in vocabulary.special if name in texts), key=len, reverse=True))
         own = {each.name: _with_stand_ins(getattr(notation, each.name), names) for each in fields(notation)}

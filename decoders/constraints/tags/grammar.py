@@ -44,7 +44,7 @@ class TaggedGrammar(CompiledGrammar):
         return TaggedMatcher(self)
 
     def bounded(self, budget: int | None) -> TaggedGrammar | None:
-        """This grammar with so many tokens for thoughts; None if it has no place for them."""
+        """This grammar with `budget` tokens for thoughts; None if it has no place for thoughts."""
         first = self.phases[self.first]
         if not isinstance(first, Free) or not first.thinks:
             return None

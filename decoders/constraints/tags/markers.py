@@ -137,7 +137,7 @@ class Markers:
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
     def found(self, node: int, token: int) -> Found:
-        """The effect of a token behind a text at `node`. Drafts and steps ask for the same ones again and again."""
+        """The effect of a token behind a text at `node`. It is cached, because drafts and steps ask for the same tokens repeatedly."""
         known = self._found.get((node, token))
         if known is None:
             if len(self._found) >= REMEMBERED:

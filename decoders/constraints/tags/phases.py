@@ -149,7 +149,7 @@ class PhaseAutomaton:
         return next((symbol - TOKEN for symbol in inner if symbol - TOKEN in self.stops), None)
 
     def _ended(self, phase: Free, found: Found) -> bool:
-        """Whether a stop token of that effect ends the text as it is, and is not the last part of a marker."""
+        """Whether a stop token with this effect ends the text, instead of being the last part of a marker."""
         target = phase.markers[found.marker][1] if found.marker is not None else None
         return target is None or self._stop_in(phase.markers[found.marker or 0][0], target) is not None
 
@@ -192,7 +192,7 @@ class PhaseAutomaton:
         return Place(place.phase, found.node, place.count + 1)
 
     def only(self, place: Place) -> Collection[int] | None:
-        """The tokens that may come next in text that is not free: where the budget is used up, or markers are all there may be."""
+        """The legal tokens where free text is restricted, because the budget is used up or only markers may follow."""
         phase = self.phases[place.phase] if place.phase != ENDED else None
         if not isinstance(phase, Free):
             return None
@@ -232,7 +232,7 @@ class PhaseAutomaton:
                 target = phase.markers[ahead][1]
                 if target is not None and self._stop_in(markers.markers[ahead], target) is None:
                     marker = markers.markers[ahead]
-                else:  # it may not be written, and what has begun of it stays text
+                else:  # the marker is illegal here, so its beginning stays text
                     begin = 0
             known = self._next_tokens[number, node] = self._toward(number, marker, begin)
         return known

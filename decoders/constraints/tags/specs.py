@@ -137,7 +137,7 @@ class After(Structure):
         begin = phases.symbols(self.begin) if self.begin is not None else None
         opening = self._token(begin, phases.vocabulary) if begin is not None else None
         again: int | None = None
-        if begin is not None and self.grammar is None:  # a further thought may follow
+        if begin is not None and self.grammar is None:  # another thought may follow
             again = following = phases.add(Free())
         else:
             following = phases.of(self.grammar)
@@ -252,7 +252,7 @@ def _as_rule(lark: str) -> str:
 def _check_marker(marker: Any, where: str) -> None:
     if isinstance(marker, bool) or not isinstance(marker, str | int) or marker == "":
         raise GrammarError(
-            f"{where}: {shortened(repr(marker))} is no marker: give a text that is not empty, or the id of a token",
+            f"{where}: {shortened(repr(marker))} is no marker: give a nonempty text, or the id of a token",
             "marker",
         )
 

@@ -115,7 +115,7 @@ class Thinking:
             begin = self.begin if self.begin is not None else own.begin
             if begin == "":
                 raise UnsupportedError(
-                    f'thinking: what does a thought begin with that ends with {self.end!r}? Give "begin" too'
+                    f'thinking: the begin marker for the end marker {self.end!r} is not known: give "begin", too'
                 )
             return replace(own, begin=begin)
         if known is None:
