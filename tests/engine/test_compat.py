@@ -158,6 +158,15 @@ def test_whoever_waits_for_a_device_does_so_by_one_function() -> None:
     assert "torch._C._cuda_synchronize()" in inspect.getsource(torch.cuda.synchronize), VERSION
 
 
+def test_the_allocator_is_told_that_a_recording_is_over_by_two_functions() -> None:
+    """Likewise; torch's own recordings call them."""
+    from torch._inductor import cudagraph_trees
+
+    source = inspect.getsource(cudagraph_trees)
+    for name in ("_cuda_endAllocateToPool(device, mem_pool)", "_cuda_releasePool(device, mem_pool)"):
+        assert f"torch._C.{name}" in source, VERSION
+
+
 def test_float32_that_is_rounded_is_known_by_whatever_name_it_was_allowed() -> None:
     cuda, matmul = torch.device("cuda"), torch.backends.cuda.matmul
     usual, precision = torch.get_float32_matmul_precision(), matmul.fp32_precision

@@ -281,6 +281,29 @@ def test_steps_that_read_lists_are_not_recorded(target: PreTrainedModel, hook: s
     assert len(read) == report.steps  # in each of them
 
 
+@pytest.mark.parametrize("strategy", ["autoregressive", Alone()], ids=["steps", "parts"])
+def test_what_failed_to_be_recorded_once_is_recorded_a_little_later_and_reported(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
+    record, failed = device.record, [0]
+
+    def short_of_memory(body: Any) -> Any:
+        failed[0] += 1
+        if failed[0] == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return record(body)
+
+    run(target, "autoregressive", new=1)  # reads the prompt
+    monkeypatch.setattr(device, "record", short_of_memory)
+    with pytest.warns(UserWarning, match="not permitted"):
+        report = run(target, strategy, new=24)
+    assert failed[0] > 1 and report.unrecorded == "operation not permitted when stream is capturing"
+    assert report.steps > report.replayed_steps >= report.steps - WARM_UP_STEPS - 4
+    assert "unrecorded" in str(report)
+    again = run(target, strategy, new=24)
+    assert again.unrecorded == "" and again.replayed_steps == again.steps
+
+
 def test_lists_stay_those_of_their_step(target: PreTrainedModel) -> None:
     shown: list[tuple[Sequences, list[int], list[list[int]]]] = []
 

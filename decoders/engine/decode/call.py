@@ -101,6 +101,8 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
         )
     )  # fmt: skip
     batch.session, reusable = opened.session, opened.reusable
+    if batch.session.recordings is not None:
+        batch.session.recordings.unrecorded = ""
     if request.given is not None:
         request.given.put(target, batch.rows.buffers)
         reusable = request.given.reach + reusable[len(request.prompts) :]
@@ -127,6 +129,7 @@ def end(batch: Batch) -> None:
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = batch.resources.peak_memory
     batch.report.recorded_memory = batch.engine.sessions.recorded_nbytes
+    batch.report.unrecorded = batch.session.unrecorded
     batch.where = "details"
     batch.report.details = dict(batch.request.strategy.details(batch.state))
     batch.where = "finish"
@@ -229,7 +232,7 @@ class StepRecording:
 
     def _new(self, key: tuple) -> Recording | None:
         """A recording of the step, for this call and later ones, once enough steps like it have run."""
-        if self._plain[key] < WARM_UP_STEPS or self._failed:
+        if self._plain[key] < WARM_UP_STEPS:
             return None
         batch, nodes = self.batch, self.batch.report.nodes
         room = min([batch.rows.slots - nodes, *(drafter.room for drafter in batch.drafters)])

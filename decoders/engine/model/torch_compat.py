@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from inspect import signature
 from typing import Any, cast
 from unittest import mock
@@ -315,6 +315,21 @@ def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterato
 
     with mock.patch.object(torch._C, "_cuda_synchronize", synchronize):
         yield
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Tells the allocator that a recording into `pool` which has failed is over; nothing public does.
+
+    Where CUDA ends a recording with an error, torch (2.11) raises before it tells its allocator. That would then keep the memory of
+    other streams from being used again and free none when it runs out, until the process ends.
+    """
+    if not torch.backends.cuda.is_built():  # there is no such allocator
+        return
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index
+    with suppress(RuntimeError):  # it has been told
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 # The compiler's surroundings. Replaced by a public way to ask what a compilation would use.
