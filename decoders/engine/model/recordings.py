@@ -58,8 +58,8 @@ class Recorder:
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
         """Runs the Python of `body` once and none of its kernels; returns the graph, and the output that replays write to."""
-        # Held meanwhile, since the pool goes with its last graph. What else lives in it, such as cuBLAS's workspace of its stream, keeps
-        # memory there then, and its handle begins no recording any more: torch checks for a graph.
+        # Held meanwhile, since a pool without graphs cannot be recorded into: what else lives in it, such as cuBLAS's workspace of its
+        # stream, keeps memory there, and torch refuses its handle.
         living = next(iter(self._in_pool), None)
         if living is None or self._pool is None:
             # Graphs that share memory must be recorded on one stream.
