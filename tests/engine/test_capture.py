@@ -391,12 +391,14 @@ def test_a_recording_that_failed_is_tried_again_after_ever_more_steps() -> None:
         tries[0] += 1
         return (x * 2).view(int(x.sum()) if broken[0] else -1)
 
-    x, tried = torch.ones(2), []
+    def tried() -> int:
+        assert recordings.record("key", None, x, body) is None
+        return tries[0]
+
+    x = torch.ones(2)
     with pytest.warns(UserWarning, match="could not be recorded") as said:
-        for _ in range(16):
-            assert recordings.record("key", None, x, body) is None
-            tried.append(tries[0])
-    assert tried == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4] and len(said) == 1
+        counts = [tried() for _ in range(16)]
+    assert counts == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4] and len(said) == 1
     assert "waits for the device" in recordings.unrecorded
     broken[0] = False
     assert [recordings.record("key", None, x, body) is not None for _ in range(15)] == [False] * 14 + [True]
