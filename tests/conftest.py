@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-#: What drivers of GPUs put there: NVIDIA's, AMD's, and NVIDIA's of Windows in its subsystem for Linux.
-OF_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/usr/lib/wsl/lib/libcuda.so.1")
-# Without a GPU kernels run on the CPU, by Triton's interpreter. With one they run there, and compilers take all cores: the tests of a
-# GPU are few processes, and wait for compilers most of the time.
-if not any(map(os.path.exists, OF_DRIVERS)):
+# Without a GPU kernels run on the CPU, by Triton's interpreter. Drivers are NVIDIA's, AMD's, and NVIDIA's in Windows' subsystem for Linux.
+if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/usr/lib/wsl/lib/libcuda.so.1"))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compilers beside every worker
+    # No pool of compilers beside every worker. Tests of a GPU are few processes, which wait for compilers most of the time.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Else inductor compiles a program for each of the processor's vector units.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

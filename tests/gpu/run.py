@@ -4,7 +4,8 @@
 
 Needs pytest, and what decoders imports; nothing has to be installed. Every result is shown as it comes and is in
 ``FOLDER/NAME/gpu-tests.jsonl`` by then. The tests of whole texts begin first, dealt out to half of the processes, and are shown as a
-table once all of them are over. What has not ended after so many seconds is ended, and named. Exit status 1: a test failed, or did not run.
+table once all of them are over. What has not ended after so many seconds is ended, and named.
+Exit status 1: a test failed, or did not run.
 ``GPU_TESTS_DEVICE=cpu`` tries it without a GPU.
 """
 
@@ -56,7 +57,8 @@ class Job:
         with (folder / "output.txt").open("wb") as said:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *self.arguments],
-                cwd=HERE.parents[1], env=environment | {"OUT": str(folder), "GPU_TESTS_PART": self.part}, stdout=said, stderr=subprocess.STDOUT,
+                cwd=HERE.parents[1], env=environment | {"OUT": str(folder), "GPU_TESTS_PART": self.part},
+                stdout=said, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     def news(self, out: Path) -> Iterator[dict[str, Any]]:

@@ -37,8 +37,9 @@ for heavy, light in {
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    files = map(str, sorted(folder.glob("test_*.py")))
     return subprocess.run(
-        [sys.executable, str(RUNNER), "--out", str(folder / "out"), "--jobs", "4", *arguments, *map(str, sorted(folder.glob("test_*.py")))],
+        [sys.executable, str(RUNNER), "--out", str(folder / "out"), "--jobs", "4", *arguments, *files],
         env=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

@@ -6,11 +6,16 @@ torch that moves one says which.
 
 from __future__ import annotations
 
+import importlib.util
 import operator
+import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from inspect import signature
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -271,6 +276,32 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
     compile: Any = torch.compile  # its annotation of options is narrower than what it takes
     given = {"guard_filter_fn": skip_module_guards, "cpp.dynamic_threads": True, **options}
     return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
+
+
+@cache
+def spare_compiler_warnings() -> None:
+    """Spares users warnings of torch's compiler that they can do nothing about, and that end a compilation where warnings are errors.
+
+    What it says once in a process is said now, to nobody: that settings of TensorFloat-32 which it reads itself have newer names,
+    and that such products are possible. Where no CUDA toolkit is installed, it is told to take Triton's functions of mathematics,
+    which it takes anyway. A filter of warnings would not do: all threads share them, and each may replace them.
+    """
+    if not torch.cuda.is_available():
+        return
+    from torch._inductor import compile_fx
+    from torch.utils import cpp_extension
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for said in (lambda: torch.backends.cuda.matmul.allow_tf32, lambda: torch.backends.cudnn.allow_tf32):
+            with suppress(RuntimeError):  # set by one name and read by another
+                said()
+        getattr(compile_fx, "_warn_tf32_disabled", lambda: None)()
+    triton = importlib.util.find_spec("triton")
+    if cpp_extension.CUDA_HOME is None and triton is not None and triton.origin is not None:
+        own = Path(triton.origin).parent / "backends" / "nvidia" / "lib" / "libdevice.10.bc"
+        if own.is_file():
+            os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(own))  # processes that compile read it as well
 
 
 @contextmanager
