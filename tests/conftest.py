@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Without a GPU kernels run on the CPU, by Triton's interpreter. Drivers are NVIDIA's, AMD's, and NVIDIA's in Windows' subsystem for Linux.
+# Without a GPU kernels run on the CPU, by Triton's interpreter. Drivers: NVIDIA's, AMD's, NVIDIA's in Windows' subsystem for Linux.
 if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/usr/lib/wsl/lib/libcuda.so.1"))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # No pool of compilers beside every worker. Tests of a GPU are few processes, which wait for compilers most of the time.
