@@ -38,6 +38,7 @@ class Report:
         waiting: share of its steps' time in which the thread that decodes had no processor, or waited for threads that had none: other
             processes take the cores, see :attr:`busy`. 0 on another device.
         replayed_steps: how many of `steps` were replays of what had been recorded, in part or as a whole (CUDA).
+        unrecorded: why steps ran one by one that should have been recorded, which is slow (CUDA); it is tried again. "": none.
         reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
         same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
             at near-ties either: a brief check when the model was made ready. None where it is not checked.
@@ -84,6 +85,7 @@ class Report:
     prefill_steps: int = 0
     compiled_steps: int = 0
     replayed_steps: int = 0
+    unrecorded: str = ""
     threads: int = 0
     waiting: float = 0.0
     drafted: int = 0
@@ -224,6 +226,7 @@ class Report:
             *(("grammar", grammar_line(use, self.timings.mask)) for use in self.grammars if use is not None),
             *(line for stage in self.stages for line in stage_lines(stage)),
             ("compiled", compiled),
+            *([("unrecorded", self.unrecorded)] if self.unrecorded else []),
         ]
 
     def __str__(self) -> str:

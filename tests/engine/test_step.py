@@ -40,10 +40,11 @@ def test_forward_verify_and_commit_are_each_shown_what_they_need() -> None:
         notes.append("forward")
         return "nodes", "results"
 
-    out = forward_verify_commit(Parts(forward, noted.verify, noted.commit), "draft", block, "rows")  # type: ignore[arg-type]
+    draft = type("Draft", (), {"in_place": True})()
+    out = forward_verify_commit(Parts(forward, noted.verify, noted.commit), draft, block, "rows")  # type: ignore[arg-type]
     assert out == "commit"
     assert notes[0] == "forward" and notes[1].endswith("nodes, results, rows)")
-    assert notes[2] == "commit(nodes, tree, rows, results, verify)"
+    assert notes[2] == "commit(nodes, tree, rows, results, verify, True)"
 
 
 def test_stopping_criteria_cut_what_was_committed_before_anything_learns_of_it() -> None:

@@ -196,9 +196,8 @@ def measure(
         session = opened.session
         forward_pass.fit(session.blocks, rows)
         core = Core(forward_pass, SamplingPlan())
-        step = partial(
-            forward_verify_commit, Parts(core.forward, core.choose, core.commit), Draft.nothing(rows, device)
-        )
+        nothing = Draft.nothing(rows, device)
+        step = partial(forward_verify_commit, Parts(core.forward, core.choose, core.commit), nothing)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))
 
@@ -209,7 +208,9 @@ def measure(
             session.rows.length.fill_(context)
             session.rows.finished.fill_(False)
             begun = clock()
-            out = core.replayed("step", step, block, session.rows, session.recordings, copy=False)
+            out = core.replayed(
+                "step", step, block, session.rows, session.recordings, copy=False, in_place=nothing.in_place
+            )
             if (states := session.rows.buffers.states) is not None:
                 states.commit(out.path, out.summary[0], session.rows.length)
             out.read(session.lists)  # waits for the device, as a call does

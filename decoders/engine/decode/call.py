@@ -106,6 +106,8 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
         )
     )  # fmt: skip
     batch.session, reusable = opened.session, opened.reusable
+    if batch.session.recordings is not None:
+        batch.session.recordings.unrecorded = ""
     if request.given is not None:
         request.given.put(target, batch.rows.buffers)
         reusable = request.given.reach + reusable[len(request.prompts) :]
@@ -133,6 +135,7 @@ def end(proposer: Proposer) -> None:
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
     batch.report.peak_memory = proposer.resources.peak_memory
     batch.report.recorded_memory = batch.engine.sessions.recorded_nbytes
+    batch.report.unrecorded = batch.session.unrecorded
     batch.report.details = proposer.details()
     proposer.finish()
 
@@ -237,7 +240,7 @@ class StepRecording:
 
     def _new(self, key: tuple) -> Recording | None:
         """A recording of the step, for this call and later ones, once enough steps like it have run."""
-        if self._plain[key] < WARM_UP_STEPS or self._failed:
+        if self._plain[key] < WARM_UP_STEPS:
             return None
         batch, proposer, nodes = self.batch, self.proposer, self.batch.report.nodes
         room = min([batch.rows.slots - nodes, *(drafter.room for drafter in proposer.drafters)])

@@ -112,7 +112,7 @@ class Core:
 
     def replayed(
         self, method: str, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows,
-        recordings: Recordings | None, *, copy: bool,
+        recordings: Recordings | None, *, copy: bool, in_place: bool = False,
     ) -> Any:  # fmt: skip
         """``function(block, rows)``, as a replay once it has been recorded for blocks of this size.
 
@@ -120,6 +120,7 @@ class Core:
             method: what recordings of `function` are known by: ``step`` or ``forward``.
             recordings: of the session of the rows; None where nothing can be recorded.
             copy: whether the result is to outlive the next replay.
+            in_place: whether `function` leaves out what :meth:`commit` leaves out then.
         """
         if block.text.length or block.piece is not None or block.root is not None:
             return function(block, rows)
@@ -127,7 +128,7 @@ class Core:
         def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
             return function(NodeBlock(draft_tokens, tree, block.view, masks), rows)
 
-        key = method, self.key(method), rows.place, len(block.view)
+        key = method, self.key(method), rows.place, len(block.view), in_place
         given = block.draft_tokens, block.tree, block.masks
         return self.run.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
 
@@ -153,9 +154,9 @@ class Core:
         return Verdict(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks))
 
     def commit(
-        self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict
-    ) -> StepOutput:
-        """Moves the accepted path's keys and values and appends its tokens.
+        self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict, in_place: bool = False
+    ) -> StepOutput:  # fmt: skip
+        """Moves the accepted path's keys and values, unless every path is `in_place`, and appends its tokens.
 
         Recurrent states stay where they were, as stopping criteria may still cut the rows.
         """
@@ -169,7 +170,8 @@ class Core:
             acceptance = verdict.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
             new, summary = append(nodes, chosen, tree, acceptance, *rewritten, verdict.most)
-        move_slots(rows.buffers, rows.length - summary[0] - 1, path)
+        if not in_place:
+            move_slots(rows.buffers, rows.length - summary[0] - 1, path)
         return StepOutput(
             nodes, chosen, path, new, summary, result.logits, verdict.scores, result.hidden, result.layers
         )

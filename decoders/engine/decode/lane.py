@@ -210,6 +210,7 @@ class Lane:
         for seat in leaving:
             self.seats.remove(seat)
             seat.member.report.recorded_memory = self.engine.sessions.recorded_nbytes
+            seat.member.report.unrecorded = self.pool.unrecorded
             seat.member.close()
             warn_of_load(seat.member.report)
             if seat.plan is not None:

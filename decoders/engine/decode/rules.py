@@ -152,7 +152,8 @@ def decider(
     copy = request.strategy.observes  # a strategy may keep what it is shown, and the next replay would overwrite that
 
     def whole(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        return core.replayed("step", partial(packed_step, parts, draft), block, rows, recordings, copy=copy)
+        step = partial(packed_step, parts, draft)
+        return core.replayed("step", step, block, rows, recordings, copy=copy, in_place=draft.in_place)
 
     def forward(block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
         return core.replayed("forward", core.forward, replace(block, masks=None), rows, recordings, copy=copy)

@@ -93,6 +93,11 @@ class Session:
         """How often something was replayed on these rows."""
         return self.recordings.replays if self.recordings is not None else 0
 
+    @property
+    def unrecorded(self) -> str:
+        """Why something could not be recorded on these rows, see :attr:`~decoders.engine.model.recordings.Recordings.unrecorded`."""
+        return self.recordings.unrecorded if self.recordings is not None else ""
+
     def lists(self, *tensors: Tensor) -> tuple[list, ...]:
         """The values of small tensors of a step, which the host waits for."""
         if self.recordings is not None:

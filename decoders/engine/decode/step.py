@@ -59,7 +59,7 @@ def forward_verify_commit(parts: Parts, draft: Draft, block: NodeBlock, rows: Ro
     """The target's pass over a block, which of its nodes are accepted, and what becomes of the rows."""
     nodes, forwarded = parts.forward(block, rows)
     verdict = parts.verify(draft, block, nodes, forwarded, rows)
-    return parts.commit(nodes, block.tree, rows, forwarded, verdict)
+    return parts.commit(nodes, block.tree, rows, forwarded, verdict, draft.in_place)
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Parts:
     Attributes:
         forward: returns the nodes ``[B, N]`` of a block and the target's results for them.
         verify: decides which nodes are accepted.
-        commit: moves the accepted path's keys and values into place and appends its tokens.
+        commit: moves the accepted path's keys and values into place, if they are not there, and appends its tokens.
     """
 
     forward: Callable[[NodeBlock, Rows], tuple[Tensor, ForwardResult]]
     verify: Callable[[Draft, NodeBlock, Tensor, ForwardResult, Rows], Verdict]
-    commit: Callable[[Tensor, TreeTensors, Rows, ForwardResult, Verdict], StepOutput]
+    commit: Callable[[Tensor, TreeTensors, Rows, ForwardResult, Verdict, bool], StepOutput]
 
 
 class Proposes(Protocol):

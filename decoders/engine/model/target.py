@@ -17,7 +17,7 @@ from ...common.transformers_compat import cache_keyword, decoder_layers
 from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
-from . import attention, buckets, own_masks, recurrent, rope
+from . import attention, buckets, experts, own_masks, recurrent, rope
 from .blocks import LeadingText, PassInput, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
@@ -153,6 +153,7 @@ class Target:
         self.static = devices.static_shapes(model.device)
         kinds, self._kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
+        experts.take_over(self.model)
         self.sides = rope.take_over(self.model)
         self._attend_by("sdpa")
         self.tell_kinds(own_masks.take_over(self.model, kinds))

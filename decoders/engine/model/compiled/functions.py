@@ -44,6 +44,7 @@ class CompiledFunction:
 
     def __init__(self, function: Callable) -> None:
         self.function, self._warned, self._worked = function, False, False
+        torch_compat.spare_compiler_warnings()
         options: dict[str, Any] = {"guard_filter_fn": torch_compat.skip_state_guard, "cpp.dynamic_threads": True}
         self.compiled: Callable[..., Any] = torch.compile(
             private(function), fullgraph=True, dynamic=True, options=options
