@@ -26,7 +26,8 @@ from .drafts.drafter import ModelDrafter
 from .engine import Engine
 from .losses import warn_of_load
 from .request import Request, RequestOutput
-from .rows import sampling_inputs
+from .rows import shapes_of
+from .sampling import sampling_of
 from .step import step
 from .watch import StepWatch, book
 
@@ -86,7 +87,7 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
-    sampling = sampling_inputs(request.values, request.seed, batch.width, request.stop_tokens, target.device)
+    sampling = sampling_of([request], batch.width, target.device)
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
@@ -155,7 +156,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
         )
     ranks.check(
         "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
-        request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
+        request.sequences, request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
         runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.plan.keep_scores, request.criteria is None,
         request.processors is None, [grammar is None for grammar in request.grammars],
         [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
@@ -254,7 +255,7 @@ class StepRecording:
         )
         return (
             type(request.strategy), request.strategy.name, repr(request.strategy), request.plan, verifier,
-            batch.target.layers, len(batch.rows.sampling.values), len(batch.rows.sampling.stop_tokens), type(batch.guide),
+            batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
             tuple(id(drafter.session) for drafter in batch.drafters),
         )  # fmt: skip
 

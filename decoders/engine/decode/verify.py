@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...sampling.choice import candidates
+from ...sampling.prefixes import Prefixes
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, first_best, gumbel_noise, mix64
 from ...tree import TreeTensors
 from ...verifiers.verifier import Outcomes
@@ -127,15 +128,17 @@ def _path_to(best: Tensor, tree: TreeTensors) -> Acceptance:
 
 
 def draw_tokens(
-    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-) -> tuple[Tensor, Tensor | None]:
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
+    prefixes: Prefixes | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The target's token after each node, ``[B, N]`` int64, and the processed scores if the plan keeps them.
 
     Args:
         logits: ``[B, N, V]``.
         positions: ``[B, N]`` int64, how many tokens were generated before each.
+        prefixes: the nodes' texts, where the plan reads them.
     """
-    left = candidates(logits, plan, inputs, positions, masks)
+    left = candidates(logits, plan, inputs, positions, masks, prefixes=prefixes)
     if plan.keep_scores:
         left = left.settled()
     tokens = left.choose(plan, inputs, positions)
