@@ -156,7 +156,8 @@ def agreed(request: Request, ranks: Ranks) -> Request:
         )
     ranks.check(
         "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
-        request.sequences, request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
+        request.sequences, request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse,
+        runtime.memory,
         runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.plan.keep_scores, request.criteria is None,
         request.processors is None, [grammar is None for grammar in request.grammars],
         [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
