@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..common.devices import host_reads
+
 NEVER = float("-inf")
 # Three kinds of places without a token, no two of which are equal.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
@@ -55,11 +57,12 @@ class Prefixes:
 
     @property
     def path(self) -> Tensor:
-        """``[B, N, N-1]``: the tokens behind the committed text on the path to each node, -1 elsewhere."""
-        return torch.where(self.visible[:, :, 1:], self.nodes[:, None, 1:], _NONE)
+        """``[B, N, N]``: the tokens behind the committed text on the path to each node, -1 elsewhere."""
+        behind = torch.arange(self.nodes.shape[1], device=self.nodes.device) > 0
+        return torch.where(self.visible & behind, self.nodes[:, None], _NONE)
 
     def seen(self, text: Tensor) -> Tensor:
-        """``[B, N, T + N - 1]``: the tokens of a `text` ``[B, T]`` and of each node's path."""
+        """``[B, N, T + N]``: the tokens of a `text` ``[B, T]`` and of each node's path."""
         return torch.cat([text[:, None].expand(-1, self.nodes.shape[1], -1), self.path], -1)
 
     def last(self, count: int) -> Tensor:
@@ -85,7 +88,8 @@ class BiasedSequences:
     """Sequences of tokens whose last one gets a bias where the others stand in front of it.
 
     Attributes:
-        tokens: ``[M, S]`` int64, or ``[B, M, S]``, by row. A sequence is aligned on the right; -1 in front of it, and for none.
+        tokens: ``[M, S]`` int64, or ``[B, M, S]``, by row. A sequence is aligned on the right, with -1 in front of it. They are in the
+            order of their last tokens; all are -1 if there are none.
         biases: ``[M]`` float32, or ``[B, M]``.
     """
 
@@ -93,14 +97,25 @@ class BiasedSequences:
     biases: Tensor
 
 
-def _penalized(scores: Tensor, tokens: Tensor, penalty: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` with those of `tokens` ``[B, N or 1, K]`` made smaller by a factor. Each counts once; -1 for none."""
+def _changed(
+    scores: Tensor, tokens: Tensor, change: Callable[[Tensor, Tensor], Tensor], onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """`onto`, or `scores`, with changed scores of a few tokens, ``[B, N, V]``: the rest is copied, and nothing else is that large.
+
+    Args:
+        tokens: ``[B, N or 1, K]`` int64, some of them more than once; -1 for none.
+        change: of the old scores ``[B, N, K]`` of these tokens, and their ids, alike for equal tokens.
+    """
+    onto = scores if onto is None else onto
     tokens = torch.where(tokens < scores.shape[-1], tokens, _NONE)
     one = tokens.amax(-1, keepdim=True)  # takes the place of those that are none
     index = torch.where(tokens < 0, one, tokens).clamp(min=0).expand(*scores.shape[:2], -1)
-    old = scores.gather(-1, index)
-    new = torch.where(old < 0, old * penalty, old / penalty)
-    return scores.scatter(-1, index, torch.where(one < 0, old, new))
+    new = change(scores.gather(-1, index), index)
+    return onto.scatter(-1, index, torch.where(one < 0, onto.gather(-1, index), new))
+
+
+def _penalized(scores: Tensor, tokens: Tensor, penalty: Tensor) -> Tensor:
+    return _changed(scores, tokens, lambda old, _: torch.where(old < 0, old * penalty, old / penalty))
 
 
 def repetition_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: object) -> Tensor:
@@ -117,21 +132,29 @@ def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: objec
     return _penalized(scores, prefixes.text(end=prefixes.prompt_length[:, None])[:, None], value)
 
 
-def _new_counts(scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """``[B, N, V]`` float32: how often the new text up to each node has each token."""
-    rows, nodes, vocab = scores.shape
+def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`scores` after a `change` by how often the new text up to each node has a token."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
-    counts = scores.new_zeros(rows, vocab).scatter_add(1, text.clamp(min=0), (text >= 0).to(scores.dtype))
-    every = counts[:, None].repeat(1, nodes, 1)
-    return every.scatter_add(-1, path.clamp(min=0), (path >= 0).to(scores.dtype))
+    inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
+    counts = scores.new_zeros(len(scores), scores.shape[-1])
+    counts = counts.scatter_add(1, text.clamp(0, scores.shape[-1] - 1), inside)
+
+    def in_text(index: Tensor) -> Tensor:
+        return counts.gather(1, index.flatten(1)).view_as(index)
+
+    def on_path(index: Tensor) -> Tensor:
+        return (index[..., None] == path[:, :, None]).sum(-1)
+
+    written = _changed(scores, text[:, None], lambda old, index: change(old, in_text(index)))
+    return _changed(scores, path, lambda old, index: change(old, in_text(index) + on_path(index)), written)
 
 
 def frequency_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: object) -> Tensor:
-    return scores - _new_counts(scores, prefixes) * value
+    return _by_count(scores, prefixes, lambda old, count: old - count * value)
 
 
 def presence_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: object) -> Tensor:
-    return scores - (_new_counts(scores, prefixes) > 0) * value
+    return _by_count(scores, prefixes, lambda old, count: old - (count > 0) * value)
 
 
 def no_repeat_ngram(
@@ -146,7 +169,7 @@ def no_repeat_ngram(
     before = torch.where(place >= 0, text[:, place.clamp(min=0)], _BEFORE_TEXT)  # [B, T, size - 1]
     wanted = last[:, :, None, :-1]
     in_text = (before[:, None] == wanted) | beyond
-    on_path = (last[:, None, 1:, 1:] == wanted) | beyond
+    on_path = (last[:, None, :, 1:] == wanted) | beyond
     repeats = torch.cat([in_text, on_path], 2).all(-1)
     tokens = prefixes.seen(text)
     repeats = repeats & (tokens >= 0) & (tokens < scores.shape[-1])
@@ -154,32 +177,45 @@ def no_repeat_ngram(
     return scores.scatter_reduce(-1, tokens.clamp(0, scores.shape[-1] - 1), banned, "amin")
 
 
-def sequence_bias(scores: Tensor, value: Tensor, prefixes: Prefixes, sequences: BiasedSequences, **_: object) -> Tensor:
-    """Also ``bad_words_ids`` and ``suppress_tokens``, whose bias is ``-inf``. The value is not used."""
-    in_front, last = sequences.tokens[..., :-1].flip(-1), sequences.tokens[..., -1]
+def sequence_bias(
+    scores: Tensor,
+    value: Tensor,
+    prefixes: Prefixes,
+    sequences: BiasedSequences,
+    here: Tensor | None = None,
+    **_: object,
+) -> Tensor:
+    """Also ``bad_words_ids`` and ``suppress_tokens``, whose bias is ``-inf``. The value is not used.
+
+    Args:
+        here: ``[B, N]`` bool, nodes behind which there is a bias; None for all.
+    """
+    in_front, last = sequences.tokens[..., :-1].flip(-1), sequences.tokens[..., -1].contiguous()
+    first = torch.searchsorted(last, last)  # of those with the same last token
     in_front = in_front if in_front.dim() == 2 else in_front[:, None]
-    written = prefixes.last(in_front.shape[-1])[:, :, None]  # [B, N, 1, S - 1]
-    complete = ((in_front == written) | (in_front < 0)).all(-1)  # [B, N, M]
-    last, biases = (own if own.dim() == 1 else own[:, None] for own in (last, sequences.biases))
-    added = torch.where(complete & (last < scores.shape[-1]), biases, 0.0)
-    index = last.clamp(0, scores.shape[-1] - 1).expand_as(added)
-    return scores + torch.zeros_like(scores).scatter_add(-1, index, added)
+    last, first, biases = (own if own.dim() == 1 else own[:, None] for own in (last, first, sequences.biases))
+    complete = ((in_front == prefixes.last(in_front.shape[-1])[:, :, None]) | (in_front < 0)).all(-1)  # [B, N, M]
+    added = torch.where(complete if here is None else complete & here[..., None], biases, 0.0)
+    sums = torch.zeros_like(added).scatter_add(-1, first.expand_as(added), added).gather(-1, first.expand_as(added))
+    return _changed(scores, last.expand_as(added), lambda old, _: old + sums)
 
 
 def suppress_at(scores: Tensor, value: Tensor, positions: Tensor, **more: object) -> Tensor:
     """:func:`sequence_bias` for one token: that behind `value` new ones."""
-    biased = sequence_bias(scores, value, positions=positions, **more)  # type: ignore[arg-type]
-    return torch.where(positions[..., None] == value, biased, scores)
+    return sequence_bias(scores, value, here=positions == value.squeeze(-1), **more)  # type: ignore[arg-type]
 
 
 def forced_tokens(
     scores: Tensor, value: Tensor, positions: Tensor, sequences: BiasedSequences, **_: object
 ) -> Tensor:  # fmt: skip
     """Nothing but the last tokens of the `sequences` behind `value` new ones."""
+    here = positions[..., None] == value
+    if host_reads(scores) and not here.any():
+        return scores
     vocab, tokens = scores.shape[-1], sequences.tokens[..., -1]
     tokens = torch.where(tokens < 0, vocab, tokens).clamp(max=vocab)
     only = scores.new_full((*tokens.shape[:-1], vocab + 1), NEVER).scatter(-1, tokens, 0.0)[..., :vocab]
-    return torch.where(positions[..., None] == value, only if only.dim() == 1 else only[:, None], scores)
+    return torch.where(here, only if only.dim() == 1 else only[:, None], scores)
 
 
 #: Operations that need :class:`Prefixes`.

@@ -52,11 +52,14 @@ def _sequences(requests: Sequence[Request], device: torch.device) -> tuple[Tenso
     count = round_up(max(len(operation) for own in lists for operation in own), 8)
 
     def filled(own: OperationSequences) -> tuple[list, list]:
-        none = [-1] * length
-        tokens = [
-            [*([*none[len(t) :], *t] for t, _ in operation), *[none] * (count - len(operation))] for operation in own
-        ]
-        return tokens, [[*(bias for _, bias in operation), *[0.0] * (count - len(operation))] for operation in own]
+        """In the order of their last tokens. What fills a table up adds nothing to the first of these."""
+        tokens, biases = [], []
+        for operation in own:
+            each = sorted(operation, key=lambda sequence: sequence[0][-1])
+            each = [((each[0][0][-1] if each else -1,), 0.0)] * (count - len(each)) + each
+            tokens.append([[*[-1] * (length - len(sequence)), *sequence] for sequence, _ in each])
+            biases.append([bias for _, bias in each])
+        return tokens, biases
 
     tables = [filled(request.sequences) for request in requests] if len(lists) > 1 else [filled(lists[0])]
     shape = len(tables), len(lists[0]), count
