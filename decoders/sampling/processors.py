@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class SamplingInputs:
     def of(self, rows: slice | Tensor) -> SamplingInputs:
         """The inputs of `rows`."""
 
-        def of_rows(tensor: Tensor | None, shared: int) -> Tensor | None:
+        def of_rows(tensor: Tensor | None, shared: int) -> Any:
             """shared: the tensor's dimensions where all rows have the same."""
             return tensor if tensor is None or tensor.dim() == shared else tensor[rows]
 

@@ -64,7 +64,7 @@ class Rows:
 
         return Rows(
             torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
-            numbers(), target.buffers(batch, slots), sampling_inputs((), 0, batch, (), device),
+            numbers(), target.buffers(batch, slots), no_sampling(batch, device),
             torch.arange(slots, device=device),
         )  # fmt: skip
 
@@ -110,15 +110,9 @@ class Rows:
         return Sequences(self.tokens[:, :view], self.length, self.prompt_length, self.finished, self.sampling.keys)
 
 
-def sampling_inputs(
-    values: tuple[float, ...], seed: int, rows: int, stop_tokens: tuple[int, ...], device: torch.device
-) -> SamplingInputs:
-    """The tensors of a plan."""
-    return SamplingInputs(
-        torch.tensor(values or (0.0,), dtype=torch.float32, device=device),
-        row_keys(seed, rows, device),
-        stop_tensor([stop_tokens], device)[0],
-    )
+def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
+    """The tensors of a plan without operations, and no stop tokens."""
+    return SamplingInputs(torch.zeros(1, device=device), row_keys(0, rows, device), stop_tensor([()], device)[0])
 
 
 def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
