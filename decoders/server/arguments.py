@@ -76,7 +76,7 @@ def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops
     if body.frequency_penalty or body.presence_penalty:
         processors.append(TokenPenalties(prompt, body.frequency_penalty or 0.0, body.presence_penalty or 0.0))
     if bias:
-        processors.append(SequenceBiasLogitsProcessor({(token,): float(value) for token, value in bias.items()}))
+        processors.append(SequenceBiasLogitsProcessor([[[token], float(value)] for token, value in bias.items()]))
     return arguments | ({"logits_processor": processors} if processors else {})
 
 

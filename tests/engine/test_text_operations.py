@@ -11,8 +11,10 @@ from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel
 
 import decoders
 from decoders.engine.decode import rules
+from decoders.errors import InputError
 from decoders.strategies import Lookahead, PromptLookup
 from decoders.testing import Replay, decode, prompts, reference, tiny_model
+from decoders.testing.models import VOCAB
 from decoders.testing.tape import TapeRecorder
 
 from .pretended_cuda import OnDevice, moved, pretended_cuda
@@ -127,6 +129,18 @@ def test_rows_of_a_scheduler_have_values_of_their_own(llama: PreTrainedModel, na
     for text, own, tokens in zip(texts, asked, got, strict=True):
         alone = decode(llama, {"input_ids": text[None]}, "autoregressive", decoders_config={"compile": False}, **own)
         assert tokens == alone.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_where_nothing_is_left_to_draw_is_an_error(request: pytest.FixtureRequest, records: bool) -> None:
+    device = request.getfixturevalue("device") if records else None
+    model = decoders.enable(tiny_model("llama"))
+    options = dict(max_new_tokens=40, bad_words_ids=[[t] for t in range(VOCAB - 12)], no_repeat_ngram_size=1)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"nothing can be drawn behind \d+ tokens: .*no_repeat_ngram"):
+            decode(model, prompts(2), "autoregressive", **options, do_sample=True, seed=1)
+    assert device is None or device.replayed
+    assert decode(model, prompts(2), "autoregressive", max_new_tokens=8).report.new_tokens == [8, 8]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from .request import Request, RequestOutput
 from .rows import shapes_of
 from .sampling import sampling_of
 from .step import step
-from .watch import StepWatch, book
+from .watch import StepWatch, book, check_drawn
 
 #: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; those that need more get it then.
 SLOTS_AHEAD = 2048
@@ -272,7 +272,9 @@ class StepRecording:
         begun, first = time.perf_counter(), report.steps
         compiled, last = key[-1][0].compiled, begun
         for summary, new in recorded.steps(lambda: self._key == key):
-            book(batch, Outcome.of(summary, new, batch.row_count), None)
+            outcome = Outcome.of(summary, new, batch.row_count)
+            check_drawn(batch, outcome)
+            book(batch, outcome, None)
             now = time.perf_counter()
             if not first and report.steps == 1:
                 report.time_to_first_token = report.timings.call + now - begun

@@ -16,6 +16,8 @@ from ...verifiers.verifier import Outcomes
 # Used as positions, which are never negative, so that the two draws of a step are independent of the draft's noise.
 _END_NODE = -1
 _NEXT_TOKEN = -2
+#: In the place of a token where there was none to draw.
+NOTHING_LEFT = -3
 #: How far the sum of a verifier's probabilities may be from 1.
 SUM_TOLERANCE = 1e-2
 
@@ -142,6 +144,8 @@ def draw_tokens(
     if plan.keep_scores:
         left = left.settled()
     tokens = left.choose(plan, inputs, positions)
+    if plan.sample and plan.reads_text:  # bad words and n-grams may rule out everything
+        tokens = torch.where(left.scores.amax(-1) > float("-inf"), tokens, NOTHING_LEFT)
     return tokens if masks is None else masks.written(tokens), left.dense() if plan.keep_scores else None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ...errors import InputError
 from ...report import Stopwatch, TracedStep
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
@@ -15,6 +16,7 @@ from .core import StepOutput
 from .criteria import Outcome
 from .request import RequestOutput
 from .step import Watch
+from .verify import NOTHING_LEFT
 
 
 class StepWatch(Watch):
@@ -53,6 +55,7 @@ class StepWatch(Watch):
         traced = [(member, first) for member, first in batch.members if member.request.runtime.trace]
         summary, new, paths = out.read(batch.session.lists, paths=draft.drafters is not None or bool(traced))
         outcome = Outcome.of(summary, new, batch.row_count)
+        check_drawn(batch, outcome)
         self._follow_drafters(draft, block, paths, outcome, traced)
         core = self._stopwatch.next()
         if self._threads is not None:
@@ -169,6 +172,19 @@ def book(batch: Batch, outcome: Outcome, out: StepOutput | None) -> None:
         new = member.book(outcome.part(first, member.rows), out, first)
         with callback_of(batch, member):
             member.tell(new)
+
+
+def check_drawn(batch: Batch, outcome: Outcome) -> None:
+    """Raises InputError where there was nothing to draw."""
+    for member, first in batch.members if batch.request.plan.reads_text else ():
+        with callback_of(batch, member):
+            for row, tokens in enumerate(outcome.part(first, member.rows).written):
+                if NOTHING_LEFT in tokens:
+                    count = member.lengths[row] + tokens.index(NOTHING_LEFT)
+                    names = ", ".join(dict.fromkeys(batch.request.plan.operations))
+                    raise InputError(
+                        f"nothing can be drawn behind {count} tokens: the logits processors left no token ({names})"
+                    )
 
 
 @contextmanager
