@@ -425,7 +425,8 @@ def test_the_passes_of_a_draft_model_are_replayed(target: PreTrainedModel, devic
 
 
 @pytest.mark.parametrize(
-    "options", [dict(repetition_penalty=1.3), dict(verifier="rejection", do_sample=True, seed=1, top_k=0)]
+    "options",
+    [dict(logits_processor=[lambda ids, scores: scores]), dict(verifier="rejection", do_sample=True, seed=1, top_k=0)],
 )
 def test_where_something_decides_on_the_host_the_forward_pass_is_replayed(
     target: PreTrainedModel, device: TapeRecorder, options: dict[str, Any]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...common.devices import moved_together
+from ...errors import InputError
 from ...strategy import Draft, HostRows, PromptChunk
 from ...tree import TreeTensors
 from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece
@@ -32,6 +33,7 @@ from .request import Request, RequestOutput, empty_report
 from .rows import Rows, check_tree, raise_faults
 from .rules import decider
 from .session import Session
+from .verify import NOTHING_LEFT
 
 
 class Batch:
@@ -222,6 +224,7 @@ class Batch:
         traced = [(member, first) for member, first in self.members if member.request.runtime.trace]
         summary, new, paths = out.read(self.session.lists, paths=draft.drafters is not None or bool(traced))
         outcome = Outcome.of(summary, new, self.row_count)
+        self.check_drawn(outcome)
         if draft.drafters is not None:
             outcome.drafters = [
                 [draft.drafters[row][node - 1] for node in paths[row][1 : count + 1]]
@@ -232,6 +235,18 @@ class Batch:
             for member, first in traced:
                 member.trace(draft, tokens, paths, outcome, first)
         return outcome
+
+    def check_drawn(self, outcome: Outcome) -> None:
+        """Raises InputError where there was nothing to draw."""
+        for member, first in self.members if self.request.plan.reads_text else ():
+            with self._callback_of(member):
+                for row, tokens in enumerate(outcome.part(first, member.rows).written):
+                    if NOTHING_LEFT in tokens:
+                        count = member.lengths[row] + tokens.index(NOTHING_LEFT)
+                        names = ", ".join(dict.fromkeys(self.request.plan.operations))
+                        raise InputError(
+                            f"nothing can be drawn behind {count} tokens: the logits processors left no token ({names})"
+                        )
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None:
         """Cuts a step's tokens where a stopping criterion of a request says so."""

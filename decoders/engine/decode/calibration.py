@@ -28,7 +28,7 @@ from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
 from .core import Core, StepPass
-from .rows import sampling_inputs
+from .rows import no_sampling
 from .sessions import Sessions
 from .step import Parts, forward_verify_commit
 
@@ -186,7 +186,7 @@ def measure(
     context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
     context = max(context, 1)
     prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
-    sampling = sampling_inputs((), 0, rows, (), device)
+    sampling = no_sampling(rows, device)
     report = Report("calibration")
     points: list[CostPoint] = []
     with (

@@ -29,7 +29,8 @@ from .losses import warn_of_load
 from .prompt_reader import PromptReader
 from .proposer import Proposer
 from .request import Request, RequestOutput
-from .rows import sampling_inputs
+from .rows import shapes_of
+from .sampling import sampling_of
 from .step import step
 
 #: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; those that need more get it then.
@@ -91,7 +92,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
-    sampling = sampling_inputs(request.values, request.seed, batch.width, request.stop_tokens, target.device)
+    sampling = sampling_of([request], batch.width, target.device)
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
@@ -163,7 +164,8 @@ def agreed(request: Request, ranks: Ranks) -> Request:
         )
     ranks.check(
         "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
-        request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
+        request.sequences, request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse,
+        runtime.memory,
         runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.plan.keep_scores, request.criteria is None,
         request.processors is None, [grammar is None for grammar in request.grammars],
         [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
@@ -265,7 +267,7 @@ class StepRecording:
         )
         return (
             type(request.strategy), request.strategy.name, repr(request.strategy), request.plan, verifier,
-            batch.target.layers, len(batch.rows.sampling.values), len(batch.rows.sampling.stop_tokens), type(batch.guide),
+            batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
             tuple(id(drafter.session) for drafter in self.proposer.drafters),
         )  # fmt: skip
 
@@ -281,7 +283,9 @@ class StepRecording:
         begun, first = time.perf_counter(), report.steps
         compiled, last = key[-1][0].compiled, begun
         for summary, new in recorded.steps(lambda: self._key == key):
-            batch.deliver(None, Outcome.of(summary, new, batch.row_count))
+            outcome = Outcome.of(summary, new, batch.row_count)
+            batch.check_drawn(outcome)
+            batch.deliver(None, outcome)
             now = time.perf_counter()
             if not first and report.steps == 1:
                 report.time_to_first_token = report.timings.call + now - begun

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...sampling.prefixes import Prefixes
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ...strategy import Draft, HostStep, Sequences, Step
 from ...tree import Topology, TreeTensors
@@ -151,7 +152,8 @@ class Core:
     ) -> Verdict:
         """Draws the target's token after every node: accepted is what matches."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
-        return Verdict(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks))
+        prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
+        return Verdict(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
 
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict, in_place: bool = False
@@ -198,14 +200,15 @@ class StepPass(ForwardPass):
         return lambda rows, count: compiled(*_settle_examples(target, rows, count))
 
     def draw(
-        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """:func:`decoders.engine.decode.verify.draw_tokens`.
 
         On the CPU it is faster than what the compiler makes of it; elsewhere it is many small kernels, and compiled where the
         passes are.
         """
-        arguments = logits, plan, inputs, positions, masks
+        arguments = logits, plan, inputs, positions, masks, prefixes
         if not self.target.static or not self.mode:
             return draw_tokens(*arguments)
         if plan not in self._draws:

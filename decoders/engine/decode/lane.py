@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sampling.processors import SamplingInputs, first_keys
 from ...strategy import PromptChunk, Strategy
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
@@ -24,7 +23,7 @@ from .losses import warn_of_load
 from .prompt_reader import PromptReader
 from .proposer import Proposer
 from .request import Request, RequestOutput, empty_report
-from .rows import stop_tensor
+from .sampling import sampling_of
 from .session import Session
 from .step import step
 
@@ -241,7 +240,7 @@ class Lane:
         prompts = [len(request.prompts[0]) for request in requests] + [1] * added
         limits = [len(request.prompts[0]) + request.new_tokens for request in requests] + [1] * added
         ended = [seat.member.ended for seat in seats] + [True] * added
-        pool.arrange(lengths, prompts, limits, ended, pool.own(sampling_of(requests, added, device)))
+        pool.arrange(lengths, prompts, limits, ended, pool.own(sampling_of(requests, len(lengths), device)))
         grammars = tuple(request.grammars[0] if request.grammars else None for request in requests)
         shared = replace(
             self.template, plan=replace(self.template.plan, masked=any(grammar is not None for grammar in grammars)),
@@ -324,31 +323,6 @@ def share_steps(one: Request, other: Request) -> bool:
         and type(one.verifier) is type(other.verifier)
         and getattr(one.verifier, "settings", None) == getattr(other.verifier, "settings", None)
     )  # fmt: skip
-
-
-def sampling_of(requests: list[Request], added: int, device: torch.device) -> SamplingInputs:
-    """The tensors that the plan reads for requests of one row each; parameters that all share are not repeated per row.
-
-    Args:
-        added: padding rows behind them.
-    """
-    values = [request.values or (0.0,) for request in requests]
-    stops = [request.stop_tokens for request in requests]
-    if len(set(values)) == 1:
-        values = values[:1]
-    if len(set(stops)) == 1:
-        stops = stops[:1]
-    keys = first_keys([request.seed for request in [*requests, *requests[:1] * added]], device)
-    several = len(values) > 1 or len(stops) > 1
-    return SamplingInputs(
-        torch.tensor(
-            values + [values[0]] * added if len(values) > 1 else values[0], dtype=torch.float32, device=device
-        ),
-        keys,
-        stop_tensor(stops + [stops[0]] * added, device)
-        if several and len(stops) > 1
-        else stop_tensor(stops, device)[0],
-    )
 
 
 def same_strategy(one: Strategy, other: Strategy) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...constraints import CompiledGrammar
 from ...costs.curve import default_folder
 from ...report import ObservedCall, Observer, Report, TracedStep, Written
+from ...sampling.prefixes import OperationSequences
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Draft, Strategy
@@ -66,6 +67,7 @@ class Request:
         pad_token: follows them.
         plan: what runs on logits inside the step; ``masked`` if a row has a grammar.
         values: the plan's parameters (see :class:`SamplingPlan`).
+        sequences: per operation, the sequences of tokens that it looks for, each with the bias of its last token.
         seed: of the noise.
         processors: called on the host instead, if the plan cannot express them.
         criteria: asked after every token, on the host.
@@ -99,6 +101,7 @@ class Request:
     plan: SamplingPlan
     values: tuple[float, ...]
     seed: int
+    sequences: OperationSequences = ()
     processors: Processors | None = None
     criteria: Criteria | None = None
     grammars: Sequence[CompiledGrammar | None] = ()
@@ -119,6 +122,12 @@ class Request:
 
     def salt_of(self, row: int) -> str:
         return self.salts[row] if self.salts else ""
+
+    @property
+    def padding(self) -> list[Tensor]:
+        """Per row, what transformers shows in front of its text."""
+        lengths = [len(p) if self.given is None else int((p >= 0).sum()) for p in self.prompts]
+        return [row[: max(len(row) - own, 0)] for row, own in zip(self.padded_prompt, lengths, strict=True)]
 
     @property
     def reach(self) -> Sequence[int]:

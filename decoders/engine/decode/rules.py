@@ -71,7 +71,8 @@ class Judging:
         """
         plan, tree = self.plan, block.tree
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        left = candidates(forwarded.logits, plan, rows.sampling, positions, block.masks).settled()
+        prefixes = rows.prefixes(nodes, tree, block.view) if plan.reads_text else None
+        left = candidates(forwarded.logits, plan, rows.sampling, positions, block.masks, prefixes=prefixes).settled()
         scores = left.dense()
         vocab, dtype = scores.shape[-1], scores.dtype
         target = scores.softmax(-1) if plan.sample else one_hot(scores.argmax(-1), vocab, dtype)

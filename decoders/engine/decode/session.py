@@ -18,7 +18,7 @@ from ..model.buckets import slots_for, view_bucket
 from ..model.recordings import Recordings
 from ..model.target import Target
 from .prompts import NOTHING, KeptText, PrefillPlan, PrefixIndex
-from .rows import Rows
+from .rows import Rows, shapes_of
 
 
 class Session:
@@ -81,11 +81,11 @@ class Session:
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
         """The values of `sampling` in tensors that calls of the same shapes share, because recorded steps read them."""
-        sizes = tuple([tensor.shape for tensor in vars(sampling).values()])
-        own = self._sampling.setdefault(sizes, sampling)
+        own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
-                tensor.copy_(getattr(sampling, name))
+                if tensor is not None:
+                    tensor.copy_(getattr(sampling, name))
         return own
 
     @property

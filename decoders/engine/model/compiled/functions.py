@@ -165,9 +165,9 @@ class TieredFunction:
 
 
 def kind_of(value: Any) -> Hashable:
-    """The part of arguments that selects a graph with dynamic sizes: which sizes are 1, dtypes, and plain values except numbers."""
+    """The part of arguments that selects a graph with dynamic sizes: sizes of 0 and 1, dtypes, plain values except numbers."""
     if isinstance(value, Tensor):
-        return value.dtype, tuple([size == 1 for size in value.shape])
+        return value.dtype, tuple([min(size, 2) for size in value.shape])
     if isinstance(value, bool | str | SamplingPlan | None):
         return value
     if isinstance(value, list | tuple):
