@@ -105,7 +105,7 @@ class PrefillPlan:
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
             chunk = max(chunk, *ends)
-        # Smaller passes would run uncompiled in a compiled call, in which a token would have other bits. States cannot read beyond a text.
+        # Smaller passes would run uncompiled in a compiled call, where a token would have other bits. States cannot read beyond a text.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
         # A row that ends early is read beyond its end; steps overwrite these slots before they look at them. Where blocks have a
