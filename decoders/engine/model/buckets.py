@@ -90,8 +90,8 @@ def slots_for(tokens: int, static: bool = True) -> int:
 
 
 def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1) -> list[tuple[int, int]]:
-    """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once; only the last one is rounded up, to a bucket or,
-    where sizes are not static, to `least` tokens.
+    """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once; only the last one is rounded up, to a
+    bucket or, where sizes are not static, to `least` tokens.
 
     Padding behind the prompt is written to slots that the next block overwrites before they are read. It needs room up to the end
     of the last pass, ``start + size``.

@@ -70,7 +70,9 @@ class ModuleTwin:
         fuse_layers(self.module)
         shape = attention.Probe()
         self.layout = self._probe(example, shape)
-        if attends == "cpu" and kernel.unfit("cpu", self.layout, len(shape.groups), device) is None:
+        if attends == kernel.preferred(device) == "cpu" and not kernel.unfit(
+            "cpu", self.layout, len(shape.groups), device
+        ):
             self._take_kernel(example)
         self._functions: dict[tuple, Callable] = {}
 

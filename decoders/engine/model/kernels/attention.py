@@ -109,8 +109,8 @@ def split_count(view: int) -> int:
 
 
 def attend(
-    query: Tensor, key: Tensor | Levels, value: Tensor | Levels, mask: Tensor, sinks: Tensor | None = None, kind: LayerKind = LayerKind(),
-    scale: float | None = None, softcap: float | None = None, kernel: Kernel = "triton",
+    query: Tensor, key: Tensor | Levels, value: Tensor | Levels, mask: Tensor, sinks: Tensor | None = None,
+    kind: LayerKind = LayerKind(), scale: float | None = None, softcap: float | None = None, kernel: Kernel = "triton",
 ) -> Tensor:  # fmt: skip
     """Attention of the last ``N`` nodes of a block, ``[B, N, Hq, Dv]``.
 
