@@ -247,8 +247,8 @@ def test_a_compiled_call_reads_its_prompts_compiled(monkeypatch: pytest.MonkeyPa
     # The prompt's last 12 tokens are read by the first step.
     assert decode(model, prompts(rows, 26), "suffix", **options).report.prefill_steps == 1
     recycling = dict(strategy_config={"prompt_logits": True}, **options)
-    # Behind kept tokens at least three are left to read: the graph is for no fewer.
-    assert decode(model, prompts(rows, 32), "token_recycling", **recycling).report.prefill_steps == 0
+    # One or two tokens are left to read behind kept ones; the graph is for no fewer than three.
+    assert decode(model, prompts(rows, 26), "token_recycling", **recycling).report.prefill_steps == 0
 
 
 @pytest.mark.usefixtures("traced_only")

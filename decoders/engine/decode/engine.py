@@ -304,7 +304,7 @@ class Engine:
     def module(self, module: nn.Module, example: tuple[Tensor, ...]) -> ModuleTwin:
         """A drafter's module made ready, once; see :attr:`decoders.strategy.Context.module`."""
         if module not in self._modules:
-            self._modules[module] = ModuleTwin(module, example, self.target.device)
+            self._modules[module] = ModuleTwin(module, example, self.target.device, self.target.attends)
         return self._modules[module]
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:

@@ -110,6 +110,7 @@ class Target:
         rejected: why a kernel of ours was tried and not used (:func:`~decoders.engine.model.self_check.target_of`), else None.
         longest: the longest texts for which its logits are the model's; None: any.
         precision: of the matrices and of the cache, where it is not the model's own.
+        in_levels: whether attention reads a quantized cache as it is stored.
         groups: paths of layers that read the same input; they are multiplied as one if they are stored or quantized alike.
         quantized: the quantized matrices.
         few_rows: number of layers that multiply by our kernels, for which one row costs less than three.
@@ -190,6 +191,7 @@ class Target:
         ours = self._kernel_for(attends, len(layout.groups))
         if ours is not None:
             self._attend_by(ours)
+        self.in_levels = self.attends == "cpu" and layout.as_stored
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
@@ -419,7 +421,8 @@ class Target:
             counts = positions[0] - torch.arange(n, device=nodes.device)
         if buffers.shifts is not None:
             positions = positions + buffers.shifts[:, None]
-        return self.arguments(nodes, positions, mask, SlotCache(buffers, slots, view.shape[0], states, counts))
+        cache = SlotCache(buffers, slots, view.shape[0], states, counts, self.in_levels)
+        return self.arguments(nodes, positions, mask, cache)
 
     def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:
         """What the model is called with. tokens, positions: ``[B, N]`` int64."""
