@@ -1,7 +1,7 @@
 """A regular expression as a minimal byte automaton.
 
 outlines_core determinises it in a child process: this may take exponential time and memory, and outlines_core cannot be interrupted.
-The child has limits of memory and of processor time, which a busy machine does not shorten, and imports only that extension (about 6 ms).
+The child has limits of memory and of processor time, so a busy machine decides alike, and imports only that extension (about 6 ms).
 """
 
 from __future__ import annotations
