@@ -326,7 +326,7 @@ def _attend(
         scores = scores.float() + mask.float()
         if s_aux is not None:
             sinks = s_aux.float().reshape(1, kv_heads, group, 1).expand(rows, -1, -1, n).reshape(rows, kv_heads, -1, 1)
-            scores = torch.cat([scores, sinks], dim=-1)
+            scores = torch.cat([scores, F.pad(sinks, (0, 0, 0, spare))], dim=-1)
         probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
         out = probabilities @ value
     out = out[:, :, : group * n]
