@@ -168,7 +168,10 @@ class CallSpec(Spec):
     def _opening(self, function: Called) -> list[str]:
         """Expressions of what stands in front of the arguments, in words that a lexer tells apart."""
         opening = self.format.opening[len(self.format.mark) :] if self.alone else self.format.opening
-        words = re.split(r'(?<=\{)(?=")|(?<=[:,] )', f"{opening}{function.name}{self.format.middle}")
+        ids, middle = self.format.ids, self.format.middle
+        if ids is not None:
+            return [quoted(f"{opening}{function.name}{ids.before}"), ids.pattern, quoted(middle)]
+        words = re.split(r'(?<=\{)(?=")|(?<=[:,] )', f"{opening}{function.name}{middle}")
         return [re.sub("(?<=[:,]) $", " ?", quoted(word)) for word in words if word]
 
     @property

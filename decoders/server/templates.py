@@ -112,8 +112,15 @@ class CallStyle:
             return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT))
         return f"call_{secrets.token_hex(12)}"
 
-    def id_of(self, id: str) -> str:
-        """`id` as the template takes it: the same one for the same id."""
+    def id_of(self, id: str, name: str | None = None, number: int = 0) -> str:
+        """`id` as the template takes it: the same one for the same id.
+
+        Args:
+            name: of the function, where it is known.
+            number: of the call in its conversation.
+        """
+        if name is not None and self.format.ids is not None and self.format.ids.whole != "{id}":
+            return self.format.ids.of(name, id, number)
         if not self.short_ids or (len(id) == _SHORT and set(id) <= {*_LETTERS}):
             return id
         number = int.from_bytes(hashlib.sha256(id.encode(errors="surrogatepass")).digest())
