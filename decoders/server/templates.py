@@ -119,7 +119,7 @@ class CallStyle:
             name: of the function, where it is known.
             number: of the call in its conversation.
         """
-        if name is not None and self.format.ids is not None and self.format.ids.whole != "{id}":
+        if name is not None and self.format.ids is not None and not self.short_ids:
             return self.format.ids.of(name, id, number)
         if not self.short_ids or (len(id) == _SHORT and set(id) <= {*_LETTERS}):
             return id

@@ -85,7 +85,9 @@ def test_the_model_is_left_as_it_was(tmp_path, tokenizer, texts):
 
 
 def test_interrupted_hidden_states_are_those_of_a_whole_run(tmp_path, model, tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(medusa_module, "ROWS", 4)  # in all runs: the bits of torch's products depend on the number of rows
+    monkeypatch.setattr(
+        medusa_module, "ROWS", 4
+    )  # in all runs: the bits of torch's products depend on the number of rows
     train(model, tokenizer, texts, tmp_path / "whole")
 
     class Stop(Exception):
