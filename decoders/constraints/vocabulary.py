@@ -67,8 +67,8 @@ class Vocabulary:
         spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
         added, special = tokenizer.added_tokens_decoder, special_tokens(tokenizer)
         tokens: list[bytes | None] = [None] * size
-        # These are the names that the tokenizer decodes. In its vocabulary those of added tokens may have been normalised, and others in
-        # that of a tokenizer in Python.
+        # These are the names that the tokenizer decodes. In its vocabulary names of added tokens may have been normalised, and all
+        # names in that of a tokenizer in Python.
         renamed = [token for token in {*added, *(vocabulary.values() if backend is None else ())} if token < size]
         names = {token: name for name, token in vocabulary.items() if token < size}
         names |= dict(zip(renamed, tokenizer.convert_ids_to_tokens(renamed), strict=True))
