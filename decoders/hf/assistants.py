@@ -227,7 +227,9 @@ def check_vocabulary(
         return
     if tokenizer is not None and draft_tokenizer is not None:
         if tokenizer is not draft_tokenizer:
-            _compare(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
+            difference = _difference_of(tokenizer, draft_tokenizer)
+            if difference is not None:
+                raise UnsupportedError(difference)
         return
     sizes = [vocabulary_of(model) for model in (target, draft) if model.get_output_embeddings() is not None]
     if len(sizes) < 2:
@@ -241,17 +243,32 @@ def check_vocabulary(
         )
 
 
-def _compare(target: dict[str, int], draft: dict[str, int]) -> None:
+#: Of tokenizers of draft models: the tokenizer that they were compared with, the sizes of both then, and how they differ.
+_compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """:func:`_difference` of their vocabularies, whose listing takes a second where there are many tokens, so not in every call."""
+    sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
+    if known is None or known[0]() is not tokenizer or known[1] != sizes:
+        difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
+        known = _compared[draft_tokenizer] = weakref.ref(tokenizer), sizes, difference
+    return known[2]
+
+
+def _difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
     # Tokens that only the draft has are never proposed if their ids are behind the target's.
     if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
-        return
+        return None
     shown = "; ".join(
         f"{token!r} is {id} for the target and {'absent' if other is None else other} for the draft"
         for token, id, other in sorted(moved, key=lambda item: item[1])[:3]
     )
-    raise UnsupportedError(
+    return (
         f"the draft model's tokenizer differs from the target's ({len(target)} and {len(draft)} tokens, {len(moved)} of the "
         f"target's under another id, {extra} unknown to it): {shown}. Use a draft of the same family"
     )
