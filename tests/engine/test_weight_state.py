@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decoders.engine.model.weights import state
 from decoders.engine.model.weights.state import WeightState, values_of
 from decoders.testing import tiny_model
 
@@ -17,12 +18,17 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "data.neg_": lambda t: t.data.neg_(),
     "data.copy_": lambda t: t.data.copy_(torch.ones_like(t)),
     "numpy": lambda t: t.detach().numpy().__imul__(2),
-    "the first entry": lambda t: t.data.view(-1)[:1].add_(1),
-    "the last entry": lambda t: t.data.view(-1)[-1:].add_(1),
     "other memory": lambda t: setattr(t, "data", t.data.clone()),
 }
 
 
+@pytest.fixture(params=["host", "device"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors whose memory is read where it is, and such as have to be copied."""
+    monkeypatch.setattr(state, "_READABLE", {"cpu"} if request.param == "host" else set())
+
+
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("shape", [(1,), (7, 9), (81,), (64, 65), (100, 37)], ids=str)
 def test_a_write_is_seen(write: Callable[[Tensor], object], shape: tuple[int, ...]) -> None:
@@ -33,27 +39,46 @@ def test_a_write_is_seen(write: Callable[[Tensor], object], shape: tuple[int, ..
     assert values_of([tensor]) != before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool], ids=str)
-def test_every_type_is_compared_by_its_bits(dtype: torch.dtype) -> None:
-    tensor = torch.zeros(50, 50).to(dtype)
-    if dtype.is_floating_point:
-        tensor[0, 0] = torch.nan
+@pytest.mark.parametrize("end", [0, -1])
+@pytest.mark.parametrize("shape", [(1,), (7, 9), (64, 65)], ids=str)
+def test_the_first_and_the_last_entry_are_in_the_sample(end: int, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
     before = values_of([tensor])
-    assert values_of([tensor]) == before, "not a number is equal to itself here"
-    tensor.data[-1, -1] = -0.0 if dtype.is_floating_point else 1
+    tensor.data.view(-1)[end] += 1
     assert values_of([tensor]) != before
 
 
+DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_type_is_compared_by_its_bits(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(50, 50)
+    if dtype.is_floating_point:
+        tensor[0, 0] = torch.nan
+    tensor = tensor.to(dtype)
+    before = values_of([tensor])
+    assert values_of([tensor]) == before, "not a number is equal to itself here"
+    tensor.data.copy_(torch.full_like(tensor, -0.0 if dtype.is_floating_point else 1))
+    assert values_of([tensor]) != before
+
+
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     "part", [lambda m: m.t(), lambda m: m[:, :7], lambda m: m[:1].expand(5, 30), lambda m: m[:0]], ids=range(4)
 )
 def test_only_memory_of_the_tensor_is_read(part: Callable[[Tensor], Tensor]) -> None:
-    """A view of all of its storage's entries but those in front of them and behind."""
-    tensor = part(torch.randn(42, 30)[1:-1])
+    whole = torch.randn(42, 30)
+    tensor = part(whole[1:-1])
     before = values_of([tensor])
-    if tensor.numel():
-        tensor.data[-1, -1] += 1
+    whole.data[0], whole.data[-1] = 7, 7
+    assert values_of([tensor]) == before
+    whole.data.zero_()
     assert (values_of([tensor]) != before) == bool(tensor.numel())
+
+
+def test_a_tensor_without_memory_is_compared() -> None:
     assert values_of([torch.empty(3, device="meta")]) == values_of([torch.empty(3, device="meta")])
 
 

@@ -63,7 +63,8 @@ class WeightState:
         # Some rotary modules write a table for the length of each text, which a private tree has for itself.
         fixed = [part for part in parts if not has_varying_table(part)]
         tensors: list[Tensor] = [*parameters_in(parts), *buffers_in(fixed)]
-        modules: list[object] = [*hooks_everywhere(), *(kind.forward for kind in dict.fromkeys(map(type, parts)))]
+        kinds: dict[Any, None] = dict.fromkeys(map(type, parts))
+        modules: list[object] = [*hooks_everywhere(), *(kind.forward for kind in kinds)]
         contents: list[object] = []
         read: list[Tensor] = []
         configs: dict[int, PreTrainedConfig] = {}
@@ -119,7 +120,7 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
             or not tensor.numel()
         ):
             continue
-        if tensor.device.type == "cpu":
+        if tensor.device.type in _READABLE:
             host.append(_sample(tensor))
         elif not tensor.is_meta and (bits := _BITS.get(tensor.element_size())) is not None:
             span = _span(tensor)
@@ -131,6 +132,8 @@ def values_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
     return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in own], host, copied
 
 
+#: Devices whose memory is read where it is.
+_READABLE = {"cpu"}
 #: Bits are compared, not numbers, so that NaNs equal themselves and signed zeros differ.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
