@@ -364,10 +364,10 @@ MUTATIONS = (
         ("engine/test_fused.py",),
     ),
     Mutation(
-        "stale-fingerprint-of-the-weights", "decoders/engine/model/weights/fingerprints.py",
-        "return [look() for look in self._look] != self._content or",
-        "return False and",
-        ("engine/test_fingerprints.py", "generate/test_live_modules.py", "generate/test_reuse.py"),
+        "uncounted-writes-to-weights-are-not-seen", "decoders/engine/model/weights/state.py",
+        "host.append(_sample(tensor))",
+        "host.append(None)",
+        ("engine/test_weight_state.py", "generate/test_live_modules.py", "generate/test_reuse.py"),
     ),
     Mutation(
         "kept-texts-outlive-their-weights", "decoders/engine/decode/engine.py",

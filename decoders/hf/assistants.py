@@ -15,8 +15,8 @@ from ..common.checkpoints import load_model
 from ..drafting import OtherVocabulary
 from ..engine.decode.engine import Engine
 from ..engine.model.layout import refuse_unfit, vocabulary_of
-from ..engine.model.weights.fingerprints import Snapshot
 from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
+from ..engine.model.weights.state import values_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
 from .translation import TokenMap, tokens_of, translated
@@ -34,9 +34,8 @@ class Assistants:
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
-        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, Snapshot, PreTrainedModel]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, object, PreTrainedModel]]
+        self._translations = weakref.WeakKeyDictionary()
         self._maps: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, TokenMap]] = weakref.WeakKeyDictionary()
         self._engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
@@ -103,17 +102,16 @@ class Assistants:
         if tokenizer is None or other is None:
             raise difference
         ends: tuple[nn.Module | None, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
-        weights = [weight for end in ends if end is not None for weight in end.parameters()]
+        weights = values_of(weight for end in ends if end is not None for weight in end.parameters())
         kept = self._translations.get(model)
         try:
             tokens = self.tokens(model, target, tokenizer, other)
-            if kept is not None and kept[0] is tokens and kept[1].shows(weights):
+            if kept is not None and kept[0] is tokens and kept[1] == weights:
                 return kept[2]
-            copied = Snapshot(weights)
             twin = translated(model, target, tokens)
         except UnsupportedError as error:
             raise UnsupportedError(f"{difference}: {error}") from difference
-        self._translations[model] = tokens, copied, twin
+        self._translations[model] = tokens, weights, twin
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

@@ -13,7 +13,7 @@ from transformers.generation import stopping_criteria
 
 from ..common.transformers_compat import pad_token_of
 from ..engine.decode.criteria import Criteria, Processors
-from ..engine.model.weights.state import config_state
+from ..engine.model.weights.state import content
 from ..sampling.prefixes import OperationSequences
 from ..sampling.processors import SamplingPlan
 from .operations import AT_A_LENGTH, PaddedPrompts, plan_sampling
@@ -116,7 +116,7 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
     states = [_state(each) for each in values]
     if None in states:
         return None
-    kind = ids.device, *states, config_state(model.config, id)
+    kind = ids.device, *states, content(model.config)
     try:
         hash(kind)
     except TypeError:

@@ -36,11 +36,10 @@ from .ranks import Ranks
 from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
-from .weights.fingerprints import Fingerprints
 from .weights.fused_layers import fuse_layers
 from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.same_bits import align_activations, replace_norms
-from .weights.state import WeightState, tensors_of
+from .weights.state import WeightState
 from .weights.twin import share_weights
 
 #: Most prompt tokens per row and pass by default.
@@ -115,7 +114,6 @@ class Target:
         quantized: the quantized matrices.
         few_rows: number of layers that multiply by our kernels, for which one row costs less than three.
         weights: state of the weights that kept texts and quantized matrices are of.
-        samples: fingerprints of their values, to notice changes.
         rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
             last bit may change a rounded value.
         layers: decoder layers whose outputs are in its results, see :meth:`watching`.
@@ -171,7 +169,7 @@ class Target:
         if precision.exact_products:
             replace_norms(self.model)
         fuse_layers(self.model)
-        self.remember(model)
+        self.weights = WeightState.of(model)
         layout = probe_layout(self.model, len(self.kinds))
         self.layout, self.counted = layout.layers, layout.counted
         self.recurrent = tuple(entry.layer for entry in layout.recurrent)
@@ -320,14 +318,10 @@ class Target:
         twin.layers, twin._layer_states = layers, LayerStates(twin.model, layers)
         return twin
 
-    def renew(self, model: PreTrainedModel) -> None:
-        """Quantizes changed weights again, in place: compiled code and recorded steps see the new values."""
+    def renew(self, weights: WeightState) -> None:
+        """Quantizes the present weights again, in place: compiled code and recorded steps see the new values."""
         self.quantized.renew()
-        self.remember(model)
-
-    def remember(self, model: PreTrainedModel) -> None:
-        """Notes that the weights are the present ones of `model`."""
-        self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
+        self.weights = weights
 
     def _quick(self) -> AbstractContextManager:
         """Inference mode, in which operations cost less, for passes that are neither compiled nor recorded."""

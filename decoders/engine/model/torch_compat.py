@@ -228,7 +228,7 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
-    """The guard filter that leaves modules out: the engine compares fingerprints of the weights instead."""
+    """The guard filter that leaves modules out: the engine compares the state of the weights instead."""
     return list(
         map(operator.and_, torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries), skip_state_guard(entries))
     )
