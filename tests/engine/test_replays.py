@@ -526,9 +526,9 @@ def test_what_is_to_be_compiled_at_once_is_compiled_before_the_first_step(target
 def test_a_tier_that_becomes_ready_is_recorded_anew_and_used_by_the_next_call(
     target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    for _ in range(3):  # sessions take turns
-        first = run(target, strategy)
-    assert first.compiled_steps == 0 and first.replayed_steps > 0
+    # Sessions take turns, and what suffix remembers makes its later calls too short to be recorded.
+    before = [run(target, strategy) for _ in range(3)]
+    assert not any(report.compiled_steps for report in before) and before[0].replayed_steps > 0
     begun, recorded = ready_at_once(monkeypatch), device.recorded
     second = run(target, strategy)
     assert begun == ["the forward pass"] and second.compiled_steps == 0 and device.recorded == recorded
