@@ -11,7 +11,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ...sampling.processors import SamplingPlan
-from ...settings import Configured
+from ...strategy import Strategy
+from ...verifiers.verifier import Verifier
 
 if TYPE_CHECKING:
     from .request import Request
@@ -91,4 +92,4 @@ def _used(request: Request, use: Use) -> Iterator[tuple[str, Any]]:
 
 
 def _part(value: Any) -> object:
-    return (type(value), value.name, repr(value)) if isinstance(value, Configured) else value
+    return (type(value), value.name, repr(value)) if isinstance(value, Strategy | Verifier) else value
