@@ -95,7 +95,7 @@ class DraftCore(Core):
         if not self.plan.reads_text:
             return None
         last = rows.tokens.gather(1, rows.length[:, None] - 1)
-        return rows.prefixes(last, causal_block(*last.shape, last.device), view)
+        return rows.prefixes(last, causal_block(len(last), 1, last.device), view)
 
     def _process(
         self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None, prefixes: Prefixes | None
