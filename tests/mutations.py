@@ -269,8 +269,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong-noise-position", "decoders/engine/decode/core.py",
-        "+ block.tree.offsets\n        return Verdict(",
-        "+ block.tree.offsets.clamp(max=2)\n        return Verdict(",
+        "+ block.tree.offsets\n        prefixes =",
+        "+ block.tree.offsets.clamp(max=2)\n        prefixes =",
         ("exactness/test_architectures.py", "strategies/test_conformance.py"),
     ),
     Mutation(
@@ -392,6 +392,18 @@ MUTATIONS = (
         "return [ids[keep] for ids, keep in zip(input_ids, mask, strict=True)]",
         "return list(input_ids)",
         ("exactness/test_architectures.py",),
+    ),
+    Mutation(
+        "penalties-forget-the-path-to-a-node", "decoders/sampling/prefixes.py",
+        "return torch.where(self.visible & behind, self.nodes[:, None], _NONE)",
+        "return torch.full_like(self.visible, _NONE, dtype=torch.int64)",
+        ("sampling/test_prefixes.py", "engine/test_text_operations.py"),
+    ),
+    Mutation(
+        "steps-of-other-penalties-are-taken-for-the-same", "decoders/engine/decode/kind.py",
+        "StepKind(parts, request.plan, ",
+        "StepKind(parts, SamplingPlan(), ",
+        ("engine/test_kind.py",),
     ),
     Mutation(
         "processors-see-a-prefix-that-is-one-short", "decoders/engine/decode/criteria.py",

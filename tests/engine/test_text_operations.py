@@ -12,8 +12,8 @@ from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel
 import decoders
 from decoders.engine.decode import rules
 from decoders.errors import InputError
-from decoders.strategies import Lookahead, PromptLookup
-from decoders.testing import Replay, decode, prompts, reference, tiny_model
+from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged
+from decoders.testing import Replay, decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.models import VOCAB
 from decoders.testing.tape import TapeRecorder
 
@@ -58,6 +58,17 @@ def test_the_step_writes_what_transformers_writes(llama: PreTrainedModel, name: 
     assert torch.equal(drawn.sequences, plain.sequences)
 
 
+@pytest.mark.parametrize("strategy", [Speculative(length=4), Staged(stage="prompt_lookup", children=1)], ids=str)
+@pytest.mark.parametrize("draw", [{}, DRAWN], ids=["greedy", "drawn"])
+def test_a_draft_model_drafts_with_the_penalties(llama: PreTrainedModel, strategy: Any, draw: dict[str, Any]) -> None:
+    """A draft model equal to the target is accepted whole."""
+    options = dict(max_new_tokens=20, decoders_config={"compile": False}, **OPTIONS["several"], **draw)
+    plain = decode(llama, prompts(3), "autoregressive", **options).sequences
+    out = decode(llama, prompts(3), strategy, assistant_model=tiny_model("llama"), **options)
+    assert torch.equal(out.sequences, plain)
+    assert out.report.acceptance_rate > 0.9
+
+
 @pytest.mark.usefixtures("never_on_host")
 def test_a_verifier_judges_processed_scores(llama: PreTrainedModel) -> None:
     options = dict(max_new_tokens=14, decoders_config={"compile": False}, no_repeat_ngram_size=1)
@@ -91,7 +102,9 @@ def test_whole_steps_are_recorded_once_for_all_values(device: TapeRecorder, stra
             assert out.report.replayed_steps == out.report.steps and device.recorded == before
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", PromptLookup(branches=3), "lookahead", "suffix"], ids=str)
+@pytest.mark.parametrize(
+    "strategy", ["autoregressive", PromptLookup(branches=3), "lookahead", "suffix", "speculative"], ids=str
+)
 def test_on_a_device_nothing_is_the_hosts(monkeypatch: pytest.MonkeyPatch, strategy: Any) -> None:
     recorder, config = TapeRecorder(), {"compile": False, "attention": "sdpa", "memory": False}
     monkeypatch.setattr(decoders.engine.decode.engine, "recorder_of", lambda device: recorder)
@@ -103,7 +116,9 @@ def test_on_a_device_nothing_is_the_hosts(monkeypatch: pytest.MonkeyPatch, strat
         expected = plain.generate(**prompts(2), strategy="autoregressive", **asked).tolist()
         with pretended_cuda():
             model = decoders.enable(moved(tiny_model("llama")))
-            inputs = {name: OnDevice(value) for name, value in prompts(2).items()}
+            inputs: dict[str, Any] = {name: OnDevice(value) for name, value in prompts(2).items()}
+            if strategy == "speculative":
+                inputs["assistant_model"] = moved(tiny_draft("llama"))
             for _ in range(2):
                 assert model.generate(**inputs, strategy=strategy, **asked).tolist() == expected
     assert recorder.replayed

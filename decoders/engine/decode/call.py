@@ -25,6 +25,7 @@ from .criteria import Outcome
 from .drafts.counts import DraftCounts
 from .drafts.drafter import ModelDrafter
 from .engine import Engine
+from .kind import inputs_of
 from .losses import warn_of_load
 from .prompt_reader import PromptReader
 from .proposer import Proposer
@@ -162,14 +163,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
         raise UnsupportedError(
             f"compile=True: {ranks.size} processes share this model, and what they share runs uncompiled. Leave compile='auto'"
         )
-    ranks.check(
-        "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
-        request.sequences, request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse,
-        runtime.memory,
-        runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.plan.keep_scores, request.criteria is None,
-        request.processors is None, [grammar is None for grammar in request.grammars],
-        [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
-    )  # fmt: skip
+    ranks.check("what generate is asked for", request.kind, *inputs_of(request))
     return replace(request, runtime=runtime.model_copy(update={"compile": False}))
 
 
@@ -181,8 +175,7 @@ def recordable(proposer: Proposer) -> bool:
         and (batch.guide is None or batch.guide.on_device)
         and all(drafter.on_device for drafter in proposer.drafters)
         and all(module.on_device for module in proposer.resources.modules)
-        and request.processors is None and request.criteria is None and request.top_logprobs is None
-        and not (request.keep_logits or request.plan.keep_scores or request.runtime.trace)
+        and not request.kind.host
     )  # fmt: skip
 
 
@@ -261,13 +254,9 @@ class StepRecording:
         return recorded
 
     def _constants(self) -> tuple:
-        batch, request = self.batch, self.batch.request
-        verifier = (
-            None if batch.verifier is None else (type(batch.verifier), str(getattr(batch.verifier, "settings", "")))
-        )
+        batch = self.batch
         return (
-            type(request.strategy), request.strategy.name, repr(request.strategy), request.plan, verifier,
-            batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
+            batch.request.kind, batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
             tuple(id(drafter.session) for drafter in self.proposer.drafters),
         )  # fmt: skip
 

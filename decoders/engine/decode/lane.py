@@ -305,23 +305,15 @@ def among_rows(chunk: PromptChunk, row: int, lengths: Tensor) -> PromptChunk:
     )
 
 
-#: Settings of the loop that hold for a whole step, or for the draft models of all its rows.
-SHARED = ("compile", "prune", "memory", "draft_weights")
-
-
 def share_steps(one: Request, other: Request) -> bool:
     """Whether two requests on one engine can be decoded in the same steps."""
     return (
-        same_strategy(one.strategy, other.strategy)
-        and one.memory_salt == other.memory_salt and one.side == other.side
+        one.kind.shared == other.kind.shared
+        and same_strategy(one.strategy, other.strategy)  # its settings, and whatever else it was made with
+        and one.memory_salt == other.memory_salt
         # The first grammar starts the strategy anew; one that reads prompts would have to be shown all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
-        and replace(one.plan, masked=False) == replace(other.plan, masked=False)
-        and (one.processors is None) == (other.processors is None)
         and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
-        and all(getattr(one.runtime, name) == getattr(other.runtime, name) for name in SHARED)
-        and type(one.verifier) is type(other.verifier)
-        and getattr(one.verifier, "settings", None) == getattr(other.verifier, "settings", None)
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
 from .core import StepOutput
 from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
+from .kind import StepKind, kind_of
 from .prompts import KeptText
 
 if TYPE_CHECKING:
@@ -122,6 +123,11 @@ class Request:
 
     def salt_of(self, row: int) -> str:
         return self.salts[row] if self.salts else ""
+
+    @cached_property
+    def kind(self) -> StepKind:
+        """What its steps depend on."""
+        return kind_of(self)
 
     @property
     def padding(self) -> list[Tensor]:

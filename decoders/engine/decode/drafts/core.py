@@ -8,6 +8,7 @@ from torch import Tensor
 from ....common.devices import host_reads
 from ....drafting import Expansion
 from ....sampling.choice import Candidates, candidates
+from ....sampling.prefixes import Prefixes
 from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
@@ -45,7 +46,7 @@ class DraftCore(Core):
         """Appends the draft's own choice to every row. pending: ``[U]``, any values. ``C`` and ``Q`` are 1."""
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
-        left = self._process(result.logits, rows, positions, masks)
+        left = self._process(result.logits, rows, positions, masks, self._text(rows, view))
         tokens = left.choose(self.plan, rows.sampling, positions)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         rows.tokens[row, rows.length] = tokens[:, 0]
@@ -66,26 +67,40 @@ class DraftCore(Core):
         block = after_text(u, tree)
         result = self.run(PassInput(nodes, base, block, rows.buffers, view))
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
-        expansion = self._expanded(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
-        own = nodes[:, u:]
+        own, positions = nodes[:, u:], (rows.length - rows.prompt_length)[:, None] + tree.offsets
+        prefixes = rows.prefixes(own, tree, view) if self.plan.reads_text else None
+        expansion = self._expanded(cut.logits, rows, positions, masks, prefixes)
         verdict = self.choose(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
         return self.commit(own, tree, rows, cut, verdict), expansion
 
     def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
         """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""
         result = self._read(rows, view, pending)
-        return self._expanded(result.logits, rows, (rows.length - rows.prompt_length)[:, None], masks)
+        positions = (rows.length - rows.prompt_length)[:, None]
+        return self._expanded(result.logits, rows, positions, masks, self._text(rows, view))
 
     def expand(
         self, rows: Rows, view: Tensor, nodes: Tensor, tree: TreeTensors, masks: Masks | None = None
     ) -> Expansion:
-        """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
+        """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before.
+
+        Operations that read the text are left out, as the tokens of the others are not at hand.
+        """
         result = self.run(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._expanded(result.logits[..., : self.vocab], rows, positions, masks)
 
-    def _process(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Candidates:
-        left = candidates(logits, self.plan, rows.sampling, positions, masks, self.children)
+    def _text(self, rows: Rows, view: Tensor) -> Prefixes | None:
+        """The texts that the rows' last tokens end, if they are read."""
+        if not self.plan.reads_text:
+            return None
+        last = rows.tokens.gather(1, rows.length[:, None] - 1)
+        return rows.prefixes(last, causal_block(len(last), 1, last.device), view)
+
+    def _process(
+        self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None, prefixes: Prefixes | None
+    ) -> Candidates:
+        left = candidates(logits, self.plan, rows.sampling, positions, masks, self.children, prefixes)
         if masks is None or not self.padding:
             return left.settled()
         # A grammar may leave only tokens outside the draft's vocabulary; its draft tokens are then never accepted.
@@ -93,8 +108,10 @@ class DraftCore(Core):
             return left.settled()
         return Candidates.whole(grammar_first(left.dense(), logits))
 
-    def _expanded(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None) -> Expansion:
-        left = self._process(logits, rows, positions, masks)
+    def _expanded(
+        self, logits: Tensor, rows: Rows, positions: Tensor, masks: Masks | None, prefixes: Prefixes | None = None
+    ) -> Expansion:
+        left = self._process(logits, rows, positions, masks, prefixes)
         tokens, weights = left.best(self.children, self.plan, rows.sampling, positions)
         return Expansion(tokens, weights, self._kept(left))
 

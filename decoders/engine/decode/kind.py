@@ -1,0 +1,95 @@
+"""What the steps of a request depend on beside tensors, said once for every field and setting.
+
+By it recordings are found, requests share steps, and processes that share a model see that they were asked for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ...sampling.processors import SamplingPlan
+from ...strategy import Strategy
+from ...verifiers.verifier import Verifier
+
+if TYPE_CHECKING:
+    from .request import Request
+
+
+class Use(Enum):
+    """How steps depend on a field."""
+
+    KIND = "with another value they are other steps"
+    INPUT = "they, or what comes before them, read its values"
+    HOST = "where it has a value, each of them needs the host"
+    APART = "not at all, or by what is compared elsewhere"
+
+
+REQUEST = {
+    "strategy": Use.KIND, "verifier": Use.KIND, "plan": Use.KIND, "side": Use.KIND,
+    "prompts": Use.INPUT, "new_tokens": Use.INPUT, "stop_tokens": Use.INPUT, "values": Use.INPUT, "sequences": Use.INPUT,
+    "seed": Use.INPUT, "grammars": Use.INPUT,
+    "processors": Use.HOST, "criteria": Use.HOST, "keep_logits": Use.HOST, "top_logprobs": Use.HOST,
+    # Objects of this process, which sharing compares by identity; what is known of them by then; what is told of a call.
+    "model": Use.APART, "tokenizer": Use.APART, "assistant_model": Use.APART, "draft_models": Use.APART, "resolve": Use.APART,
+    "origin": Use.APART, "padded_prompt": Use.APART, "pad_token": Use.APART, "on_step": Use.APART, "observers": Use.APART,
+    "salts": Use.APART, "given": Use.APART, "multimodal": Use.APART, "begun": Use.APART,
+    "runtime": Use.APART,  # setting by setting
+}  # fmt: skip
+RUNTIME = {
+    "compile": Use.KIND, "prune": Use.KIND, "memory": Use.KIND, "draft_weights": Use.KIND,
+    "reuse": Use.INPUT, "prefill_chunk": Use.INPUT, "slots": Use.INPUT,
+    "trace": Use.HOST,
+    # Of the engine, or read when the request was made.
+    "weights": Use.APART, "kv_cache": Use.APART, "attention": Use.APART, "exact_products": Use.APART, "strategy": Use.APART,
+    "verifier": Use.APART, "cost_cache": Use.APART, "constraint_backend": Use.APART, "constraint_cache": Use.APART,
+    "constraint_seconds": Use.APART,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """The kind of a request's steps. Equal in all processes that are asked for the same.
+
+    Attributes:
+        parts: fields and settings of :attr:`Use.KIND`, by name, but for the plan.
+        plan: what runs on logits.
+        host: names of what needs the host in every step.
+    """
+
+    parts: tuple[tuple[str, object], ...]
+    plan: SamplingPlan
+    host: tuple[str, ...]
+
+    @property
+    def shared(self) -> StepKind:
+        """The part of it that requests have in common which share steps: grammars and criteria are of rows."""
+        host = tuple(name for name in self.host if name == "processors")
+        return replace(self, plan=replace(self.plan, masked=False), host=host)
+
+
+def kind_of(request: Request) -> StepKind:
+    """The kind of the steps of a `request`."""
+    parts = tuple((name, _part(value)) for name, value in _used(request, Use.KIND) if name != "plan")
+    host = [name for name, value in _used(request, Use.HOST) if value is not None and value is not False]
+    return StepKind(parts, request.plan, (*host, *["keep_scores"] * request.plan.keep_scores))
+
+
+def inputs_of(request: Request) -> list[object]:
+    """What :attr:`Use.INPUT` names, as tensors and values with one ``repr`` in all processes."""
+    values = dict(_used(request, Use.INPUT)) | {"grammars": [grammar is None for grammar in request.grammars]}
+    tensors = values.pop("prompts")
+    return [*tensors, values]
+
+
+def _used(request: Request, use: Use) -> Iterator[tuple[str, Any]]:
+    for names, owner in ((REQUEST, request), (RUNTIME, request.runtime)):
+        for name, own in names.items():
+            if own is use:
+                yield name, getattr(owner, name)
+
+
+def _part(value: Any) -> object:
+    return (type(value), value.name, repr(value)) if isinstance(value, Strategy | Verifier) else value

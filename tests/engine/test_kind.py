@@ -1,0 +1,68 @@
+"""What steps depend on is said of every field of a request and every setting of the loop."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import decoders
+from decoders.engine.decode.kind import REQUEST, RUNTIME, Use, inputs_of
+from decoders.engine.decode.lane import share_steps
+from decoders.engine.decode.request import Request
+from decoders.settings import RuntimeSettings
+from decoders.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return decoders.enable(tiny_model("llama"))
+
+
+def request(model: PreTrainedModel, strategy: str = "prompt_lookup", **options: Any) -> Request:
+    given = dict(input_ids=torch.tensor([[5, 6, 7]]), strategy=strategy, max_new_tokens=8, seed=1)
+    prepared: Request = vars(model)["generate"].prepared(**(given | options)).request
+    return prepared
+
+
+def test_every_field_and_every_setting_has_an_entry() -> None:
+    assert set(REQUEST) == {field.name for field in fields(Request)}
+    assert set(RUNTIME) == set(RuntimeSettings.model_fields)
+
+
+#: Another value of whatever is no object.
+OTHERS: dict[str, Any] = dict(
+    side=1, keep_logits=True, top_logprobs=2, new_tokens=9, stop_tokens=(3,), values=(0.5,), sequences=(((((1,), 0.5),)),), seed=2,
+    pad_token=4, origin="elsewhere", salts=("a",), begun=1.0, criteria=object(), processors=[],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_field_counts_as_its_entry_says(llama: PreTrainedModel, name: str) -> None:
+    one = request(llama)
+    other = replace(one, **{name: OTHERS[name]})
+    assert (one.kind != other.kind) == (REQUEST[name] in (Use.KIND, Use.HOST))
+    assert (repr(inputs_of(one)) != repr(inputs_of(other))) == (REQUEST[name] is Use.INPUT)
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({}, True), ({"seed": 2}, True), ({"eos_token_id": 9}, True), ({"max_new_tokens": 5}, True),
+        ({"input_ids": torch.tensor([[8]])}, True), ({"decoders_config": {"slots": 64}}, True), ({"max_time": 9.0}, True),
+        ({"do_sample": True}, False), ({"repetition_penalty": 1.3}, False), ({"strategy": "suffix"}, False),
+        ({"strategy_config": {"length": 3}}, False), ({"verifier": "rejection"}, False),
+        ({"decoders_config": {"draft_weights": "int8"}}, False), ({"logits_processor": [lambda ids, scores: scores]}, False),
+    ],
+)  # fmt: skip
+def test_requests_share_steps_whatever_their_rows_are(llama: PreTrainedModel, options: Any, shared: bool) -> None:
+    assert share_steps(request(llama), request(llama, **options)) == shared
+
+
+def test_two_penalties_are_one_kind_of_step(llama: PreTrainedModel) -> None:
+    one, other = (request(llama, repetition_penalty=penalty, bad_words_ids=[[7]]) for penalty in (1.2, 1.7))
+    assert one.kind == other.kind and hash(one.kind) == hash(other.kind) and not one.kind.host
+    assert share_steps(one, other) and one.values != other.values
