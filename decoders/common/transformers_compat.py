@@ -1,4 +1,4 @@
-"""Private parts of transformers that we use: each with why, and what would replace it. Nothing else reads them.
+"""All private parts of transformers that we use, each with the reason and with what would replace it.
 
 It is in this package, not in the engine, because drafting networks read configs as well and must not import the engine.
 tests/engine/test_compat.py tries every part, so that a version of transformers that moves one fails there by name.
@@ -102,7 +102,7 @@ def rope_type_of(module: nn.Module) -> Any:
 
 
 def set_rope_type(module: nn.Module, kind: Any) -> None:
-    """Sets it; a name for all types of layers."""
+    """Sets the kind of table of a rotary module, for all types of layers."""
     present = rope_type_of(module)
     several = isinstance(present, dict) and isinstance(kind, str)
     vars(module)["rope_type"] = dict.fromkeys(present, kind) if several else kind
@@ -176,11 +176,12 @@ def cache_of(output: Any) -> Any:
 
 
 def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """The positions with which ``generate`` begins, None for a design that makes them itself. Designs whose images take other positions
-    than tokens say so in a private method.
+    """The positions with which ``generate`` begins; None for a design that computes them itself.
+
+    Designs whose images take other positions than tokens have a private method for them.
 
     Args:
-        arguments: what else the first forward pass is given.
+        arguments: the other arguments of the first forward pass.
     """
     prepare = getattr(model, "_prepare_position_ids_for_generation", None)
     if prepare is None or "position_ids" not in inspect.signature(type(model).forward).parameters:
@@ -190,8 +191,8 @@ def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[
 
 
 def without_position_ids(model: Any) -> None:
-    """Makes ``generate`` of a shallow copy of a model prepare no positions: designs note in modules, which it shares, how far images
-    shift them.
+    """Makes ``generate`` of a shallow copy of a model prepare no positions, because designs would store the shift by images in
+    modules that the copy shares.
     """
     model._prepare_position_ids_for_generation = lambda *args, **kwargs: None
 
