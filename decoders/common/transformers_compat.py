@@ -38,9 +38,9 @@ def is_of_training(hook: Any) -> bool:
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """A field of a config, None where there is no such field; where layers differ in it, a tuple of their values.
+    """A field of a config; None if it has no such field; a tuple of the layers' values if layers differ in it.
 
-    From 5.24 on transformers raises RuntimeError for the latter: Gemma 4 has two widths of heads.
+    From 5.24 on transformers raises RuntimeError if layers differ: Gemma 4 has two widths of heads.
     """
     try:
         return getattr(config, name, None)
@@ -115,8 +115,9 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: members of the outermost list each of which holds attention of one layer index; else, where
-    attention is numbered in another way (GPT-Neo), of the only list that has as many as the config says.
+    """The decoder layers of `model`: the outermost list of modules each of which contains attention of a single layer index.
+
+    If attention is numbered differently (GPT-Neo), it is the only list whose length is the config's number of layers.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     for module in lists:

@@ -61,7 +61,7 @@ class Synthetic(Strategy):
 
     Attributes:
         texts: the known continuations of prompts.
-        rehearsed: key of the last rehearsed call.
+        rehearsed: key of the last call whose text was learned.
     """
 
     name = "synthetic"
