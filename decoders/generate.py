@@ -17,6 +17,7 @@ from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments
 from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.call import DecodersOutput, PreparedCall
+from .hf.operations import TokenPenalties
 from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
 from .hf.tokenizers import check_tokenizer
@@ -24,8 +25,8 @@ from .hf.wrapper import GIVEN_TOKENS, Generate
 from .strategy import Strategy
 
 __all__ = [
-    "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "StrategyCost", "Warmup", "WarmupPart", "calibrate",
-    "check_arguments", "disable",
+    "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "StrategyCost", "TokenPenalties", "Warmup",
+    "WarmupPart", "calibrate", "check_arguments", "disable",
     "enable", "enabled", "forget", "memories", "release", "remember", "warmup",
 ]  # fmt: skip
 

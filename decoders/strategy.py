@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -19,65 +19,56 @@ from .settings import Configured
 from .tree.draft import Draft, HostRows, HostStep, PromptChunk, Sequences, Step, check_draft
 
 __all__ = [
-    "Context", "Draft", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "Traits", "check_draft", "finish_all",
-    "finishing", "no_costs", "no_memory",
+    "Context", "Draft", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "TRAITS", "check_draft", "finish_all",
+    "finishing", "merged_traits", "no_costs", "no_memory",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traits:
-    """Everything a strategy declares about itself; see the attributes of :class:`Strategy` of the same names.
+T = TypeVar("T")
 
-    There are no defaults, so that code that builds traits must decide about every one.
+
+@dataclass
+class Trait(Generic[T]):
+    """Something that a strategy declares about itself. A class or an instance says otherwise by an attribute of the same name.
+
+    Attributes:
+        default: holds where nothing is said.
+        merged: makes the value of a strategy that merges the drafts of others out of their values.
+        of: the value of one of these; None: its own.
+        hooks: where a class overrides one of them, the trait is True unless the class declares it.
     """
 
-    exact: bool
-    needs_assistant: bool
-    takes_assistant: bool
-    needs_grammar: bool
-    rests: bool
-    misses_steps: bool
-    timed: bool
-    rows_apart: bool
-    on_device: bool
-    prompt_logits: bool
-    hidden_layers: tuple[int, ...]
-    grade_rates: tuple[float, ...]
-    observes: bool
-    reads_prompt: bool
-    rebatches: bool
-    limits: bool
-    finds_layers: bool
+    default: T
+    merged: Callable[[Iterable[Any]], T]
+    of: Callable[[Strategy], Any] | None = None
+    hooks: tuple[str, ...] = ()
 
-    @staticmethod
-    def merged(parts: Sequence[Traits]) -> Traits:
-        """The traits of a strategy that merges the drafts of all `parts`."""
-        return Traits(
-            exact=all(part.exact for part in parts),
-            needs_assistant=any(part.needs_assistant for part in parts),
-            takes_assistant=any(part.takes_assistant for part in parts),
-            needs_grammar=any(part.needs_grammar for part in parts),
-            rests=all(part.rests or not (part.observes or part.reads_prompt) for part in parts),
-            misses_steps=all(part.misses_steps or not part.observes for part in parts),
-            timed=any(part.timed for part in parts),
-            rows_apart=all(part.rows_apart for part in parts),
-            on_device=all(part.on_device for part in parts),
-            prompt_logits=any(part.prompt_logits for part in parts),
-            hidden_layers=(),  # they depend on the target: `layers_for` has those of all parts
-            grade_rates=(),  # the grades of several drafters are not on one scale
-            observes=any(part.observes for part in parts),
-            reads_prompt=any(part.reads_prompt for part in parts),
-            rebatches=all(part.rebatches for part in parts),
-            limits=all(part.limits for part in parts),
-            finds_layers=any(part.finds_layers or part.hidden_layers for part in parts),
-        )
+    def __set_name__(self, owner: type, name: str) -> None:
+        TRAITS[name] = self
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
+        return self.default
 
 
-#: Traits that a class has if it overrides one of these hooks.
-_BY_HOOK = {
-    "observes": ("observe",), "reads_prompt": ("prefill",), "rebatches": ("rebatch",), "limits": ("limit",),
-    "finds_layers": ("layers_of", "layers_for"),
-}  # fmt: skip
+#: All traits by name.
+TRAITS: dict[str, Trait] = {}
+
+
+def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T:
+    """A :class:`Trait` that type checkers take for its value."""
+    return cast(T, Trait(default, merged, **options))
+
+
+def merged_traits(parts: Sequence[Strategy]) -> dict[str, Any]:
+    """The traits of a strategy that merges the drafts of all `parts`."""
+    return {
+        name: own.merged([own.of(part) if own.of is not None else getattr(part, name) for part in parts])
+        for name, own in TRAITS.items()
+    }
+
+
+def _nothing(values: Iterable[Any]) -> tuple:
+    return ()
 
 
 class Strategy(Configured, ABC):
@@ -126,40 +117,42 @@ class Strategy(Configured, ABC):
     summary: ClassVar[str] = ""
     needs: ClassVar[str] = ""
     hints: ClassVar[Mapping[str, str]] = {}
-    exact: bool = True
-    needs_assistant: bool = False
-    takes_assistant: bool = False
-    rests: bool = False
-    misses_steps: bool = False
-    timed: bool = False
-    rows_apart: bool = True
-    needs_grammar: bool = False
-    on_device: bool = False
-    hidden_layers: tuple[int, ...] = ()
-    grade_rates: tuple[float, ...] = ()
-    prompt_logits: bool = False
-    observes: bool = False
-    reads_prompt: bool = False
-    rebatches: bool = False
-    limits: bool = False
-    finds_layers: bool = False
+    exact: bool = trait(True, all)
+    needs_assistant: bool = trait(False, any)
+    takes_assistant: bool = trait(False, any)
+    rests: bool = trait(False, all, of=lambda part: part.rests or not (part.observes or part.reads_prompt))
+    misses_steps: bool = trait(False, all, of=lambda part: part.misses_steps or not part.observes)
+    timed: bool = trait(False, any)
+    rows_apart: bool = trait(True, all)
+    needs_grammar: bool = trait(False, any)
+    on_device: bool = trait(False, all)
+    # Those of merged parts depend on the target: `layers_for` has them.
+    hidden_layers: tuple[int, ...] = trait((), _nothing)
+    # The grades of several drafters are not on one scale.
+    grade_rates: tuple[float, ...] = trait((), _nothing)
+    prompt_logits: bool = trait(False, any)
+    observes: bool = trait(False, any, hooks=("observe",))
+    reads_prompt: bool = trait(False, any, hooks=("prefill",))
+    rebatches: bool = trait(False, all, hooks=("rebatch",))
+    limits: bool = trait(False, all, hooks=("limit",))
+    finds_layers: bool = trait(False, any, of=lambda part: part.reads_layers, hooks=("layers_of", "layers_for"))
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         parent = next(base for base in cls.__mro__[1:] if issubclass(base, Strategy))
-        for trait, hooks in _BY_HOOK.items():
-            own = any(getattr(cls, hook) is not getattr(parent, hook) for hook in hooks)
-            if own and trait not in vars(cls):
-                setattr(cls, trait, any(getattr(cls, hook) is not getattr(Strategy, hook) for hook in hooks))
+        for name, declared in TRAITS.items():
+            own = any(getattr(cls, hook) is not getattr(parent, hook) for hook in declared.hooks)
+            if own and name not in vars(cls):
+                setattr(cls, name, any(getattr(cls, hook) is not getattr(Strategy, hook) for hook in declared.hooks))
 
     @property
-    def traits(self) -> Traits:
-        """Its declarations in one object."""
-        return Traits(**{field.name: getattr(self, field.name) for field in fields(Traits)})
+    def traits(self) -> dict[str, Any]:
+        """Its declarations by name."""
+        return {name: getattr(self, name) for name in TRAITS}
 
-    def declare(self, traits: Traits) -> None:
+    def declare(self, **traits: Any) -> None:
         """Overrides the class's declarations for this instance: for strategies that are built of others."""
-        vars(self).update(vars(traits))
+        vars(self).update(traits)
 
     def compose(self, resolve: Callable[..., Strategy]) -> None:
         """Makes the strategies that the settings name, with ``resolve(name, settings)``, and :meth:`declare` what they need: for

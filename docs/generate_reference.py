@@ -106,7 +106,9 @@ def api() -> Iterator[str]:
         "demo": "below",
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
-    yield from section("decoders.strategy", {n: getattr(strategy, n) for n in ("Traits", "HostRows", "HostStep")})
+    yield from section(
+        "decoders.strategy", {n: getattr(strategy, n) for n in ("Trait", "merged_traits", "HostRows", "HostStep")}
+    )
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
     loop = {"RuntimeSettings": settings.RuntimeSettings, "load_settings": settings.load_settings}
     yield from section("decoders.settings", loop)

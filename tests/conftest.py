@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compilers beside every worker
-# Kernels run on the CPU, by Triton's interpreter; those of tests with a GPU run there.
-if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
+# Without a GPU kernels run on the CPU, by Triton's interpreter. Drivers: NVIDIA's, AMD's, NVIDIA's in Windows' subsystem for Linux.
+if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/usr/lib/wsl/lib/libcuda.so.1"))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # No pool of compilers beside every worker. Tests of a GPU are few processes, which wait for compilers most of the time.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Else inductor compiles a program for each of the processor's vector units.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -251,9 +252,9 @@ def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from decoders.engine.model.compiled import tiers
     from decoders.engine.model.target import ForwardResult
 
-    def run(self: Any, nodes: Any, base: Any, tree: Any, buffers: Any, view: Any, kept: Any = None) -> ForwardResult:
+    def run(self: Any, given: Any, kept: Any = None) -> ForwardResult:
         self.compiled_passes += 1
-        plain = self.target.forward(nodes, base, tree, buffers, view)
+        plain = self.target.forward(given)
         logits = plain.logits.roll(1, -1)
         return ForwardResult(logits if kept is None else logits[:, kept], plain.hidden, plain.layers)
 

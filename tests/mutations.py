@@ -82,7 +82,7 @@ MUTATIONS = (
         ("engine/test_self_check.py",),
     ),
     Mutation(
-        "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/decode/batch.py",
+        "a-strategy-is-not-told-that-its-draft-was-cut", "decoders/engine/decode/proposer.py",
         "            strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))\n",
         "            strategy.observe(self.state, step)\n",
         ("strategies/test_pruned_drafts.py",),
@@ -124,9 +124,9 @@ MUTATIONS = (
         ("images/test_calls.py",),
     ),
     Mutation(
-        "a-long-question-begins-a-short-ones-row-within-its-image", "decoders/engine/decode/batch.py",
-        "given=self.request.given is not None or apart,",
-        "given=self.request.given is not None or bool(read),",
+        "a-long-question-begins-a-short-ones-row-within-its-image", "decoders/engine/decode/prompt_reader.py",
+        "given=batch.request.given is not None or apart,",
+        "given=batch.request.given is not None or bool(read),",
         ("images/test_calls.py",),
     ),
     Mutation(
@@ -136,7 +136,7 @@ MUTATIONS = (
         ("engine/test_kept_texts.py",),
     ),
     Mutation(
-        "placeholders-are-drafted", "decoders/engine/decode/batch.py",
+        "placeholders-are-drafted", "decoders/engine/decode/proposer.py",
         "draft.tokens.masked_fill(stands_for_images, -1)",
         "draft.tokens",
         ("images/test_calls.py",),
@@ -173,7 +173,7 @@ MUTATIONS = (
     ),
     Mutation(
         "accepted-path-is-not-moved", "decoders/engine/decode/core.py",
-        "        move_slots(rows.buffers, rows.length - summary[0] - 1, path)\n",
+        "            move_slots(rows.buffers, rows.length - summary[0] - 1, path)\n",
         "",
         ("exactness/test_architectures.py",),
     ),
@@ -364,10 +364,10 @@ MUTATIONS = (
         ("engine/test_fused.py",),
     ),
     Mutation(
-        "stale-fingerprint-of-the-weights", "decoders/engine/model/weights/fingerprints.py",
-        "return [look() for look in self._look] != self._content or",
-        "return False and",
-        ("engine/test_fingerprints.py", "generate/test_live_modules.py", "generate/test_reuse.py"),
+        "uncounted-writes-to-weights-are-not-seen", "decoders/engine/model/weights/state.py",
+        "host.append(_sample(tensor))",
+        "host.append(None)",
+        ("engine/test_weight_state.py", "generate/test_live_modules.py", "generate/test_reuse.py"),
     ),
     Mutation(
         "kept-texts-outlive-their-weights", "decoders/engine/decode/engine.py",

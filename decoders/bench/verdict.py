@@ -84,9 +84,11 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
         return first
     compared = [r.identical for r in records if r.identical is not None]
     steps = [(r.accepted_length, len(r.samples)) for r in records if r.accepted_length is not None]
+    theirs, plain = every.get(BASELINE, []), every.get(PLAIN, [])
     return replace(
         first, kind="all", samples=samples, tokens_per_second=Spread.of(list(per_repeat(samples).values())),
-        ratio=ratio(samples, every.get(BASELINE, [])), plain_ratio=ratio(samples, every.get(PLAIN, [])),
+        ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # a busy machine's were left out
+        plain_ratio=None if all(r.plain_ratio is None for r in records) else ratio(samples, plain),
         identical=all(compared) if compared else None, difference=next((r.difference for r in records if r.difference), ""),
         leading=sum(r.leading or 0 for r in records), compared=sum(r.compared or 0 for r in records),
         accepted_length=sum(length * n for length, n in steps) / sum(n for _, n in steps) if steps else None,

@@ -221,7 +221,7 @@ def measure(
     console.print(footnote(run.facts), style="dim")
     if run.interrupted:
         console.print("Interrupted: the tables hold the prompts that every method has decoded.", style="yellow")
-    for warning in filter(None, (noise(run.records), run.facts["busy"])):
+    for warning in filter(None, (noise(run.records), run.busy)):
         console.print(warning, style="yellow")
     if str(json_file) == "-":
         write_json(run.as_dict(), Path("-"))

@@ -18,6 +18,7 @@ from .. import bench
 from ..bench import Method, Record, Sampling, machine
 from ..bench.call import vocabulary_size, written
 from ..bench.methods import PLAIN, synthetic_methods
+from ..bench.records import comparable
 from ..bench.shapes import SHAPES
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
 from ..bench.verdict import Verdict, pooled, verdicts
@@ -185,7 +186,7 @@ class Run:
         console: shows progress.
         subjects: loads the subjects.
         facts: facts about the machine.
-        records: the results.
+        measured: a record for each method and kind of prompt.
         interrupted: whether the run was interrupted; the records then hold the prompts that every method has decoded.
         save: called with :meth:`as_dict` at the beginning, and whenever all methods have decoded a prompt.
         complete: whether the run is complete.
@@ -195,7 +196,7 @@ class Run:
     console: Console
     subjects: Subjects = field(default_factory=Subjects)
     facts: dict[str, Any] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
+    measured: list[Record] = field(default_factory=list)
     interrupted: bool = False
     save: Callable[[dict[str, Any]], None] = lambda result: None
     complete: bool = False
@@ -210,6 +211,16 @@ class Run:
                 break
         self.complete = not self.interrupted
         self.save(self.as_dict())
+
+    @property
+    def records(self) -> list[Record]:
+        """The results, without ratios if the machine was too busy to compare."""
+        return comparable(self.measured)[0]
+
+    @property
+    def busy(self) -> str:
+        """A warning where other processes took the cores, else ""."""
+        return comparable(self.measured)[1] or str(self.facts.get("busy", ""))
 
     def verdicts(self) -> list[Verdict]:
         """The recommendations."""
@@ -237,7 +248,7 @@ class Run:
         """The results, JSON-safe."""
         run = self.plan.as_dict() | dict(self.subjects.facts)
         return {
-            "machine": self.facts, "run": run, "complete": self.complete,
+            "machine": self.facts | {"busy": self.busy}, "run": run, "complete": self.complete,
             "verdicts": [verdict.as_dict() for verdict in self.verdicts()],
             "records": [record.as_dict() for record in self.records],
         }  # fmt: skip
@@ -315,14 +326,14 @@ class Run:
             return conversations(SUITES[suite], questions, answer, bool(tokenizer.chat_template))
 
     def _take_turns(self, name: str, methods: list[Method], groups: list[list[bench.Workload]]) -> None:
-        plan, before = self.plan, self.records
+        plan, before = self.plan, self.measured
         speed, label = self.facts["copy_bandwidth"], "" if name == "demo" else name
         finished = list[Record]()
 
         def show(entries: Sequence[bench.Competitor]) -> None:
             order = list(dict.fromkeys(method.dtype for method in methods))
             records = finished + bench.summarise(entries, speed, label, name in SHAPES)
-            self.records = before + sorted(records, key=lambda r: (r.temperature, order.index(r.dtype), r.batch))
+            self.measured = before + sorted(records, key=lambda r: (r.temperature, order.index(r.dtype), r.batch))
 
         def measured(entries: Sequence[bench.Competitor]) -> None:
             show(entries)
@@ -348,6 +359,6 @@ class Run:
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True
                 show(entries)
-                finished = self.records[len(before) :]
+                finished = self.measured[len(before) :]
                 if self.interrupted:
                     break

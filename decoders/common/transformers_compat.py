@@ -7,7 +7,7 @@ tests/engine/test_compat.py tries every part, so that a version of transformers 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # State on model objects.
@@ -150,6 +151,26 @@ def set_attention(config: PreTrainedConfig, name: str) -> None:
     ``set_attn_implementation`` is for whole models; the single layers of a drafter have only a config.
     """
     config._attn_implementation = name
+
+
+# Mixtures of experts. transformers has a public setter on models alone, which knows no function of others.
+
+
+def register_experts(name: str, function: Callable[..., Tensor]) -> None:
+    """Registers a function that computes a layer's experts as `name`, as attention functions are registered."""
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+
+
+def experts_of(module: nn.Module) -> str | None:
+    """The name of the function that computes a module's experts; None where it has none, or shares them with other processes."""
+    if getattr(module, "_is_expert_parallel", True):
+        return None
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def set_experts(module: Any, name: str) -> None:
+    """Has a module's experts, and those of all that share its config, computed by the function of this `name`."""
+    module.config._experts_implementation = name
 
 
 # The key-value cache.

@@ -14,6 +14,32 @@ from .schemas.raw_text import Notation, Parameters, Quoted
 
 
 @dataclass(frozen=True)
+class CallIds:
+    """Ids that the model writes between the name of a function and what stands in front of the arguments.
+
+    Attributes:
+        before: an id.
+        pattern: an expression of all ids.
+        plain: the id of a call by its number, as ``str.format`` reads it.
+        whole: the id that a template takes, of the name of the function and what the model wrote.
+    """
+
+    before: str
+    pattern: str
+    plain: str
+    whole: str = "{id}"
+
+    def of(self, name: str, id: str, number: int) -> str:
+        """The id of a call as a template takes it: `id` itself if it is one, else that of the call of this number."""
+        head, tail = self.whole.format(name=re.escape(name), id="\0").split("\0")
+        return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.told(name, self.plain.format(number))
+
+    def told(self, name: str, written: str) -> str:
+        """The id of a call, of what the model wrote."""
+        return self.whole.format(name=name, id=written)
+
+
+@dataclass(frozen=True)
 class CallFormat:
     """A format of calls: ``begin``, for every call ``opening NAME middle ARGUMENTS closing``, ``between`` between two calls, and
     ``end``.
@@ -33,6 +59,7 @@ class CallFormat:
         message_end: text that ends a message.
         answer: text behind `message` that begins an answer, in two parts: the part that tells it from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
+        ids: ids in front of `middle`; None: calls have none.
         source: a text in the source of chat templates that use this format but do not take calls in messages.
         shown: a text in a chat template's rendering of a call; None: `begin`, `opening`, the name and `middle`.
     """
@@ -52,11 +79,17 @@ class CallFormat:
     source: tuple[str, ...] = ()
     notation: Notation | None = None
     sign: str | None = None
+    ids: CallIds | None = None
 
     @property
     def mark(self) -> str:
         """The part of `opening` that tells a call from text, without white space at its end."""
         return self.sign if self.sign is not None else self.opening.partition('{"name"')[0].rstrip()
+
+    @property
+    def before(self) -> str:
+        """What stands in front of an id; nothing without ids."""
+        return "" if self.ids is None else self.ids.before
 
     @property
     def trigger(self) -> str:
@@ -76,6 +109,7 @@ class CallFormat:
             self.end,
             self.between or "",
             self.message,
+            self.before,
             *also,
             *own,
         )
@@ -83,15 +117,17 @@ class CallFormat:
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls in this format. calls: pairs of a function's name and its arguments as JSON."""
         each = (
-            f"{self.opening}{name}{self.middle}{call_arguments.written(arguments, self.notation)}{self.closing}"
-            for name, arguments in calls
+            f"{self.opening}{name}{self.before}{self.ids.plain.format(number) if self.ids else ''}{self.middle}"
+            f"{call_arguments.written(arguments, self.notation)}{self.closing}"
+            for number, (name, arguments) in enumerate(calls)
         )
         return self.begin + (self.between or "").join(each) + self.end
 
     def shows(self, rendered: str, name: str) -> bool:
         """Whether `rendered`, a template's rendering of a call of the function `name`, has this format."""
         first = self.notation.opening if isinstance(self.notation, Parameters) else ""
-        shown = self.shown if self.shown is not None else f"{self.begin}{self.opening}{name}{self.middle}{first}"
+        behind = self.ids.before if self.ids is not None else f"{self.middle}{first}"
+        shown = self.shown if self.shown is not None else f"{self.begin}{self.opening}{name}{behind}"
         return shown in rendered
 
     @cached_property
@@ -101,8 +137,9 @@ class CallFormat:
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
             first, space = rf"{loose(self.notation.opening)}|{loose(self.closing)}", " "
+        id = "" if self.ids is None else rf"{loose(self.before)}(?P<id>{self.ids.pattern})"
         # Leading white space, or two expressions of white space in a row, would make matching quadratic.
-        heads = (rf"{loose((opening[len(self.mark) :] or opening).lstrip())}(?P<n{i}>[\w.-]+){loose(middle + space)}(?={first})"
+        heads = (rf"{loose((opening[len(self.mark) :] or opening).lstrip())}(?P<n{i}>[\w.-]+){id}{loose(middle + space)}(?={first})"
                  for i, (opening, middle) in enumerate(pairs))  # fmt: skip
         return re.compile("|".join(heads))
 
@@ -128,14 +165,17 @@ class CallFormat:
             return Written(text[: len(text) - unfinished(text, triggers)].rstrip())
         before, calls = text[:place].rstrip(), list[Call]()
         while (found := self._head.search(text, place)) is not None:
-            name = next(name for name in found.groups() if name is not None)
+            groups = found.groupdict()
+            id = groups.pop("id", None)
+            name = next(name for name in groups.values() if name is not None)
             if name not in functions:
                 break
             progress = known.setdefault(found.end(), Progress(found.end()))
             own = call_arguments.read(text, progress, self.notation, functions[name], self.closing)
             if not own.valid:
                 break
-            calls.append(Call(name, own.json, own.end is not None))
+            told = self.ids.told(name, id) if self.ids is not None and id is not None else None
+            calls.append(Call(name, own.json, own.end is not None, told))
             if own.end is None or self.between is None:
                 break
             place = own.end
@@ -158,11 +198,13 @@ class Call:
         name: the function's name.
         arguments: the arguments so far, as JSON.
         complete: whether the arguments are complete.
+        id: the id that the model has written, as templates take it; None where calls have none.
     """
 
     name: str
     arguments: str
     complete: bool = True
+    id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +246,7 @@ FORMATS = (
     CallFormat("gemma4", "<|tool_call>call:", "", "<tool_call|>", between="", notation=Quoted('<|"|>')),
     CallFormat("mistral", begin="[TOOL_CALLS] [", between=", ", end="]"),
     CallFormat("mistral-tekken", begin="[TOOL_CALLS][", between=", ", end="]"),
+    CallFormat("mistral-ids", "[TOOL_CALLS]", "[ARGS]", "", between="", ids=CallIds("[CALL_ID]", "[a-zA-Z0-9]{9}", "{:09}")),
     CallFormat("mistral-args", "[TOOL_CALLS]", "[ARGS]", "", between=""),
     CallFormat(
         "deepseek-v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>",
@@ -214,6 +257,11 @@ FORMATS = (
         "deepseek-v3.1", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "",
         source=("<｜tool▁calls▁begin｜>",),
+    ),
+    CallFormat(
+        "kimi-k2", "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "",
+        shown="<|tool_calls_section_begin|><|tool_call_begin|>", ids=CallIds(":", "[0-9]{1,4}", "{}", "functions.{name}:{id}"),
     ),
     CallFormat(
         "harmony", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", between=None,

@@ -169,7 +169,10 @@ class CallSpec(Spec):
     def _opening(self, function: Called) -> list[str]:
         """Expressions of the text in front of the arguments, divided so that a lexer can tell them apart."""
         opening = self.format.opening[len(self.format.mark) :] if self.alone else self.format.opening
-        words = re.split(r'(?<=\{)(?=")|(?<=[:,] )', f"{opening}{function.name}{self.format.middle}")
+        ids, middle = self.format.ids, self.format.middle
+        if ids is not None:
+            return [quoted(f"{opening}{function.name}{ids.before}"), ids.pattern, quoted(middle)]
+        words = re.split(r'(?<=\{)(?=")|(?<=[:,] )', f"{opening}{function.name}{middle}")
         return [re.sub("(?<=[:,]) $", " ?", quoted(word)) for word in words if word]
 
     @property

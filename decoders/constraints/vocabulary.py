@@ -7,7 +7,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..common.pieces import BYTE_TOKEN, special_tokens
 from ..errors import GrammarError, UnsupportedError, shortened
@@ -27,7 +27,6 @@ class Vocabulary:
         tokens: ``V`` entries; None for tokens without text: special tokens, stop tokens, unused rows of the logits.
         stops: ids that end a text.
         encode: the tokenizer's text to ids, without special tokens.
-        rules: tells tokenizers apart that have the same tokens and encode differently.
         special: ids of special tokens by their names.
         spelled: names of special tokens that have a text here, see :meth:`spelling`.
 
@@ -40,7 +39,7 @@ class Vocabulary:
         tokens: Sequence[bytes | None],
         stops: Sequence[int],
         encode: Callable[[str], Sequence[int]] | None = None,
-        rules: str = "",
+        rules: str | Callable[[], str] = "",
         special: Mapping[str, int] | None = None,
     ) -> None:
         ends = set(stops)
@@ -52,7 +51,7 @@ class Vocabulary:
                 f"{len(self.tokens)} tokens: set eos_token_id in the call or the generation config to ids from 0 to "
                 f"{len(self.tokens) - 1}"
             )
-        self.encode, self.rules, self.special = encode or self._greedy, rules, dict(special or {})
+        self.encode, self._rules, self.special = encode or self._greedy, rules, dict(special or {})
         self.spelled: tuple[str, ...] = ()
         self._spellings = dict[tuple[str, ...], Vocabulary]()
 
@@ -64,25 +63,26 @@ class Vocabulary:
             UnsupportedError: the bytes of its tokens are unknown (neither byte-level nor with byte fallback), or it has no stop
                 token.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        parts: dict = json.loads(backend.to_str()) if backend is not None else {}
-        spell = _spelling(tokenizer, parts)
-        added = tokenizer.added_tokens_decoder
-        special = special_tokens(tokenizer)
-        texts = sorted(
-            token for token in {*tokenizer.get_vocab().values(), *added} - {*special.values()} if token < size
-        )
+        backend, vocabulary = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
+        spell = _spelling(tokenizer, vocabulary, _part(backend, "decoder"))
+        added, special = tokenizer.added_tokens_decoder, special_tokens(tokenizer)
         tokens: list[bytes | None] = [None] * size
-        # These are the names that the tokenizer decodes; names in its vocabulary may have been normalised.
-        for token, name in zip(texts, tokenizer.convert_ids_to_tokens(texts), strict=True):
+        # These are the names that the tokenizer decodes. In its vocabulary names of added tokens may have been normalised, and all
+        # names in that of a tokenizer in Python.
+        renamed = [token for token in {*added, *(vocabulary.values() if backend is None else ())} if token < size]
+        names = {token: name for name, token in vocabulary.items() if token < size}
+        names |= dict(zip(renamed, tokenizer.convert_ids_to_tokens(renamed), strict=True))
+        for token in special.values():
+            names.pop(token, None)
+        for token, name in names.items():
             tokens[token] = spell(name)
 
         def encode(text: str) -> Sequence[int]:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids
 
-        names = {name: token for name, token in special.items() if token < size}
-        return Vocabulary(tokens, stops, encode, _rules(parts), names)
+        special = {name: token for name, token in special.items() if token < size}
+        return Vocabulary(tokens, stops, encode, lambda: _rules(backend), special)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -113,10 +113,15 @@ class Vocabulary:
                     text = text.replace(stand_in(place), name)
                 return self.encode(text)
 
-            own = Vocabulary(tokens, self.stops, encode, f"{self.rules} {names}", self.special)
+            own = Vocabulary(tokens, self.stops, encode, lambda: f"{self.rules} {names}", self.special)
             own.spelled = names
             self._spellings[names] = own
         return self._spellings[names]
+
+    @cached_property
+    def rules(self) -> str:
+        """Tells tokenizers apart that have the same tokens and encode differently."""
+        return self._rules if isinstance(self._rules, str) else self._rules()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -240,21 +245,28 @@ def _decodable(text: bytes) -> str:
     return ""
 
 
-def _rules(parts: dict) -> str:
-    """Digest of the parts of a tokenizer that affect encoding, without its plain vocabulary."""
-    model = parts.get("model", {})
-    deciding = {name: part for name, part in model.items() if name != "vocab" or model.get("type") == "Unigram"}
-    content = json.dumps([deciding, parts.get("normalizer"), parts.get("pre_tokenizer")])
-    return hashlib.sha256(content.encode()).hexdigest()
+def _part(backend: Any, name: str) -> dict | None:
+    """A part of a tokenizer of the tokenizers library, as its file has it; the whole file would take seconds to read."""
+    part = getattr(backend, name, None)
+    return None if part is None else dict(json.loads(part.__getstate__()))
 
 
-def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str], bytes]:
-    """The function from names of tokens to bytes of `tokenizer`, which consists of `parts`.
+def _rules(backend: Any) -> str:
+    """Digest of the parts of a tokenizer that affect encoding. Takes a second where there are 500,000 merges."""
+    parts = [getattr(backend, name, None) for name in ("model", "normalizer", "pre_tokenizer")]
+    states = [b"" if part is None else bytes(part.__getstate__()) for part in parts]
+    return hashlib.sha256(b"\0".join(states)).hexdigest()
+
+
+def _spelling(
+    tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], decoder: dict | None
+) -> Callable[[str], bytes]:
+    """The function from names of tokens to bytes of `tokenizer`, which has this vocabulary and decoder.
 
     Raises:
         UnsupportedError: neither byte-level nor with byte fallback, or an unknown decoder.
     """
-    if '"ByteLevel"' in json.dumps(parts.get("decoder")):
+    if '"ByteLevel"' in json.dumps(decoder):
         alphabet = _byte_level_alphabet()
 
         def spell_bytes(
@@ -264,9 +276,8 @@ def _spelling(tokenizer: PreTrainedTokenizerBase, parts: dict) -> Callable[[str]
             return bytes(alphabet[character] for character in name) if known else name.encode()
 
         return spell_bytes
-    vocabulary = tokenizer.get_vocab()
     if all(f"<0x{byte:02X}>" in vocabulary for byte in range(128, 256)):
-        steps = _decoding(tokenizer, parts.get("decoder"))
+        steps = _decoding(tokenizer, decoder)
 
         def spell(name: str) -> bytes:
             is_byte = False

@@ -15,8 +15,8 @@ from ..common.checkpoints import load_model
 from ..drafting import OtherVocabulary
 from ..engine.decode.engine import Engine
 from ..engine.model.layout import refuse_unfit, vocabulary_of
-from ..engine.model.weights.fingerprints import Snapshot
 from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
+from ..engine.model.weights.state import values_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
 from .translation import TokenMap, tokens_of, translated
@@ -34,9 +34,8 @@ class Assistants:
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
-        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, Snapshot, PreTrainedModel]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, object, PreTrainedModel]]
+        self._translations = weakref.WeakKeyDictionary()
         self._maps: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, TokenMap]] = weakref.WeakKeyDictionary()
         self._engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
@@ -103,17 +102,16 @@ class Assistants:
         if tokenizer is None or other is None:
             raise difference
         ends: tuple[nn.Module | None, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
-        weights = [weight for end in ends if end is not None for weight in end.parameters()]
+        weights = values_of(weight for end in ends if end is not None for weight in end.parameters())
         kept = self._translations.get(model)
         try:
             tokens = self.tokens(model, target, tokenizer, other)
-            if kept is not None and kept[0] is tokens and kept[1].shows(weights):
+            if kept is not None and kept[0] is tokens and kept[1] == weights:
                 return kept[2]
-            copied = Snapshot(weights)
             twin = translated(model, target, tokens)
         except UnsupportedError as error:
             raise UnsupportedError(f"{difference}: {error}") from difference
-        self._translations[model] = tokens, copied, twin
+        self._translations[model] = tokens, weights, twin
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -227,7 +225,9 @@ def check_vocabulary(
         return
     if tokenizer is not None and draft_tokenizer is not None:
         if tokenizer is not draft_tokenizer:
-            _compare(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
+            difference = _difference_of(tokenizer, draft_tokenizer)
+            if difference is not None:
+                raise UnsupportedError(difference)
         return
     sizes = [vocabulary_of(model) for model in (target, draft) if model.get_output_embeddings() is not None]
     if len(sizes) < 2:
@@ -241,17 +241,32 @@ def check_vocabulary(
         )
 
 
-def _compare(target: dict[str, int], draft: dict[str, int]) -> None:
+#: Of tokenizers of draft models: the tokenizer that they were compared with, the sizes of both then, and how they differ.
+_compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """:func:`_difference` of their vocabularies, whose listing takes a second where there are many tokens, so not in every call."""
+    sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
+    if known is None or known[0]() is not tokenizer or known[1] != sizes:
+        difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
+        known = _compared[draft_tokenizer] = weakref.ref(tokenizer), sizes, difference
+    return known[2]
+
+
+def _difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
     # Tokens that only the draft has are never proposed if their ids are behind the target's.
     if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
-        return
+        return None
     shown = "; ".join(
         f"{token!r} is {id} for the target and {'absent' if other is None else other} for the draft"
         for token, id, other in sorted(moved, key=lambda item: item[1])[:3]
     )
-    raise UnsupportedError(
+    return (
         f"the draft model's tokenizer differs from the target's ({len(target)} and {len(draft)} tokens, {len(moved)} of the "
         f"target's under another id, {extra} unknown to it): {shown}. Use a draft of the same family"
     )

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..common.transformers_compat import without_position_ids
 from ..engine.decode.engine import Engine
 from ..engine.decode.request import Request, RequestOutput
+from ..engine.model.layout import vocabulary_of
 from ..errors import SettingsError, UnsupportedError
 from ..registry.registry import registry
 from ..registry.resolve import resolve_strategy
@@ -32,6 +33,7 @@ from .assistants import Assistants, CallAssistants
 from .given import CACHES, Beginning, CallCache
 from .grammars import Grammars
 from .multimodal import arguments_of, inputs_of, may_change_itself
+from .operations import PaddedPrompts
 from .options import Options
 from .preparation import LIMIT, Kind, Preparation, kind_of
 
@@ -221,7 +223,8 @@ def prepare(
         strategy=options.strategy, resolve=resolve_strategy, origin=registry().origin(type(options.strategy)),
         verifier=options.verifier, runtime=runtime, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
         stop_tokens=preparation.stop_tokens, pad_token=preparation.pad_token, plan=replace(plan, masked=grammars.any),
-        values=preparation.values, seed=seed, processors=preparation.processors, criteria=preparation.criteria,
+        values=preparation.values, sequences=preparation.sequences, seed=seed, processors=preparation.processors,
+        criteria=preparation.criteria,
         grammars=grammars.rows, keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         on_step=aligner.step if aligner is not None else None, observers=registry().listening(), given=read,
         multimodal=multimodal, side=side,
@@ -242,8 +245,9 @@ def prepared_by_transformers(
         model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Preparation]:  # fmt: skip
-        preparation = Preparation.of(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
-        return input_ids, model_kwargs.get("attention_mask"), preparation
+        mask = model_kwargs.get("attention_mask")
+        padded = PaddedPrompts(input_ids, mask, vocabulary_of(model))
+        return input_ids, mask, Preparation.of(logits_processor, stopping_criteria, generation_config, padded)
 
     arguments = {name: value for name, value in options.arguments.items() if name not in _HANDLED}
     # Stop strings are added here, because transformers does not pass the tokenizer to a custom loop.

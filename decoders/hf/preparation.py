@@ -9,16 +9,14 @@ from typing import Any, cast
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria
+from transformers.generation import stopping_criteria
 
 from ..common.transformers_compat import pad_token_of
 from ..engine.decode.criteria import Criteria, Processors
-from ..engine.model.weights.state import config_state
+from ..engine.model.weights.state import content
+from ..sampling.prefixes import OperationSequences
 from ..sampling.processors import SamplingPlan
-from ..sampling.top import MOST_OF_TOP_K
-
-#: Score of a token that an operation of the step rules out.
-REMOVED = float("-inf")
+from .operations import AT_A_LENGTH, PaddedPrompts, plan_sampling
 
 #: Criteria that the step decides itself.
 _INSIDE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
@@ -49,6 +47,7 @@ class Preparation:
         pads_ended_rows: whether a row that a criterion stopped is padded while others go on.
         plan: the operations on logits inside the step.
         values: the plan's parameters.
+        sequences: likewise.
         processors: all logits processors if the plan cannot express one of them, else None.
         criteria: stopping criteria that the step does not decide itself.
     """
@@ -60,14 +59,18 @@ class Preparation:
     pads_ended_rows: bool
     plan: SamplingPlan
     values: tuple[float, ...]
+    sequences: OperationSequences
     processors: Processors | None
     criteria: Criteria | None
 
     @staticmethod
     def of(
-        processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, prompt: int
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        prompts: PaddedPrompts,
     ) -> Preparation:
-        """From the arguments that transformers passes to a custom ``generate``. prompt: tokens of the padded prompt."""
+        """From the arguments that transformers passes to a custom ``generate``."""
         # A length criterion of the user's replaces transformers' own, so the list counts, not the config.
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
@@ -80,61 +83,20 @@ class Preparation:
             host_criteria = Criteria(cast(Callable[..., Tensor], on_host), by_row, pads, names)
         return Preparation(
             config, min(lengths, default=config.max_length), stop_tokens, pad_token_of(config), pads,
-            *plan_sampling(processors, prompt, config, stop_tokens), host_criteria,
+            *plan_sampling(processors, prompts, config, stop_tokens), host_criteria,
         )  # fmt: skip
 
     @property
     def reusable(self) -> bool:
         """Whether only lengths depend on the prompt, so that other calls of this kind can use it."""
         on_host = self.processors is not None or self.criteria is not None
-        return not on_host and self.config.min_new_tokens is None and "min_new_tokens" not in self.plan.operations
+        return not on_host and self.config.min_new_tokens is None and AT_A_LENGTH.isdisjoint(self.plan.operations)
 
     def of_length(self, prompt: int, new_tokens: int) -> Preparation:
         """This preparation for a prompt and an output of other lengths."""
         config, length = copy.copy(self.config), prompt + new_tokens
         config.max_length, config.max_new_tokens = length, new_tokens
         return replace(self, config=config, length=length)
-
-
-def plan_sampling(
-    processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig, stop_tokens: tuple[int, ...]
-) -> tuple[SamplingPlan, tuple[float, ...], Processors | None]:
-    """Turns transformers' prepared processors into operations of the step, or keeps them all for the host.
-
-    Only exact types are recognised, because a subclass may do anything. A single processor that the plan cannot express, such as one
-    with its own `filter_value`, keeps all of them on the host, since their order matters.
-    """
-    p = logits_process
-    known: dict[type, Callable[[Any], tuple[str, float]]] = {
-        p.TemperatureLogitsWarper: lambda x: ("temperature", x.temperature),
-        p.TopKLogitsWarper: lambda x: (
-            "top_k" if x.top_k <= MOST_OF_TOP_K else "large_top_k",
-            min(x.top_k, 1 << 31),  # representable as a float, and larger than any vocabulary
-        ),
-        p.TopPLogitsWarper: lambda x: ("top_p", 1 - x.top_p),
-        p.MinPLogitsWarper: lambda x: ("min_p", x.min_p),
-        p.TypicalLogitsWarper: lambda x: ("typical_p", x.mass),
-        p.MinLengthLogitsProcessor: lambda x: ("min_new_tokens", x.min_length - prompt_length),
-        p.MinNewTokensLengthLogitsProcessor: lambda x: ("min_new_tokens", x.min_new_tokens),
-    }
-    keep_scores = bool(config.return_dict_in_generate and config.output_scores)
-    sample = bool(config.do_sample)
-
-    def expressible(x: Any) -> bool:
-        stops = getattr(x, "eos_token_id", None)
-        return (
-            type(x) in known
-            and getattr(x, "min_tokens_to_keep", 1) == 1
-            and getattr(x, "filter_value", REMOVED) == REMOVED
-            and (stops is None or set(stops.flatten().tolist()) == set(stop_tokens))
-            and getattr(x, "prompt_length_to_skip", prompt_length) == prompt_length
-        )
-
-    if all(expressible(x) for x in processors):
-        operations = [known[type(x)](x) for x in processors]
-        plan = SamplingPlan(tuple(name for name, _ in operations), sample, keep_scores)
-        return plan, tuple(float(value) for _, value in operations), None
-    return SamplingPlan((), sample, keep_scores), (), cast(Processors, processors)
 
 
 def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], arguments: Mapping[str, Any]) -> Kind | None:
@@ -154,7 +116,7 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
     states = [_state(each) for each in values]
     if None in states:
         return None
-    kind = ids.device, *states, config_state(model.config, id)
+    kind = ids.device, *states, content(model.config)
     try:
         hash(kind)
     except TypeError:

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.devices import host_reads
+from .prefixes import READ_TEXT, Prefixes
 from .processors import (
+    FIRST,
     GOLDEN,
     MIX_1,
     MIX_2,
@@ -18,6 +20,7 @@ from .processors import (
     SamplingInputs,
     SamplingPlan,
     at_temperature,
+    first_of,
     gumbel_noise,
     noise_keys,
     noise_of,
@@ -141,7 +144,7 @@ class Candidates:
 
 def candidates(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
-    at_least: int = 1,
+    at_least: int = 1, prefixes: Prefixes | None = None,
 ) -> Candidates:  # fmt: skip
     """The tokens that the plan's operations leave after every node: logits ``[B, N, V]``, positions ``[B, N]``.
 
@@ -150,17 +153,24 @@ def candidates(
 
     Args:
         at_least: fewest tokens per node, those that are ruled out included.
+        prefixes: the nodes' texts; without them the operations that read these are left out.
     """
     names = plan.operations
-    ends = next((i for i, name in enumerate(names) if name != "min_new_tokens"), len(names))
-    if not host_reads(logits) or "min_new_tokens" in names[ends:]:
-        return Candidates.whole(process(logits, plan, inputs, positions, masks))
+    first = next((i for i, name in enumerate(names) if name not in FIRST), len(names))
+    if not host_reads(logits) or not FIRST.isdisjoint(names[first:]):
+        return Candidates.whole(process(logits, plan, inputs, positions, masks, prefixes))
     legal = logits if masks is None else _allowed(logits, masks)
-    if ends and bool((early := positions < inputs.values[..., :ends].amax(-1, keepdim=True)).any()):
-        legal = _without_ends(legal, early, inputs.stop_tokens)
-        if masks is not None and bool((legal.amax(-1) == NEVER).any()):
-            return Candidates.whole(process(logits, plan, inputs, positions, masks))
-    return _left(legal, names[ends:], inputs.values[..., ends : len(names)], at_least)
+    scores = legal
+    for i, name in enumerate(names[:first]):
+        if name in READ_TEXT:
+            scores = first_of(scores, i, name, inputs, positions, prefixes)
+        elif bool((early := positions < inputs.values[..., i : i + 1]).any()):
+            scores = _without_ends(scores, early, inputs.stop_tokens)
+    if masks is not None and scores is not legal:
+        scores = scores.masked_fill(legal == NEVER, NEVER)
+        if bool((scores.amax(-1) == NEVER).any()):
+            return Candidates.whole(process(logits, plan, inputs, positions, masks, prefixes))
+    return _left(scores, names[first:], inputs.values[..., first : len(names)], at_least)
 
 
 def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..common.devices import host_reads
+from .prefixes import READ_TEXT, BiasedSequences, Prefixes
 from .top import (
     MOST_OF_TOP_K,
     best_of,
@@ -43,6 +45,11 @@ class SamplingPlan:
     keep_scores: bool = False
     masked: bool = False
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether an operation depends on the text in front of a token."""
+        return any(name in READ_TEXT for name in self.operations)
+
 
 @dataclass(frozen=True)
 class SamplingInputs:
@@ -53,11 +60,18 @@ class SamplingInputs:
             ``1 - top_p``, subtracted in double precision as transformers does.
         keys: ``[B]`` int64, noise key of each row.
         stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]``, by row; -1 for none.
+        sequences: ``[K, M, S]`` int64, the tokens of each operation's :class:`~decoders.sampling.prefixes.BiasedSequences`, or
+            ``[B, K, M, S]``, by row. This and what follows is None where no operation reads the text.
+        biases: ``[K, M]`` float32, or ``[B, K, M]``.
+        padding: ``[B, P]`` int64, see :class:`~decoders.sampling.prefixes.Prefixes`.
     """
 
     values: Tensor
     keys: Tensor
     stop_tokens: Tensor
+    sequences: Tensor | None = None
+    biases: Tensor | None = None
+    padding: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> SamplingInputs:
         """The inputs of some of the rows."""
@@ -65,14 +79,24 @@ class SamplingInputs:
 
     def of(self, rows: slice | Tensor) -> SamplingInputs:
         """The inputs of `rows`."""
-        values, stops = self.values, self.stop_tokens
-        return SamplingInputs(
-            values[rows] if values.dim() > 1 else values, self.keys[rows], stops[rows] if stops.dim() > 1 else stops
-        )
+
+        def of_rows(tensor: Tensor | None, shared: int) -> Any:
+            """shared: the tensor's dimensions where all rows have the same."""
+            return tensor if tensor is None or tensor.dim() == shared else tensor[rows]
+
+        return replace(
+            self, values=of_rows(self.values, 1), keys=self.keys[rows], stop_tokens=of_rows(self.stop_tokens, 1),
+            sequences=of_rows(self.sequences, 3), biases=of_rows(self.biases, 2), padding=of_rows(self.padding, 0),
+        )  # fmt: skip
 
     def value(self, operation: int) -> Tensor:
         """The parameter of an operation, ``[]`` or ``[B, 1, 1]`` to broadcast over scores ``[B, N, V]``."""
         return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
+
+    def sequences_of(self, operation: int) -> BiasedSequences:
+        """The sequences of an operation."""
+        assert self.sequences is not None and self.biases is not None
+        return BiasedSequences(self.sequences[..., operation, :, :], self.biases[..., operation, :])
 
 
 @dataclass(frozen=True)
@@ -255,6 +279,7 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
 #: Operations that can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]`` or ``[B, 1, 1]``); results equal
 #: transformers' own.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    **READ_TEXT,
     "min_new_tokens": _min_new_tokens,
     "temperature": _temperature,
     "top_k": _top_k,
@@ -263,6 +288,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_p": _min_p,
     "typical_p": _typical_p,
 }
+#: Operations that transformers runs before those that scale and truncate. They may forbid what a grammar asks for, or ask for what
+#: it forbids.
+FIRST = frozenset({*READ_TEXT, "min_new_tokens"})
 #: The same for devices where sorting a large vocabulary takes longer than reading it several times.
 WITHOUT_SORT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "large_top_k": kth_without_sort,
@@ -272,9 +300,13 @@ WITHOUT_SORT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def process(
-    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-) -> Tensor:
-    """Runs the plan's operations over every node: ``[B, N, V]`` float32 logits to scores of the same shape."""
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
+    prefixes: Prefixes | None = None,
+) -> Tensor:  # fmt: skip
+    """Runs the plan's operations over every node: ``[B, N, V]`` float32 logits to scores of the same shape.
+
+    Without `prefixes` the operations that read the text are left out.
+    """
     legal = logits if masks is None else masks.allow(logits)
     scores, names = legal, plan.operations
     unsorted = scores.shape[-1] > MOST_OF_TOP_K and not host_reads(scores)
@@ -285,15 +317,30 @@ def process(
             continue  # done together
         elif unsorted and name in WITHOUT_SORT:
             scores = WITHOUT_SORT[name](scores.float(), inputs.value(i))
+        elif name not in FIRST:
+            scores = OPERATIONS[name](scores, inputs.value(i))
         else:
-            scores = OPERATIONS[name](scores, inputs.value(i), positions=positions, stop_tokens=inputs.stop_tokens)
-    if masks is not None and "min_new_tokens" in plan.operations:
-        scores = grammar_first(scores, legal)
+            scores = first_of(scores, i, name, inputs, positions, prefixes)
+    if masks is not None and not FIRST.isdisjoint(names):
+        scores = grammar_first(scores.masked_fill(legal == float("-inf"), float("-inf")), legal)
     return scores
 
 
+def first_of(
+    scores: Tensor, operation: int, name: str, inputs: SamplingInputs, positions: Tensor, prefixes: Prefixes | None
+) -> Tensor:
+    """`scores` after one of the operations :data:`FIRST`."""
+    value = inputs.value(operation)
+    if name not in READ_TEXT:
+        return OPERATIONS[name](scores, value, positions=positions, stop_tokens=inputs.stop_tokens)
+    if prefixes is None:
+        return scores
+    more = dict(positions=positions, prefixes=prefixes, sequences=inputs.sequences_of(operation))
+    return READ_TEXT[name](scores.float(), value, **more)
+
+
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`, but `legal` where no token is left: ``min_new_tokens`` cannot prolong a text that its grammar ends."""
+    """`scores`, but `legal` where no token is left: nothing forbids the last token that a grammar allows."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 

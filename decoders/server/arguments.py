@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor, StoppingCriteria
 
 from ..common.pieces import TextPieces, named_tokens
+from ..generate import TokenPenalties
 from .bodies import Body
 from .refusals import Refusal
 
@@ -72,10 +73,12 @@ def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops
     if stops.strings:
         arguments["stopping_criteria"] = [StopStrings(tokenizer, stops, prompt)]
     bias = _bias(body, len(tokenizer))
-    if body.frequency_penalty or body.presence_penalty or bias:
-        penalties = TokenPenalties(prompt, body.frequency_penalty or 0.0, body.presence_penalty or 0.0, bias)
-        arguments["logits_processor"] = [penalties]
-    return arguments
+    processors: list[LogitsProcessor] = []
+    if body.frequency_penalty or body.presence_penalty:
+        processors.append(TokenPenalties(prompt, body.frequency_penalty or 0.0, body.presence_penalty or 0.0))
+    if bias:
+        processors.append(SequenceBiasLogitsProcessor([[[token], float(value)] for token, value in bias.items()]))
+    return arguments | ({"logits_processor": processors} if processors else {})
 
 
 def _bias(body: Body, size: int) -> dict[int, float]:
@@ -91,31 +94,6 @@ def _bias(body: Body, size: int) -> dict[int, float]:
 def wrapped(seed: int) -> int:
     """`seed` wrapped to a signed integer of 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63
-
-
-class TokenPenalties(LogitsProcessor):
-    """``frequency_penalty``, ``presence_penalty`` and ``logit_bias``: ``score - count · frequency - (count > 0) · presence + bias``.
-
-    `count` is how often the token occurs in the new text.
-
-    Args:
-        prompt: number of prompt tokens.
-    """
-
-    def __init__(self, prompt: int, frequency: float, presence: float, bias: Mapping[int, float]) -> None:
-        self.prompt, self.frequency, self.presence = prompt, frequency, presence
-        self.ids, self.values = torch.tensor(list(bias), dtype=torch.int64), torch.tensor(list(bias.values()))
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        new = input_ids[:, self.prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
-        scores = scores - counts * self.frequency - (counts > 0) * self.presence
-        if len(self.ids):
-            device = scores.device
-            scores = scores.index_add(
-                1, self.ids.to(device), self.values.to(device, scores.dtype).expand(len(scores), -1)
-            )
-        return scores
 
 
 class StopStrings(StoppingCriteria):

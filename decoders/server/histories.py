@@ -95,19 +95,22 @@ class Links:
 
     def __init__(self, style: CallStyle) -> None:
         self.style = style
+        self._own = dict[str, str]()  # the template's ids, by the given ones
         self._names = dict[str, str]()  # names of the called functions, by the template's ids
         self._waiting = dict[str, None]()  # calls without an answer
 
     def called(self, name: str, id: Any) -> str:
         """The template's id of a call; calls without an id get a new one."""
-        own = self.style.id_of(f"call_{len(self._names)}" if id is None else str(id))
+        number = len(self._names)
+        given = f"call_{number}" if id is None else str(id)
+        own = self._own[given] = self.style.id_of(given, name, number)
         self._names[own] = name
         self._waiting[own] = None
         return own
 
     def answered(self, id: str | None) -> dict[str, str]:
         """Id and function of a message that answers a call; an answer without an id belongs to the oldest unanswered call."""
-        own = self.style.id_of(id) if id is not None else next(iter(self._waiting), None)
+        own = next(iter(self._waiting), None) if id is None else self._own.get(id) or self.style.id_of(id)
         if own is None:
             return {}
         self._waiting.pop(own, None)

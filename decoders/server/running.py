@@ -14,13 +14,14 @@ import math
 import os
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import h11
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .limits import App
 from .service import Service
@@ -59,20 +60,13 @@ def most_connections(wanted: int) -> int:
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol class (httptools' if installed) with the bounds of `limits`."""
-    most = most_connections(limits.connections)
-    bounds = {"most": most, "seconds": limits.read}
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        from uvicorn.protocols.http.h11_impl import H11Protocol
-
-        return type("BoundedH11", (_OfH11, _Bounded, H11Protocol), bounds)
-    return type("BoundedHttpTools", (_OfHttpTools, _Bounded, HttpToolsProtocol), bounds)
+    """uvicorn's protocol of h11 with the bounds of `limits`. The size of a head is bounded by h11 itself."""
+    bounds = {"most": most_connections(limits.connections), "seconds": limits.read}
+    return type("BoundedProtocol", (_Bounded,), bounds)
 
 
-class _Bounded(ABC):
-    """Mixin for uvicorn's protocols, which adds limits.
+class _Bounded(H11Protocol):
+    """uvicorn's protocol of h11 with limits.
 
     Attributes:
         most: greatest number of connections.
@@ -81,15 +75,10 @@ class _Bounded(ABC):
 
     most: int
     seconds: float
-    # uvicorn's:
-    connections: set[Any]
-    loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
-    cycle: Any
     _timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)  # type: ignore[misc]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
         if len(self.connections) > self.most:
             self._end(b"503 Service Unavailable", "there are too many connections")
             return
@@ -97,13 +86,13 @@ class _Bounded(ABC):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop()
-        super().connection_lost(error)  # type: ignore[misc]
+        super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         before = self._phase()
-        super().data_received(data)  # type: ignore[misc]
+        super().data_received(data)
         if self.transport.is_closing():
             return
         phase = self._phase()
@@ -112,9 +101,10 @@ class _Bounded(ABC):
         if phase is not None and self._timer is None:
             self._wait()
 
-    @abstractmethod
     def _phase(self) -> object:
         """Identifies the head or body that has yet to arrive, differently for each request; None if nothing is missing."""
+        state = self.conn.their_state
+        return state if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]) else None
 
     def _wait(self) -> None:
         self._timer = self.loop.call_later(self.seconds, self._late)
@@ -144,77 +134,6 @@ class _Bounded(ABC):
             head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.transport.write(head % (status, len(content)) + content)
         self.transport.close()
-
-
-class _OfHttpTools(_Bounded):
-    """Tracks heads and bodies by the parser's callbacks, because httptools' parser does not limit heads.
-
-    The parser reports a header only when it is complete, so bytes are counted both when they arrive and when they are reported.
-    """
-
-    _state = "idle"
-    _number = _received = _called = 0
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._state != "head" or self.transport.is_closing():
-            return
-        self._received += len(data)
-        if self._received > HEAD_BYTES:
-            self._too_large()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()  # type: ignore[misc]
-        self._state, self._received, self._called = "head", 0, 0
-        self._number += 1
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)  # type: ignore[misc]
-        self._count(len(url))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)  # type: ignore[misc]
-        self._count(len(name) + len(value) + 4)
-
-    def _count(self, size: int) -> None:
-        self._called += size
-        if self._called > HEAD_BYTES:
-            self._too_large()
-
-    def on_headers_complete(self) -> None:
-        self._state = "body"
-        if not self.transport.is_closing():
-            super().on_headers_complete()  # type: ignore[misc]
-
-    def on_body(self, body: bytes) -> None:
-        if not self.transport.is_closing():
-            super().on_body(body)  # type: ignore[misc]
-
-    def on_message_complete(self) -> None:
-        self._state = "idle"
-        if not self.transport.is_closing():
-            super().on_message_complete()  # type: ignore[misc]
-
-    def _too_large(self) -> None:
-        if not self.transport.is_closing():
-            self._end(
-                b"431 Request Header Fields Too Large", f"the head of the request has more than {HEAD_BYTES:,} bytes"
-            )
-
-    def _phase(self) -> object:
-        return (self._state, self._number) if self._state != "idle" else None
-
-
-class _OfH11(_Bounded):
-    """Asks h11's parser, which limits heads itself (``h11_max_incomplete_event_size``)."""
-
-    conn: Any
-
-    def _phase(self) -> object:
-        import h11
-
-        state = self.conn.their_state
-        return state if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]) else None
 
 
 class Seldom(logging.Filter):

@@ -115,8 +115,15 @@ class CallStyle:
             return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT))
         return f"call_{secrets.token_hex(12)}"
 
-    def id_of(self, id: str) -> str:
-        """`id` in a form that the template takes; equal ids give equal results."""
+    def id_of(self, id: str, name: str | None = None, number: int = 0) -> str:
+        """`id` in a form that the template takes; equal ids give equal results.
+
+        Args:
+            name: the function's, where it is known.
+            number: the call's place in its conversation.
+        """
+        if name is not None and self.format.ids is not None and not self.short_ids:
+            return self.format.ids.of(name, id, number)
         if not self.short_ids or (len(id) == _SHORT and set(id) <= {*_LETTERS}):
             return id
         number = int.from_bytes(hashlib.sha256(id.encode(errors="surrogatepass")).digest())

@@ -110,7 +110,7 @@ class Turn:
             first = number >= len(self.calls)
             if first:
                 assert self._calling is not None
-                self.calls.append(TurnCall(call.name, self._calling.style.new_id()))
+                self.calls.append(TurnCall(call.name, call.id or self._calling.style.new_id()))
             own = self.calls[number]
             new, own.complete = call.arguments[len(own.arguments) :], call.complete
             own.arguments = call.arguments

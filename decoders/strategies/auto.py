@@ -17,7 +17,7 @@ from torch import Tensor
 from ..costs import AcceptanceRates, Follower, StepCosts, row_weights
 from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..settings import Settings, Table
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, finish_all
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, finish_all, merged_traits
 from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_price, missing, refuse_unfit
 from .auto_plan import AutoState, Memory, Plan
 from .merged import union
@@ -78,12 +78,12 @@ class Auto(Strategy):
             name: resolve(name, LONG.get(name, {}) | self.settings.config.get(name, {}))
             for name in self.settings.candidates
         }
-        made = self._made.values()
+        made = list(self._made.values())
         for strategy in made:
             refuse_unfit(strategy)
-        self.reads_prompt = any(strategy.reads_prompt for strategy in made)
-        self.prompt_logits = any(strategy.prompt_logits for strategy in made)
-        self.finds_layers = any(strategy.reads_layers for strategy in made)
+        merged = merged_traits(made)
+        self.declare(**{name: merged[name] for name in ("reads_prompt", "prompt_logits", "finds_layers")})
+        # A candidate that reads no prompts is started again.
         self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made)
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:

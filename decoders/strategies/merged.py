@@ -14,7 +14,7 @@ from torch import Tensor
 from ..costs import node_budget
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
-from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, Traits, check_draft, finish_all
+from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, check_draft, finish_all, merged_traits
 from ..tree import NO_PARENT, Topology, TreeTensors
 
 #: Default nodes of the joint tree without measured costs, root included.
@@ -78,12 +78,12 @@ class Merged(Strategy):
             raise SettingsError(f"a strategy can be merged only once: {'+'.join(p.name for p in parts)}")
         self.parts = tuple(parts)
         self.name = "+".join(part.name for part in parts)
-        self.declare(Traits.merged([part.traits for part in parts]))
+        self.declare(**merged_traits(self.parts))
 
     def compose(self, resolve: Callable[..., Strategy]) -> None:
         for part in self.parts:
             part.compose(resolve)
-        self.declare(Traits.merged([part.traits for part in self.parts]))
+        self.declare(**merged_traits(self.parts))
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         return union(part.layers_of(count) for part in self.parts)

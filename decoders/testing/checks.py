@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import pickle
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from ..common.devices import as_recorded
 from ..errors import SettingsError
 from ..registry.kinds import SNAKE_CASE
 from ..settings import Settings
-from ..strategy import Strategy, Traits
+from ..strategy import TRAITS, Strategy
 from .conditions import Conditions, run, run_alike
 from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
@@ -42,7 +42,7 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     assert isinstance(cls.settings_class, type) and issubclass(cls.settings_class, Settings), (
         f"{cls.__name__}.settings_class must be a subclass of decoders.Settings"
     )
-    for flag in (field.name for field in fields(Traits) if field.type == "bool"):
+    for flag in (name for name, trait in TRAITS.items() if isinstance(trait.default, bool)):
         assert isinstance(getattr(strategy, flag), bool), f"{cls.__name__}.{flag} must be True or False"
     layers = strategy.hidden_layers
     assert isinstance(layers, tuple) and all(type(layer) is int for layer in layers), (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class Wrapped(Strategy):
 
     def __init__(self, inner: Strategy) -> None:
         self.inner, self.settings = inner, inner.settings
-        self.declare(replace(inner.traits, rests=False))
+        self.declare(**inner.traits | {"rests": False})
         vars(self).update(
             {name: getattr(inner, name) for name in ("name", "summary", "needs", "hints", "settings_class")}
         )
@@ -47,7 +46,7 @@ class Wrapped(Strategy):
 
     def compose(self, resolve: Callable[..., Strategy]) -> None:
         self.inner.compose(resolve)
-        self.declare(replace(self.inner.traits, rests=False))
+        self.declare(**self.inner.traits | {"rests": False})
 
 
 def _passed_on(hook: str) -> Callable[..., Any]:

@@ -118,6 +118,11 @@ class Draft:
         return len(self.topology) - 1 if self.depth is None else self.depth
 
     @property
+    def in_place(self) -> bool:
+        """See :attr:`~decoders.tree.topology.Topology.in_place`; of trees per row nobody knows."""
+        return isinstance(self.topology, Topology) and self.topology.in_place
+
+    @property
     def parents(self) -> Sequence[Sequence[int]]:
         """For every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
         return parents_by_row(self.topology, len(self.tokens))

@@ -79,6 +79,11 @@ class Topology:
         children = [parent for parent in self.parents if parent >= 0]
         return max((children.count(parent) for parent in children), default=0)
 
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether every path from the root is the first nodes of the block, as in a chain: accepting one moves nothing."""
+        return all(parent in (NO_PARENT, node) for node, parent in enumerate(self.parents[1:]))
+
     def path_to(self, node: int) -> tuple[int, ...]:
         """Nodes from the first one of the branch down to `node`, both included."""
         path = [node]

@@ -36,6 +36,17 @@ DEMO = ("demo", "--no-compile", "-n", "6", "--repeats", "1", "-s", "autoregressi
 
 
 @pytest.mark.usefixtures("tiny_demo")
+def test_bench_compares_nothing_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("decoders.bench.records.waiting", lambda records: 0.7)
+    done = run(*BENCH, "-s", "prompt_lookup", "--limit", "1", "--json", str(tmp_path / "out.json"))
+    assert done.exit_code == 0, done.output
+    assert "steps waited 70% of their time" in done.output and "Use prompt_lookup" not in done.output
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert "ratios are left out" in result["machine"]["busy"] and not result["verdicts"]
+    assert all(r["ratio"] is None and r["tokens_per_second"]["median"] > 0 for r in result["records"])
+
+
+@pytest.mark.usefixtures("tiny_demo")
 def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
     done = run(
         *BENCH, "-s", "prompt_lookup", "--prompts", "all", "--batch", "1,2", "--json", str(tmp_path / "out.json")

@@ -79,7 +79,7 @@ def records(
 
 
 def print_bench(console: Console, details: bool = False, batches: tuple[int, ...] = (1,)) -> None:
-    run = bench_run.Run(cast(Any, SimpleNamespace(suite=None)), console, records=records(batches=batches))
+    run = bench_run.Run(cast(Any, SimpleNamespace(suite=None)), console, measured=records(batches=batches))
     for part in run.tables(details, console.width):
         console.print(part)
 
@@ -88,7 +88,7 @@ def print_suite(console: Console) -> None:
     kinds = ("writing", "roleplay", "math_reasoning", "summarization", "translation", "qa", "rag")
     greedy = [replace(r, plain_ratio=r.ratio and Spread.of([r.ratio.median * 30 / 41])) for r in records(kinds)]
     drawn = [replace(r, temperature=1.0) for r in greedy]
-    run = bench_run.Run(cast(Any, SimpleNamespace(suite="spec-bench")), console, records=[*greedy, *drawn])
+    run = bench_run.Run(cast(Any, SimpleNamespace(suite="spec-bench")), console, measured=[*greedy, *drawn])
     for part in run.tables(False, console.width):
         console.print(part)
 

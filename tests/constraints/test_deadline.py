@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from decoders.constraints.constructors import regex
 from decoders.constraints.patterns import automata, ecma
 from decoders.constraints.patterns.limits import check, deadline, left, spend
 from decoders.constraints.specs import JsonSchema, Lark, Spec
+from decoders.constraints.table import determinise
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 from decoders.settings import RuntimeSettings
@@ -78,6 +82,33 @@ def test_lenient_schema_leaves_out_what_takes_too_long(clock: Clock) -> None:
 def test_table_that_takes_too_long_is_left_to_llguidance() -> None:
     assert compiled(regex("(?:.*a.{3}|b{9})c"), 60).backend == "table"
     assert compiled(regex("(?:.*a.{3}|b{9})c"), 1e-6).backend == "llguidance"
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Child processes get a processor only after a while, as on a busy machine."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nsleep 0.7\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.skipif(os.name == "nt", reason="no limit of processor time, and no such programs")
+def test_children_are_bounded_by_their_time_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(determinise, "SECONDS", 0.5)
+    with deadline(5):
+        determinise.determinise("(?:ab|c){9}")
+        assert left() > 4.6, "its wait is not counted"
+        with ecma.Search() as search:
+            assert search.found(r"\bword\b", "a word") and not search.found(r"\bword\b", "swords")
+        assert left() > 4.3, "its wait is not counted"
+    begin = time.monotonic()
+    with pytest.raises(GrammarError, match=r"too large; the limit of backend=\"table\" is 0\.5 s"):
+        determinise.determinise("(?:a|b)*a(?:a|b){18}")
+    with deadline(0.3), pytest.raises(GrammarError, match="matching a pattern takes longer"), ecma.Search() as search:
+        search.found(r"^(\w+\s?)*\b$", "a" * 40 + "!")
+    assert time.monotonic() - begin < 30
 
 
 def test_masks_of_an_ambiguous_grammar_take_a_bounded_time(clock: Clock) -> None:

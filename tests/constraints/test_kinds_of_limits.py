@@ -71,5 +71,5 @@ def test_every_limit_of_a_size_has_something_to_write_instead() -> None:
     named = {
         name for module in (patterns, schemas) for name in vars(module) if name.isupper() and not name.startswith("_")
     }
-    said_elsewhere = {"SECONDS", "INDENTED", "REGEX_CHARACTERS", "REGEX_COPIES", "INSTEAD"}
+    said_elsewhere = {"SECONDS", "INDENTED", "REGEX_CHARACTERS", "REGEX_COPIES", "INSTEAD", "BOUNDED", "PATIENCE"}
     assert named - said_elsewhere == patterns.INSTEAD.keys()

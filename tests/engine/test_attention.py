@@ -93,20 +93,22 @@ def textbook(query, key, value, mask, scaling, softcap=None, sinks=None):
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["no softcap", "softcap"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("kind", [0, 1])
-def test_packed_attention_equals_the_textbook(heads, softcap, sinks, kind):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_packed_attention_equals_the_textbook(heads, softcap, sinks, kind, dtype):
     torch.manual_seed(0)
     rows, n, view, dim, value_dim = 2, 5, 17, 8, 6
-    query = 2 * torch.randn(rows, heads[0], n, dim)
-    key, value = torch.randn(rows, heads[1], view, dim), torch.randn(rows, heads[1], view, value_dim)
+    query = (2 * torch.randn(rows, heads[0], n, dim)).to(dtype)
+    key, value = (torch.randn(rows, heads[1], view, width).to(dtype) for width in (dim, value_dim))
     tree = Topology.branches(2, 2).tensors(rows, CPU)
     kinds = (LayerKind(), LayerKind(window=4))
-    mask = build_mask(kinds, torch.tensor([12, 7]), tree.offsets, tree.visible, view, torch.float32)
+    mask = build_mask(kinds, torch.tensor([12, 7]), tree.offsets, tree.visible, view, dtype)
     module = nn.Module()
     setattr(module, KIND_ATTRIBUTE, kind)
-    s_aux = torch.randn(heads[0]) if sinks else None
+    s_aux = torch.randn(heads[0]).to(dtype) if sinks else None
     out, _ = tree_attention(module, query, key, value, mask, scaling=0.3, softcap=softcap, s_aux=s_aux)
     expected = textbook(query, key, value, mask[:, kind], 0.3, softcap, s_aux)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    close = 1e-5 if dtype is torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=close, atol=close)
 
 
 def test_scale_defaults_to_one_over_root_of_the_width():

@@ -18,7 +18,6 @@ from decoders.engine.model import torch_compat
 from decoders.engine.model.compiled import background
 from decoders.engine.model.compiled.background import SWITCH_INTERVAL, BackgroundCompile, compiling, worth_compiling
 from decoders.engine.model.recordings import Recorder
-from decoders.engine.model.weights.state import _Watched
 
 WAIT = 240.0
 
@@ -211,27 +210,6 @@ def test_modules_that_other_threads_call_are_not_traced() -> None:
     finally:
         go_on.set()
     assert job.wait(20)
-
-
-def test_code_is_looked_at_while_another_thread_writes_to_classes() -> None:
-    """The first compilation of a process writes to ``nn.Module``, whose attributes are looked through for every class of modules."""
-    kind: Any = type("Layer", (torch.nn.Module,), {f"attribute_{i}": i for i in range(20_000)})
-    kind.forward = lambda self, x: x * self.attribute_1
-    over = threading.Event()
-
-    def write() -> None:
-        while not over.is_set():
-            delattr(kind, "more") if hasattr(kind, "more") else setattr(kind, "more", None)
-
-    writer, usual = threading.Thread(target=write), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    writer.start()
-    try:
-        assert all(_Watched(kind).code for _ in range(20))
-    finally:
-        over.set()
-        writer.join()
-        sys.setswitchinterval(usual)
 
 
 @pytest.mark.slow

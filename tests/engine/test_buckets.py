@@ -32,6 +32,7 @@ def test_on_the_cpu_sizes_stay_as_they_are_but_for_the_least() -> None:
     assert row_bucket(7, static=False) == 7
     assert [slot_bucket(s, static=False) for s in (1, 64, 65)] == [64, 64, 128]
     assert prefill_chunks(70, 64, static=False) == [(0, 64), (64, 6)]
+    assert [prefill_chunks(tokens, 64, static=False, least=3) for tokens in (1, 66)] == [[(0, 3)], [(0, 64), (64, 3)]]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 32, 33, 511, 512, 513, 1700])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,7 +167,7 @@ def test_recordings_go_where_their_results_take_too_much_memory(monkeypatch: pyt
     assert recordings.record("e", None, x, lambda: x * 2) is not None and len(recordings) == 1
 
 
-def test_a_step_that_cannot_be_recorded_is_warned_of_once_and_not_tried_again() -> None:
+def test_a_step_that_cannot_be_recorded_is_warned_of_once_and_not_tried_again_at_once() -> None:
     toy, recorder = Toy(), TapeRecorder()
     recordings = Recordings(recorder)
 
@@ -277,7 +280,8 @@ class FakeCuda:
     def __init__(self, broken: bool = False) -> None:
         self.log: list[str] = []
         self.broken, self.current_device, self.stream_set = broken, "cuda:0", "main"
-        self.CUDAGraph = lambda: "graph"
+        self.pools: dict[str, weakref.WeakSet[Any]] = {}
+        self.CUDAGraph = type("CUDAGraph", (), {})
 
     def device(self, device: Any) -> Any:
         log = self.log
@@ -302,7 +306,7 @@ class FakeCuda:
         return Side()
 
     def graph_pool_handle(self) -> str:
-        return "pool"
+        return f"pool {len(self.pools)}"
 
     def current_stream(self, device: Any) -> str:
         return f"current of {device}"
@@ -310,19 +314,19 @@ class FakeCuda:
     def set_stream(self, stream: Any) -> None:
         self.log.append(f"set {stream}")
 
-    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
-        outer = self
-
-        class Capturing:
-            def __enter__(self) -> None:
-                outer.log.append(f"capture {capture_error_mode}")
-
-            def __exit__(self, *error: Any) -> None:
-                outer.log.append("end")
-                if outer.broken:
-                    raise RuntimeError("capture was invalidated")
-
-        return Capturing()
+    @contextlib.contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        if pool in self.pools and not self.pools[pool]:  # which still has memory in use
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.pools.setdefault(pool, weakref.WeakSet())
+        self.log.append(f"capture {capture_error_mode}")
+        try:
+            yield
+        finally:
+            self.log.append("end")
+            if self.broken:
+                raise RuntimeError("capture was invalidated")
+            self.pools[pool].add(graph)
 
 
 def test_cuda_records_on_the_models_device_and_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +334,8 @@ def test_cuda_records_on_the_models_device_and_gives_the_stream_back(monkeypatch
     monkeypatch.setattr(recorders.torch, "cuda", cuda)
     recorder = Recorder("cuda:1")
     with recorder.active():
-        assert recorder.record(lambda: cuda.log.append("body") or "output") == ("graph", "output")
+        kept = recorder.record(lambda: cuda.log.append("body") or "output")
+        assert kept[1] == "output"
         recorder.record(lambda: cuda.log.append("body"))
     once = ["wait for current of cuda:1", "capture thread_local", "body", "end", "set current of cuda:1"]
     assert cuda.log == ["device cuda:1", "new stream on cuda:1", *once, *once, "device back"]
@@ -349,3 +354,51 @@ def test_after_a_failed_recording_cuda_goes_on_with_a_new_stream(monkeypatch: py
     assert cuda.log[-2:] == ["set current of cuda:1", "device back"]
     recordings.record("other", FITS, None, body)
     assert cuda.log.count("new stream on cuda:1") == 2
+
+
+def test_when_the_last_graph_of_a_pool_is_gone_another_pool_is_recorded_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS's workspace lives in it on: torch begins no recording with the handle of such a pool."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(recorders.torch, "cuda", cuda)
+    recordings = Recordings(Recorder("cuda:1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            for key in "ab":
+                assert recordings.record(key, None, None, lambda: None) is not None
+            recordings.drop("a")
+            assert recordings.record("c", None, None, lambda: None) is not None  # the pool of b
+            recordings.clear()
+    assert len(cuda.pools) == 3 and recordings.unrecorded == ""
+
+
+def test_the_allocator_is_told_of_a_recording_that_cuda_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, told = FakeCuda(broken=True), []
+    monkeypatch.setattr(recorders.torch, "cuda", cuda)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *given, name=name: told.append((name, *given)), raising=False)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        Recorder("cuda:1").record(lambda: None)
+    assert told == [("_cuda_endAllocateToPool", 1, "pool 0"), ("_cuda_releasePool", 1, "pool 0")]
+
+
+def test_a_recording_that_failed_is_tried_again_after_ever_more_steps() -> None:
+    """What failed may have been the moment's: memory was short, another thread waited for the device."""
+    recordings, tries, broken = Recordings(TapeRecorder()), [0], [True]
+
+    def body() -> Tensor:
+        tries[0] += 1
+        return (x * 2).view(int(x.sum()) if broken[0] else -1)
+
+    def tried() -> int:
+        assert recordings.record("key", None, x, body) is None
+        return tries[0]
+
+    x = torch.ones(2)
+    with pytest.warns(UserWarning, match="could not be recorded") as said:
+        counts = [tried() for _ in range(16)]
+    assert counts == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4] and len(said) == 1
+    assert "waits for the device" in recordings.unrecorded
+    broken[0] = False
+    assert [recordings.record("key", None, x, body) is not None for _ in range(15)] == [False] * 14 + [True]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
@@ -18,7 +20,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCa
 
 import decoders
 from decoders.common import transformers_compat
-from decoders.engine.model import torch_compat
+from decoders.engine.model import kernels, torch_compat
 from decoders.testing import tiny_model
 
 PACKAGE = Path(decoders.__file__).parent
@@ -156,6 +158,54 @@ def test_parameters_of_a_module_itself() -> None:
 def test_whoever_waits_for_a_device_does_so_by_one_function() -> None:
     """CUDA builds alone have it: here the source says so."""
     assert "torch._C._cuda_synchronize()" in inspect.getsource(torch.cuda.synchronize), VERSION
+
+
+def test_warnings_of_the_compiler_are_no_errors_where_warnings_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would end the compilation; the pytest settings of this project make them errors."""
+    from torch._inductor import compile_fx
+    from torch._inductor.runtime import compile_tasks
+    from torch.utils import cpp_extension
+
+    class Settings:
+        said, fp32_precision = False, "ieee"
+
+        @property
+        def allow_tf32(self) -> bool:
+            if not self.said:
+                self.said = True
+                warnings.warn("Please use the new API settings to control TF32 behavior", stacklevel=1)
+            return False
+
+    cublas = Settings()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", cublas)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.delenv("TRITON_LIBDEVICE_PATH", raising=False)
+    torch_compat.spare_compiler_warnings.__wrapped__()
+    library = os.environ.get("TRITON_LIBDEVICE_PATH")
+    monkeypatch.setenv("TRITON_LIBDEVICE_PATH", library or "")  # taken back with the rest
+    assert cublas.allow_tf32 is False
+    compile_fx._warn_tf32_disabled()
+    if (
+        set_path := getattr(compile_tasks, "_set_triton_libdevice_path_impl", None)
+    ) is not None and kernels._installed():
+        assert library is not None and Path(library).is_file()
+        from triton import knobs
+
+        set_path()
+        assert knobs.nvidia.libdevice_path == library
+
+
+def test_the_allocator_is_told_that_a_recording_is_over_by_two_functions() -> None:
+    """Likewise; torch's own recordings call them."""
+    from torch._inductor import cudagraph_trees
+
+    source = inspect.getsource(cudagraph_trees)
+    for name in ("_cuda_endAllocateToPool(device, mem_pool)", "_cuda_releasePool(device, mem_pool)"):
+        assert f"torch._C.{name}" in source, VERSION
 
 
 def test_float32_that_is_rounded_is_known_by_whatever_name_it_was_allowed() -> None:

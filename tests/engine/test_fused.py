@@ -13,9 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache, LlamaConfig
 
 from decoders.common.transformers_compat import set_attention
-from decoders.engine.decode.drafts.modules import ModuleTwin
+from decoders.engine.decode.drafts.modules import ModuleTwin, SlotPasses
 from decoders.engine.model import torch_compat
+from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers
+from decoders.engine.model.kernels import attention as kernel
 from decoders.engine.model.kernels import cpu, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights import few_rows, fused
@@ -80,7 +82,9 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(few_rows, "product_or_none", counted)
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
-    target.forward(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
+    target.forward(
+        PassInput(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))
+    )
     layers = [module for module in target.model.modules() if type(module) in few_rows.KINDS.values()]
     multiplied = [place for matrices in products for place in matrices]
     assert sorted(multiplied) == sorted(layer.matrix().data_ptr() for layer in layers)
@@ -241,15 +245,41 @@ def test_a_model_that_cannot_run_on_zeros_is_left_as_it_is() -> None:
     assert not any(getattr(module, "group", None) for module in target.model.modules())
 
 
-@by_our_kernels
-def test_a_drafting_network_multiplies_them_as_one() -> None:
-    """Its context asks for two of the three that are multiplied as one."""
+def drafting_network() -> DFlashNetwork:
     config = LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
         num_key_value_heads=2,
     )  # fmt: skip
     set_attention(config, "sdpa")
-    plain = DFlashNetwork(DFlashConfig(config, 5, 0, (0, 1))).eval()
+    return DFlashNetwork(DFlashConfig(config, 5, 0, (0, 1))).eval()
+
+
+@by_our_kernels
+def test_a_drafting_network_attends_by_the_targets_kernel() -> None:
+    plain, tree = drafting_network(), Topology.branches(2, 2).tensors(1, torch.device("cpu"))
+    base, states, results = torch.tensor([0]), torch.randn(1, 5, 128), []
+    for attends in ("sdpa", "cpu"):
+        twin = ModuleTwin(plain, (torch.zeros(1, 1, 128),), torch.device("cpu"), attends)
+        assert twin.attends == attends
+        passes = SlotPasses(twin, 1, 64, 8, lambda function: function)
+        with torch.no_grad():
+            passes(base, torch.ones(1, 6, 256), context=True)
+            results.append(passes(base + 6, states, tree=tree))
+    torch.testing.assert_close(*results)
+
+
+@by_our_kernels
+def test_a_drafting_network_whose_code_does_not_take_the_kernels_mask_keeps_pytorchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel, "pack_mask", lambda *_: torch.zeros(1))
+    assert ModuleTwin(drafting_network(), (torch.zeros(1, 1, 128),), torch.device("cpu"), "cpu").attends == "sdpa"
+
+
+@by_our_kernels
+def test_a_drafting_network_multiplies_them_as_one() -> None:
+    """Its context asks for two of the three that are multiplied as one."""
+    plain = drafting_network()
     twin = ModuleTwin(plain, (torch.zeros(1, 1, 128),), torch.device("cpu"))
     for layer in twin.module.layers:
         attention, mlp = layer.self_attn, layer.mlp

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decoders.engine.model import mixed, self_check
-from decoders.engine.model.blocks import LeadingText, PromptPiece, after_text
+from decoders.engine.model.blocks import LeadingText, PassInput, PromptPiece, after_text
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.compiled.forward_pass import ForwardPass
@@ -79,7 +79,7 @@ class Rows:
         """The results of a pass of the rows; another one reads the piece."""
         nodes, base, tree, view = self.block(text, topology)
         leading = LeadingText(text, max(self.lengths))
-        result = self.target.forward(nodes, base, tree, self.buffers.of_rows(0, len(nodes)), view, leading)
+        result = self.target.forward(PassInput(nodes, base, tree, self.buffers.of_rows(0, len(nodes)), view, leading))
         self.target.prefill(*self.piece(count).alone)
         return result
 
@@ -90,7 +90,9 @@ def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compile
     other.buffers = copy.deepcopy(rows.buffers)
     nodes, base, tree, view = rows.block(text, topology)
     if compiled is None:
-        ours = mixed.forward(rows.target, nodes, base, tree, view, text, rows.piece(count))
+        ours = mixed.forward(
+            rows.target, PassInput(nodes, base, tree, rows.buffers, view, LeadingText(text)), rows.piece(count)
+        )
     else:
         kept = mixed.with_logits(*nodes.shape, text, CPU)
         piece = regions.laid_out_piece(rows.piece(count))

@@ -20,12 +20,14 @@ from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.tiers import PassKind
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.self_check import target_of
+from decoders.engine.model.torch_compat import TorchDispatchMode
 from decoders.engine.model.weights import quantization, quantized
 from decoders.engine.model.weights.quantization import Precision, QuantizedWeight, quantize
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.settings import RuntimeSettings
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model
+from decoders.tree import Topology
 
 STRATEGIES = ["prompt_lookup", "lookahead", "speculative"]
 AS_IT_IS = {"compile": False, "reuse": False}
@@ -267,6 +269,45 @@ def test_attention_sees_a_blocks_own_keys_as_later_passes_see_them() -> None:
     later, _ = SlotCache(buffers, torch.tensor([[3]]), 8).update(states[:, :, :1], states[:, :, :1], 0)
     assert torch.equal(now[:, :, :3], later[:, :, :3])
     assert 0 < (now[:, :, :3] - states).abs().max() <= states.abs().amax() / 254 * 1.001
+
+
+class Widened(TorchDispatchMode):
+    """Notes the operators that make numbers of int8 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given = [each for each in args if isinstance(each, torch.Tensor)]
+        if isinstance(out, torch.Tensor) and out.is_floating_point() and any(t.dtype == torch.int8 for t in given):
+            self.operators.add(function._schema.name.partition("::")[2])
+        return out
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_reads_a_quantized_cache_as_it_is_stored(name: str, dtype: torch.dtype) -> None:
+    """Nothing is dequantized, and a branch of a tree has the bits of the same tokens as a chain."""
+    subject = target_of(tiny_model(name).to(dtype), precision=Precision(cache="int8"))
+    tokens = torch.arange(4, 24)[None]
+
+    def run(nodes: torch.Tensor, tree: Topology) -> torch.Tensor:
+        rows, start = subject.buffers(1, 128), torch.zeros(1, dtype=torch.int64)
+        subject.prefill(tokens, start, rows, torch.arange(64), 0)
+        return subject.forward(nodes, start + 20, tree.tensors(1, tokens.device), rows, torch.arange(64)).logits
+
+    with torch.no_grad(), Widened() as widened:
+        chain = run(torch.tensor([[30, 31, 32]]), Topology.chain(2))
+        branches = run(torch.tensor([[30, 40, 41, 31, 32]]), Topology.branches(2, 2))
+    assert widened.operators == {"slot_attention"}
+    assert torch.equal(branches[:, [0, 3, 4]], chain)
+
+
+def test_a_design_that_attends_to_other_keys_than_it_stores_gets_numbers() -> None:
+    subject = target_of(tiny_model("deepseek_v3"), precision=Precision(cache="int8"))
+    assert subject.attends == "cpu" and not subject.in_levels
 
 
 def test_a_quantized_cache_is_a_quarter_or_half_as_large() -> None:

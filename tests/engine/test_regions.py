@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoders.common.transformers_compat import decoder_layers
 from decoders.engine.model import torch_compat
+from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.compiled.background import BackgroundCompile
@@ -40,7 +41,7 @@ class Pass:
         self.compiled = RegionalForward(self.run, self.target.model)
 
     def run(self, nodes, base, tree, buffers, view):
-        result = self.target.forward(nodes, base, tree, buffers, view)
+        result = self.target.forward(PassInput(nodes, base, tree, buffers, view))
         return result.logits, result.hidden
 
     def arguments(self, rows: int, nodes: int = 11, slots: int = 176, view: int = 80, base: int = 19) -> tuple:

@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 import decoders
 from decoders.common import devices
 from decoders.costs import StepCosts, node_budget
+from decoders.engine.decode import core
 from decoders.engine.decode.batch import Batch
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.engine.decode.grammar.host_guide import HostGuide
+from decoders.engine.decode.proposer import Proposer
 from decoders.engine.decode.sessions import KEPT_SESSIONS
 from decoders.engine.model import blocks
 from decoders.engine.model.compiled import background, tiers
@@ -150,8 +152,8 @@ class Costs(TorchFunctionMode):
         monkeypatch.setattr(device, "pinned", noted)
         monkeypatch.setattr(device, "copy", copied)
         monkeypatch.setattr(blocks, "moved_together", moved)
-        for hook in ("propose", "mask", "settle", "observe"):
-            monkeypatch.setattr(Batch, hook, self._watched(getattr(Batch, hook)))
+        for owner, hook in ((Proposer, "propose"), (Batch, "mask"), (Batch, "settle"), (Proposer, "observe")):
+            monkeypatch.setattr(owner, hook, self._watched(getattr(owner, hook)))
 
     def _watched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any) -> Any:
@@ -281,6 +283,62 @@ def test_steps_that_read_lists_are_not_recorded(target: PreTrainedModel, hook: s
     assert len(read) == report.steps  # in each of them
 
 
+@pytest.mark.parametrize("strategy", ["autoregressive", Alone()], ids=["steps", "parts"])
+def test_what_failed_to_be_recorded_once_is_recorded_a_little_later_and_reported(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
+    record, failed = device.record, [0]
+
+    def short_of_memory(body: Any) -> Any:
+        failed[0] += 1
+        if failed[0] == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return record(body)
+
+    run(target, "autoregressive", new=1)  # reads the prompt
+    monkeypatch.setattr(device, "record", short_of_memory)
+    with pytest.warns(UserWarning, match="not permitted"):
+        report = run(target, strategy, new=24)
+    assert failed[0] > 1 and report.unrecorded == "operation not permitted when stream is capturing"
+    assert report.steps > report.replayed_steps >= report.steps - WARM_UP_STEPS - 4
+    assert "unrecorded" in str(report)
+    again = run(target, strategy, new=24)
+    assert again.unrecorded == "" and again.replayed_steps == again.steps
+
+
+def test_keys_and_values_are_moved_where_a_path_is_not_in_its_slots(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains and trees of one size have recordings of their own."""
+    moves: list[int] = []
+    move = core.move_slots
+    monkeypatch.setattr(core, "move_slots", lambda *given: moves.append(0) or move(*given))
+    text = plain(2, 24)[:, -24:]
+
+    class Branches(Alone):
+        """The right tokens, as a chain or as the second branch."""
+
+        def start(self, context: Any) -> list[Step]:
+            self.turn = 0
+            return []
+
+        def propose(self, state: list[Step], sequences: Sequences) -> Draft:
+            self.turn += 1
+            right = torch.stack(
+                [row[at : at + 3] for row, at in zip(padded, (sequences.length - prompt).tolist(), strict=True)]
+            )
+            if self.turn % 2:
+                return Draft.chain(right)
+            return Draft(torch.cat([torch.full_like(right, 5), right], 1)[:, :7], Topology.branches(2, 3))
+
+    for strategy in ("autoregressive", "prompt_lookup", Alone()):
+        run(target, strategy, 2, 16)
+    assert not moves
+    padded, prompt = torch.nn.functional.pad(text, (0, 8), value=3), prompts(2)["attention_mask"].sum(1)
+    report = run(target, Branches(), 2, 24)
+    assert moves and report.accepted > 8 and report.replayed_steps
+
+
 def test_lists_stay_those_of_their_step(target: PreTrainedModel) -> None:
     shown: list[tuple[Sequences, list[int], list[list[int]]]] = []
 
@@ -367,7 +425,8 @@ def test_the_passes_of_a_draft_model_are_replayed(target: PreTrainedModel, devic
 
 
 @pytest.mark.parametrize(
-    "options", [dict(repetition_penalty=1.3), dict(verifier="rejection", do_sample=True, seed=1, top_k=0)]
+    "options",
+    [dict(logits_processor=[lambda ids, scores: scores]), dict(verifier="rejection", do_sample=True, seed=1, top_k=0)],
 )
 def test_where_something_decides_on_the_host_the_forward_pass_is_replayed(
     target: PreTrainedModel, device: TapeRecorder, options: dict[str, Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 import decoders
 from decoders.cli import app
-from decoders.engine.model import attention, self_check, verdicts
+from decoders.engine.model import attention, self_check
 from decoders.engine.model.attention import LayerKind
 from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.kernels import attention as kernel
@@ -23,27 +22,9 @@ from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
-from decoders.settings import Attention
 from decoders.testing import assert_same_tokens, decode, prompts
 from decoders.testing.models import tiny_model
 from decoders.tree import TreeTensors
-
-KEY_OF = verdicts.key_of
-
-
-@pytest.fixture(autouse=True)
-def verdicts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A verdict that was kept hides no fault."""
-    monkeypatch.setattr(verdicts, "key_of", KEY_OF)
-    monkeypatch.setattr(verdicts, "path", lambda: tmp_path / "checks.json")
-
-
-def passes(model: Any, attends: Attention = "auto") -> Any:
-    """`model`, a verdict on which was kept."""
-    key = KEY_OF(target_of(model, attends), model)
-    assert key is not None and verdicts.find(key) is not None
-    return model
-
 
 with_kernels = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off: a GPU is here, or no Triton")
 
@@ -97,7 +78,7 @@ def of_the_first_row(kinds: Any, base: Any, offsets: Any, visible: Any, view: in
 def test_a_planted_fault_is_seen(
     model: str, owner: Any, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = passes(tiny_model(model), "sdpa")
+    tiny = tiny_model(model)
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(UnsupportedError, match="logits verified through a token tree of"):
         target_of(tiny, "sdpa")
@@ -131,7 +112,7 @@ def with_bits_of_the_first_row(base: Any, offsets: Any, visible: Any) -> Any:
 def test_a_fault_planted_in_what_a_kernel_is_told_is_seen_and_the_kernel_is_left(
     model: str, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = passes(tiny_model(model))
+    tiny = tiny_model(model)
     monkeypatch.setattr(kernel, name, fault)
     with pytest.warns(UserWarning, match="logits verified through a token tree of"):
         assert target_of(tiny).attends == "sdpa"
@@ -145,7 +126,7 @@ def blind_from_slot_256(kinds: Any, base: Any, offsets: Any, visible: Any, view:
 
 def test_what_goes_wrong_at_256_slots_is_seen_where_kernels_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "ON_CPU", self_check.ON_CUDA)
-    tiny = passes(tiny_model("llama", max_position_embeddings=512), "sdpa")
+    tiny = tiny_model("llama", max_position_embeddings=512)
     monkeypatch.setattr(attention, "build_mask", blind_from_slot_256)
     with pytest.raises(UnsupportedError, match="behind 300 tokens"):
         target_of(tiny, "sdpa")
@@ -157,7 +138,7 @@ def test_a_text_that_goes_on_in_the_wrong_slot_is_seen(monkeypatch: pytest.Monke
     def prefill(target: Target, tokens: Any, start: torch.Tensor, buffers: Any, view: Any, latest: int) -> None:
         plain(target, tokens, start + (latest > 0), buffers, view, latest)
 
-    tiny = passes(tiny_model("llama"))
+    tiny = tiny_model("llama")
     monkeypatch.setattr(Target, "prefill", prefill)
     with pytest.raises(UnsupportedError, match="differ"):
         target_of(tiny)
@@ -171,7 +152,7 @@ def test_a_branch_at_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch)
             tree = replace(tree, offsets=torch.arange(len(tree)).expand_as(tree.offsets))
         return plain(target, nodes, base, tree, *rest, **more)
 
-    tiny = passes(tiny_model("llama"))
+    tiny = tiny_model("llama")
     monkeypatch.setattr(Target, "inputs", inputs)
     with pytest.raises(UnsupportedError, match="16 nodes"):
         target_of(tiny)
@@ -184,7 +165,7 @@ def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pyt
         own = plain(cache, keys, values, layer, *rest, **more)
         return (cache.buffers.keys[0][:, :, : cache.view], own[1]) if layer == 1 else own
 
-    tiny = passes(tiny_model("gemma4", global_head_dim=8))
+    tiny = tiny_model("gemma4", global_head_dim=8)
     monkeypatch.setattr(SlotCache, "update", update)
     with pytest.raises(UnsupportedError, match="differ"):
         target_of(tiny)
@@ -192,7 +173,7 @@ def test_keys_of_another_layer_are_seen_where_layers_share_them(monkeypatch: pyt
 
 @pytest.mark.parametrize("fault", ["in the first pass", "in the check"])
 def test_a_design_that_raises_is_refused_in_one_sentence(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decoders.enable(passes(tiny_model("llama")))
+    model = decoders.enable(tiny_model("llama"))
     plain = type(model.model.layers[0].mlp).forward
 
     def forward(layer: Any, hidden: torch.Tensor) -> Any:
@@ -216,7 +197,7 @@ def test_windows_are_as_long_as_before_when_the_check_is_over() -> None:
 
 
 def test_the_check_shortens_windows_that_no_text_of_its_own_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = passes(tiny_model("gemma3", sliding_window=4096), "sdpa")
+    tiny = tiny_model("gemma3", sliding_window=4096)
     monkeypatch.setattr(LayerKind, "narrow", one_further)
     with pytest.raises(UnsupportedError, match="differ"):
         target_of(tiny, "sdpa")

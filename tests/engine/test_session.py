@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoders.engine.decode.prompts import KeptText
-from decoders.engine.decode.rows import sampling_inputs
+from decoders.engine.decode.rows import no_sampling
 from decoders.engine.decode.session import Session
 from decoders.engine.decode.sessions import KEPT_SESSIONS, Sessions
 from decoders.engine.model.cache import CacheBuffers
@@ -28,7 +28,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 def sampling(rows: int):
-    return sampling_inputs((), 0, rows, (), CPU)
+    return no_sampling(rows, CPU)
 
 
 def texts(*texts: list[int]) -> list[Tensor]:

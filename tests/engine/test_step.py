@@ -1,10 +1,10 @@
-"""The order of a step, and what its watch is told."""
+"""The order of a step, and what its clock is told."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from decoders.engine.decode.step import Parts, Watch, forward_verify_commit, step
+from decoders.engine.decode.step import Clock, Parts, forward_verify_commit, step
 
 
 class Noted:
@@ -23,7 +23,8 @@ class Noted:
 
 def test_a_step_is_that_of_the_papers() -> None:
     notes: list[str] = []
-    assert step(Noted(notes), Watch()) == "decide"
+    noted = Noted(notes)
+    assert step(noted, noted, recording=True) == "decide"
     assert notes == [
         "propose()", "block_of(propose)", "mask(propose, block_of)", "decide(propose, mask, rows)", "settle(decide, None)",
         "observe(decide, None)",
@@ -39,17 +40,27 @@ def test_forward_verify_and_commit_are_each_shown_what_they_need() -> None:
         notes.append("forward")
         return "nodes", "results"
 
-    out = forward_verify_commit(Parts(forward, noted.verify, noted.commit), "draft", block, "rows")  # type: ignore[arg-type]
+    draft = type("Draft", (), {"in_place": True})()
+    out = forward_verify_commit(Parts(forward, noted.verify, noted.commit), draft, block, "rows")  # type: ignore[arg-type]
     assert out == "commit"
     assert notes[0] == "forward" and notes[1].endswith("nodes, results, rows)")
-    assert notes[2] == "commit(nodes, tree, rows, results, verify)"
+    assert notes[2] == "commit(nodes, tree, rows, results, verify, True)"
 
 
-def test_the_watch_may_cut_what_was_committed_before_anything_learns_of_it() -> None:
+def test_stopping_criteria_cut_what_was_committed_before_anything_learns_of_it() -> None:
     notes: list[str] = []
-    step(Noted(notes), Noted(notes))
+    clock: list[str] = []
+    step(Noted(notes), Noted(notes), Noted(clock))
     order = [note.partition("(")[0] for note in notes]
-    assert order == [
-        "propose", "block_of", "proposed", "mask", "masked", "decide", "committed", "settle", "settled", "observe", "observed",
-    ]  # fmt: skip
-    assert "settle(decide, committed)" in notes and "observed(decide, committed)" in notes
+    assert order == ["propose", "block_of", "mask", "decide", "read", "stop", "settle", "observe", "deliver"]
+    assert "settle(decide, read)" in notes and "observe(decide, read)" in notes and "deliver(decide, read)" in notes
+    phases = ["begun", "proposed", "masked", "read", "stopped", "settled", "observed", "delivered"]
+    assert [note.partition("(")[0] for note in clock] == phases
+
+
+def test_a_step_without_a_clock_is_the_same_step() -> None:
+    timed: list[str] = []
+    plain: list[str] = []
+    step(Noted(timed), Noted(timed), Clock())
+    step(Noted(plain), Noted(plain))
+    assert timed == plain

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoders.engine.decode.engine import Engine
-from decoders.engine.model.blocks import LeadingText, causal_block
+from decoders.engine.model.blocks import LeadingText, PassInput, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
@@ -26,8 +26,10 @@ def test_inference_mode_changes_no_bit_and_does_not_show(dtype: torch.dtype, mon
         buffers = [CacheBuffers.allocate(target.layout, 2, 128) for _ in range(3)]
         target.prefill(tokens[:, :8], start, buffers[0], view, 0)
         given = [
-            target.forward(tokens[:, 8:], start + 8, block, buffers[0], view),
-            target.forward(tokens, start, causal_block(2, 12, target.device), buffers[1], view, LeadingText(8)),
+            target.forward(PassInput(tokens[:, 8:], start + 8, block, buffers[0], view)),
+            target.forward(
+                PassInput(tokens, start, causal_block(2, 12, target.device), buffers[1], view, LeadingText(8))
+            ),
             target.features(tokens, start, buffers[2], view, 0, logits=True),
         ]
         return list(zip(given, buffers, strict=True))
@@ -54,9 +56,9 @@ def test_passes_run_in_inference_mode_where_no_one_records_or_compiles_them(monk
     buffers, view = CacheBuffers.allocate(target.layout, 1, 128), torch.arange(64)
     tokens, start = torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        target.forward(tokens, start, causal_block(1, 4, target.device), buffers, view)
+        target.forward(PassInput(tokens, start, causal_block(1, 4, target.device), buffers, view))
         monkeypatch.setattr(target, "static", True)
-        target.forward(tokens, start, causal_block(1, 4, target.device), buffers, view)
+        target.forward(PassInput(tokens, start, causal_block(1, 4, target.device), buffers, view))
     assert seen == [(True, False), (False, False)]
 
 

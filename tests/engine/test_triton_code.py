@@ -13,6 +13,7 @@ from decoders.engine.model.compiled import regions
 from decoders.engine.model.self_check import target_of
 from decoders.heads.medusa import HeadsConfig, MedusaHeads
 from decoders.sampling import SamplingInputs, SamplingPlan, candidates, gumbel_noise
+from decoders.sampling.prefixes import READ_TEXT, Prefixes
 from decoders.sampling.processors import process, row_keys
 from decoders.sampling.top import MOST_OF_TOP_K
 from decoders.strategies.lookahead import first_window
@@ -81,6 +82,32 @@ def test_choice_is_the_same(name, tmp_path):
 def test_what_is_left_of_a_large_vocabulary_is_the_same(names, tmp_path):
     plan = SamplingPlan(tuple(names.split(", ")), sample=True)
     arguments = scores_of(1, 2, MOST_OF_TOP_K + 9), plan, inputs_of(plan, 1), torch.tensor([[0, 1]])
+    assert same(run_as_triton_code(tmp_path, process, *arguments), process(*arguments))
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["repetition_penalty, no_repeat_ngram", pytest.param(", ".join(READ_TEXT), marks=pytest.mark.slow)],
+)
+def test_what_the_text_leaves_is_the_same(names, tmp_path):
+    generator = torch.Generator().manual_seed(2)
+    plan, tree = SamplingPlan(tuple(names.split(", "))), TREE.tensors(2, CPU)
+    count = len(plan.operations)
+    inputs = SamplingInputs(
+        torch.tensor([{"no_repeat_ngram": 2.0, "suppress_at": 9.0, "forced_tokens": 10.0}.get(n, 1.3) for n in plan.operations]),
+        row_keys(5, 2, CPU), torch.tensor([3, -1]), torch.randint(4, (count, 8, 4), generator=generator).sort(1).values,
+        torch.linspace(-1, 1, 8).expand(count, 8).clone(), torch.tensor([[-1, -1], [-1, 0]]),
+    )  # fmt: skip
+    tokens, nodes = (
+        torch.randint(4, (2, 20), generator=generator),
+        torch.randint(4, (2, len(TREE)), generator=generator),
+    )
+    lengths = torch.tensor([20, 13])
+    nodes[:, 0] = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+    prefixes = Prefixes(
+        tokens, lengths, lengths - 9, nodes, tree.offsets, tree.visible, torch.tensor([[-1, -1], [-1, 0]])
+    )
+    arguments = scores_of(2, len(TREE), VOCAB), plan, inputs, 9 + tree.offsets, None, prefixes
     assert same(run_as_triton_code(tmp_path, process, *arguments), process(*arguments))
 
 

@@ -213,9 +213,16 @@ def test_a_tree_is_refused_by_a_verifier_of_chains(model, draft, verifier, kind)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection"])
-def test_processors_that_read_the_text_are_refused(model, draft, verifier):
+def test_processors_of_the_callers_own_are_refused(model, draft, verifier):
     with pytest.raises(UnsupportedError, match=f"verifier='{verifier}' needs the distribution.*coupled"):
-        draw(model, CHAINS["chain"], verifier, draft, num_return_sequences=2, repetition_penalty=1.2)
+        draw(
+            model,
+            CHAINS["chain"],
+            verifier,
+            draft,
+            num_return_sequences=2,
+            logits_processor=[lambda ids, scores: scores],
+        )
 
 
 @pytest.mark.slow

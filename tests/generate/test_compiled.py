@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.engine.model.blocks import after_text, causal_block
+from decoders.engine.model.blocks import PassInput, after_text, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.regions import fixed
@@ -115,8 +115,9 @@ def test_whole_trees_and_their_ends_take_the_same_graph(compiled: PreTrainedMode
     with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
         for block, count in ((tree, 7), (tree, 3), (shared, 6), (shared, 2)):
             nodes = torch.randint(VOCAB, (4, count), generator=torch.Generator().manual_seed(count))
-            ours = forward(nodes, base, block, buffers, view)
-            plain = target.forward(nodes, base, block, buffers, view)
+            given = PassInput(nodes, base, block, buffers, view)
+            ours = forward(given)
+            plain = target.forward(given)
             torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
 
 
@@ -144,7 +145,8 @@ def test_trees_take_the_same_graph_whatever_their_tensors_are_views_of(compiled:
     with forward.during(True, Report("")), torch.compiler.set_stance("fail_on_recompile"), torch.no_grad():
         for tree in trees:
             nodes = torch.randint(VOCAB, (rows, len(tree)), generator=torch.Generator().manual_seed(len(tree)))
-            ours, plain = forward(nodes, base, tree, buffers, view), target.forward(nodes, base, tree, buffers, view)
+            given = PassInput(nodes, base, tree, buffers, view)
+            ours, plain = forward(given), target.forward(given)
             torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
             tokens, flags = torch.zeros(rows, 64, dtype=torch.int64), torch.zeros(rows).bool()
             whole = TreeTensors(tree.parents, tree.offsets, tree.visible, tree.ancestors)
@@ -245,8 +247,8 @@ def test_a_compiled_call_reads_its_prompts_compiled(monkeypatch: pytest.MonkeyPa
     # The prompt's last 12 tokens are read by the first step.
     assert decode(model, prompts(rows, 26), "suffix", **options).report.prefill_steps == 1
     recycling = dict(strategy_config={"prompt_logits": True}, **options)
-    # Behind kept tokens at least three are left to read: the graph is for no fewer.
-    assert decode(model, prompts(rows, 32), "token_recycling", **recycling).report.prefill_steps == 0
+    # One or two tokens are left to read behind kept ones; the graph is for no fewer than three.
+    assert decode(model, prompts(rows, 26), "token_recycling", **recycling).report.prefill_steps == 0
 
 
 @pytest.mark.usefixtures("traced_only")

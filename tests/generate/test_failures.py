@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from decoders.engine.decode.batch import Batch
+from decoders.engine.decode.prompt_reader import PromptReader
 from decoders.strategy import Context, Draft, Sequences, Step, Strategy
 from decoders.testing import prompts
 
@@ -118,13 +118,13 @@ def test_an_error_of_a_processor_ends_a_call_whose_request_was_changed_meanwhile
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is where images were divided wrongly."""
-    read = Batch.read_prompts
+    read = PromptReader.read
 
-    def changing(batch: Batch, *given: Any, **options: Any) -> None:
-        read(batch, *given, **options)
-        batch.request = replace(batch.request)
+    def changing(prompts: PromptReader, *given: Any, **options: Any) -> None:
+        read(prompts, *given, **options)
+        prompts.batch.request = replace(prompts.batch.request)
 
-    monkeypatch.setattr(Batch, "read_prompts", changing)
+    monkeypatch.setattr(PromptReader, "read", changing)
     with pytest.raises(Oops):
         llama.generate(**prompts(), strategy="autoregressive", logits_processor=[Processor()], **CALL)
 

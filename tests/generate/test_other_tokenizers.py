@@ -164,3 +164,21 @@ def test_a_slow_comparison_of_vocabularies_is_logged_once(
             kept.tokens(draft, target, own, other)
     (message,) = (record.getMessage() for record in caplog.records)
     assert f"{len(own)} tokens of the target with {len(other)} of the draft" in message
+
+
+def test_vocabularies_are_listed_in_the_first_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, own, _ = pair()
+    other = tokenizer(285, TEXT + "a path of a path", "<pad>")
+    draft, listed = model(len(other), 1), list[Any]()
+    usual = PreTrainedTokenizerFast.get_vocab
+    monkeypatch.setattr(PreTrainedTokenizerFast, "get_vocab", lambda self: listed.append(self) or usual(self))
+    ids = torch.tensor([own(TEXT)["input_ids"][:16]])
+    for expected in (True, False):
+        listed.clear()
+        target.generate(
+            ids, strategy="speculative", assistant_model=draft, assistant_tokenizer=other, max_new_tokens=4, decoders_config=EAGER
+        )  # fmt: skip
+        assert (other in listed) is expected
+    other.add_tokens(["another"])
+    with pytest.raises(UnsupportedError, match="differs from the target's"):
+        assistants.check_vocabulary(target, draft, own, other)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.engine.model.weights import quantization
+from decoders.engine.model.weights.state import WeightState
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.testing import prompts, tiny_model
 
@@ -145,7 +146,7 @@ def test_writes_are_seen_by_every_engine_that_reads_them(fresh: PreTrainedModel)
     out = ours(other, return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences, plainly(other))
     engines = vars(other)["generate"]._assistants._engines
-    assert not engines[fresh].target.samples.changed
+    assert WeightState.of(fresh) == engines[fresh].target.weights
 
 
 # --- warmup -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Tests that need a CUDA device: ``pytest -m gpu``, under four minutes on one card.
+"""Tests that need a CUDA device: ``python tests/gpu/run.py``, or ``pytest -m gpu``, one after the other.
 
-``GPU_TESTS_DEVICE=cpu pytest -m gpu`` runs what a CPU can run of them: to see that they are right before a card is at hand.
+``GPU_TESTS_DEVICE=cpu`` before it runs what a CPU can run of them: to see that they are right before a card is at hand.
 With ``OUT=FOLDER`` the card, the versions and every result are written to ``FOLDER/gpu-tests.jsonl`` as they come.
 """
 
@@ -19,13 +19,19 @@ from decoders.bench import machine
 BYSTANDERS = ("ignore:.*TensorFloat32", "ignore:.*torch.jit", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.gpu)
+    for warning in BYSTANDERS:
+        item.add_marker(pytest.mark.filterwarnings(warning), append=False)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            for warning in BYSTANDERS:
-                item.add_marker(pytest.mark.filterwarnings(warning), append=False)
+    if part := os.environ.get(
+        "GPU_TESTS_PART"
+    ):  # of run.py: "1/8" is every eighth test of those chosen, beginning with the second
+        first, count = map(int, part.split("/"))
+        items[:] = items[first::count]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.self_check import target_of
 from decoders.testing.models import Architecture
@@ -76,7 +77,7 @@ def tree_logits(
     view = torch.arange(slots - 256, device=device)
     target.prefill(ids[:, :longest], start, buffers, view, 0)
     base = torch.tensor(prompts, device=device)
-    return target.forward(ids[:, -len(block) :], base, block, buffers, view).logits.float()
+    return target.forward(PassInput(ids[:, -len(block) :], base, block, buffers, view)).logits.float()
 
 
 def model_of(design: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

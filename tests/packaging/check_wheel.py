@@ -7,6 +7,7 @@ Run it where the dependencies are installed: the clean environment borrows them 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -53,22 +54,27 @@ assert kernels is not None and sys.prefix in str(kernels.path), cpu.chosen()
 """
 
 
+# Its last cells use what the first one has installed.
+NOTEBOOK = """
+import nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read("quickstart.ipynb", 4)
+NotebookClient(notebook, kernel_name="python3", timeout=600).execute()
+texts = [out.text for cell in notebook.cells for out in cell.get("outputs", []) if out.output_type == "stream"]
+assert any("the same text: True" in text for text in texts), texts
+"""
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         wheel = build(work / "dist")
         check_contents(wheel)
 
-        venv.create(work / "clean", with_pip=True)
-        python = work / "clean" / "bin" / "python"
+        python = environment(work / "clean")
         run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel), cwd=work)
         run(python, "-I", "-c", NOT_IMPORTABLE, cwd=work)
-
-        # A plain path: the .pth files over there (an editable install of this project, for one) are not followed.
-        site = subprocess.check_output(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-        ).strip()
-        Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        borrow(python)
         run(python, "-I", "-c", WORKS, cwd=work)
         command = work / "clean" / "bin" / "decoders"
         for arguments in (
@@ -80,7 +86,38 @@ def main() -> None:
             ["new-plugin", "my-idea"],
         ):
             run(command, *arguments, cwd=work)
+        check_notebook(wheel, work)
     print(f"{wheel.name}: ok")
+
+
+def environment(folder: Path) -> Path:
+    """A new environment's interpreter."""
+    venv.create(folder, with_pip=True)
+    return folder / "bin" / "python"
+
+
+def borrow(python: Path) -> None:
+    """Lets the environment of `python` import what is installed here, but for this project, which pip would take for the wheel."""
+    here, borrowed = Path(sysconfig.get_path("purelib")), python.parents[1] / "borrowed"
+    borrowed.mkdir()
+    for path in here.iterdir():
+        if not path.name.startswith(("hf_decoders", "decoders")) and path.suffix != ".pth":
+            (borrowed / path.name).symlink_to(path)
+    site = subprocess.check_output(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    ).strip()
+    Path(site, "borrowed.pth").write_text(f"{borrowed}\n")
+
+
+def check_notebook(wheel: Path, work: Path) -> None:
+    """Runs the quickstart as somebody does who has uploaded it with the wheel: its first cell installs that."""
+    python, folder = environment(work / "notebook"), work / "uploaded"
+    borrow(python)
+    folder.mkdir()
+    for file in (wheel, ROOT / "docs" / "notebooks" / "quickstart.ipynb"):
+        shutil.copy(file, folder)
+    run(python, "-I", "-c", NOTEBOOK, cwd=folder)
+    run(python, "-I", "-c", "import decoders, sys; assert sys.prefix in decoders.__file__", cwd=folder)
 
 
 def build(folder: Path) -> Path:

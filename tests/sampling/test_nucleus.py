@@ -13,7 +13,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from decoders.common.devices import as_recorded
-from decoders.hf.preparation import plan_sampling
+from decoders.hf.operations import PaddedPrompts, plan_sampling
 from decoders.sampling import top
 from decoders.sampling.choice import candidates
 from decoders.sampling.processors import OPERATIONS, WITHOUT_SORT, SamplingInputs, SamplingPlan, process, row_keys
@@ -222,5 +222,6 @@ def test_tokens_are_counted_over_blocks(vocab):
 @pytest.mark.parametrize("k, name", [(1, "top_k"), (MOST_OF_TOP_K, "top_k"), (MOST_OF_TOP_K + 1, "large_top_k")])
 def test_the_value_of_top_k_says_which_operation_it_is(k, name):
     processors = LogitsProcessorList([hf.TopKLogitsWarper(k)])
-    plan, values, _ = plan_sampling(processors, 3, GenerationConfig(do_sample=True), ())
+    prompts = PaddedPrompts(torch.ones(1, 3, dtype=torch.int64), None, 50)
+    plan, values, *_ = plan_sampling(processors, prompts, GenerationConfig(do_sample=True), ())
     assert plan.operations == (name,) and values == (k,)

@@ -113,6 +113,15 @@ PUBLISHED = {
                        r'(?:\[TOOL_CALLS\]\[)?\{"name": ?"(?P<n>\w+)", ?"arguments": ?(?P<a>\{.*?\})\}(?:, |\])'),
     "mistral-args": (each("[TOOL_CALLS]{{ c.name }}[ARGS]" + ARGUMENTS), ["[TOOL_CALLS]", "[ARGS]"],
                      r"\[TOOL_CALLS\](?P<n>\w+)\[ARGS\](?P<a>\{.*?\})(?=$|\[)"),
+    "mistral-ids": (each("[TOOL_CALLS]{{ c.name }}[CALL_ID]{{ call.id }}[ARGS]" + ARGUMENTS), ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
+                    r"\[TOOL_CALLS\](?P<n>\w+)\[CALL_ID\](?P<id>[a-zA-Z0-9]{9})\[ARGS\](?P<a>\{.*?\})(?=$|\[)"),
+    "kimi-k2": ("<|tool_calls_section_begin|>"
+                + each("<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>" + ARGUMENTS + "<|tool_call_end|>")
+                + "<|tool_calls_section_end|>",
+                ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+                 "<|tool_calls_section_end|>"],
+                r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>(?P<id>functions\.(?P<n>\w+):\d+)"
+                r"<\|tool_call_argument_begin\|>(?P<a>\{.*?\})<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?"),
     "deepseek-v3": (BEGIN + each(V3, "\n") + END, [*DEEPSEEK],
                     rf"(?:{BEGIN}|\n){ONE}function{SEP}(?P<n>\w+)\n```json\n(?P<a>\{{.*?\}})\n```{CLOSE}(?:{END})?"),
     "deepseek-v3.1": (BEGIN + each(ONE + "{{ c.name }}" + SEP + ARGUMENTS + CLOSE) + END, [*DEEPSEEK],
@@ -274,6 +283,7 @@ def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
             own = [(found["n"], arguments_of(name, found["a"])) for found in matches]
             assert own and "".join(found[0] for found in matches) == text.removeprefix("Well. "), text
             assert [(call.name, json.loads(call.arguments)) for call in written.calls] == own
+            assert [call.id for call in written.calls] == [found.groupdict().get("id") for found in matches]
             judge = Draft202012Validator(PARAMETERS)
             assert all(judge.is_valid(arguments) for _, arguments in own)
             assert written.text == ("Well." if text.startswith("Well.") else "")

@@ -14,24 +14,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.server import limits
-from decoders.server.limits import Limits
-from decoders.server.running import HEAD_BYTES, Seldom, most_connections, protocol, quiet
+from decoders.server.running import HEAD_BYTES, Seldom, most_connections, quiet
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture(params=["httptools", "h11"])
-def parser(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With either of the parsers that uvicorn has."""
-    if request.param == "h11":
-        import sys
-
-        monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
-    else:
-        pytest.importorskip("httptools")
-    name: str = request.param
-    assert name in protocol(Limits()).__name__.lower()
-    return name
 
 
 @contextlib.contextmanager
@@ -64,7 +49,7 @@ def sent(connection: socket.socket, content: bytes) -> None:
     ],
     ids=["headers", "header", "url", "method"],
 )
-def test_a_large_head_is_refused(served: Any, service_of: Any, parser: str, head: bytes) -> None:
+def test_a_large_head_is_refused(served: Any, service_of: Any, head: bytes) -> None:
     with served(service_of(), keys=["key"]) as client:
         with connected(client) as connection:
             sent(connection, head)
@@ -76,7 +61,7 @@ def test_a_large_head_is_refused(served: Any, service_of: Any, parser: str, head
         assert client.get("/health").status_code == 200
 
 
-def test_a_head_of_usual_size_is_read(served: Any, service_of: Any, parser: str) -> None:
+def test_a_head_of_usual_size_is_read(served: Any, service_of: Any) -> None:
     with served(service_of()) as client:
         for _ in range(3):  # on one connection
             assert client.get("/health", headers={"More": "x" * 8000}).status_code == 200
@@ -89,15 +74,13 @@ def test_a_head_of_usual_size_is_read(served: Any, service_of: Any, parser: str)
     [b"", b"GET /health HT", HEAD + b"a: b\r\n", HEAD + b"Content-Length: 50\r\n\r\n{"],
     ids=["nothing", "line", "headers", "body"],
 )
-def test_a_request_that_does_not_arrive_is_given_up(served: Any, service_of: Any, parser: str, content: bytes) -> None:
+def test_a_request_that_does_not_arrive_is_given_up(served: Any, service_of: Any, content: bytes) -> None:
     with served(service_of(read=0.3)) as client, connected(client) as connection:
         sent(connection, content)
         assert answer(connection)[:12] == (b"HTTP/1.1 408" if content else b"")
 
 
-def test_a_request_that_is_answered_for_long_is_not_given_up(
-    served: Any, service_of: Any, parser: str, monkeypatch: Any
-) -> None:
+def test_a_request_that_is_answered_for_long_is_not_given_up(served: Any, service_of: Any, monkeypatch: Any) -> None:
     service, timers = service_of(), []
     start = service.start
 
@@ -112,7 +95,7 @@ def test_a_request_that_is_answered_for_long_is_not_given_up(
     assert timers == [None, None]
 
 
-def test_too_many_connections_are_turned_away(served: Any, service_of: Any, parser: str, wait_until: Any) -> None:
+def test_too_many_connections_are_turned_away(served: Any, service_of: Any, wait_until: Any) -> None:
     with served(service_of(connections=4)) as client, contextlib.ExitStack() as stack:
         assert client.get("/health").status_code == 200
         every = [stack.enter_context(connected(client)) for _ in range(8)]
@@ -132,7 +115,7 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch: pytest.Monk
     assert most_connections(3) == 3
 
 
-def test_what_strangers_bring_about_is_logged_once(served: Any, service_of: Any, parser: str, caplog: Any) -> None:
+def test_what_strangers_bring_about_is_logged_once(served: Any, service_of: Any, caplog: Any) -> None:
     with served(service_of()) as client:
         for _ in range(20):
             with connected(client) as connection:

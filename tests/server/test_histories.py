@@ -61,6 +61,8 @@ USER = Message(role="user", content="go on")
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", [*PUBLISHED, "none"])
 def test_what_a_server_writes_comes_back(name: str, check: str, tokenizer_of: Callable[..., Any]) -> None:
+    if (name, check) == ("kimi-k2", "ids"):
+        pytest.skip("its ids hold the functions' names")
     calls, marks, _ = PUBLISHED.get(name, ("", [], ""))
     ask = "<|start|>assistant" if name == "harmony" else ASK
     source = template(calls, ask).replace("{% for m in messages %}", "{% for m in messages %}" + CHECKS[check])
@@ -109,6 +111,23 @@ def test_ids_are_what_the_template_takes(tokenizer_of: Callable[..., Any]) -> No
         assert conversations.prompt([USER, *turn(*ids)], (), {}) == text  # a prompt that is known is not read again
         if source is strict:
             assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in given) and given[2] == "abcdefghi"
+
+
+def test_ids_that_hold_names_are_made_of_foreign_ones(tokenizer_of: Callable[..., Any]) -> None:
+    calls, marks, _ = PUBLISHED["kimi-k2"]
+    source = template(calls).replace(
+        "{{ m.content }}", "{{ m.content }}{{ '[' ~ m.tool_call_id ~ ']' if m.role == 'tool' }}"
+    )
+    conversations = Conversations(tokenizer_of(marks), source)
+    for ids in (["call_1", "toolu_0", "functions.walk:7"], ["functions.walk:0", None, "functions.rest:2"]):
+        text = conversations.prompt([USER, *turn(*ids)], (), {})
+        given, answered = re.findall(r"call_begin\|>(.*?)<", text), re.findall(r"\[(functions.*?)\]", text)
+        assert given == answered
+        assert given == [
+            "functions.walk:0",
+            "functions.walk:1",
+            ids[2] if ids[2] == "functions.walk:7" else "functions.walk:2",
+        ]
 
 
 def test_calls_without_ids_are_answered_in_their_order(tokenizer_of: Callable[..., Any]) -> None:

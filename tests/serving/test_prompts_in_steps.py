@@ -24,9 +24,9 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     made: list[tuple[int, int, int]] = []
     plain = mixed.forward
 
-    def noted(target: Any, nodes: torch.Tensor, base: Any, tree: Any, view: Any, text: int, piece: Any) -> Any:
-        made.append((*nodes.shape, piece.tokens.shape[1]))
-        return plain(target, nodes, base, tree, view, text, piece)
+    def noted(target: Any, given: Any, piece: Any) -> Any:
+        made.append((*given.nodes.shape, piece.tokens.shape[1]))
+        return plain(target, given, piece)
 
     monkeypatch.setattr(mixed, "forward", noted)
     return made

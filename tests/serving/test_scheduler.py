@@ -131,7 +131,7 @@ def test_requests_write_what_calls_of_their_own_write(
             id="stop tokens of their own",
         ),
         [{"top_k": 4}, {"top_p": 0.7}],  # other plans: they take turns
-        [{"repetition_penalty": 1.5}, {"repetition_penalty": 1.1}],  # on the host
+        [{"repetition_penalty": 1.5}, {"repetition_penalty": 1.1}],
     ],
     ids=str,
 )

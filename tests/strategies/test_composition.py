@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ import decoders
 from decoders.settings import Settings
 from decoders.strategies import PromptLookup, Suffix
 from decoders.strategies.merged import Merged, MergedSettings
-from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy, Traits
+from decoders.strategy import TRAITS, Context, Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 from decoders.testing.spy import Spy
 from decoders.testing.wrapped import Replayed, Wrapped
@@ -174,13 +173,11 @@ def merged(*parts: Strategy) -> Merged:
 
 
 def test_whatever_a_strategy_declares_is_a_trait_and_has_a_rule() -> None:
-    """What is no trait tells classes apart; :meth:`Traits.merged` cannot leave out a trait, for they have no defaults."""
+    """What is no trait tells classes apart."""
     declared = {
         name for name in PLAIN if name not in ("name", "summary", "needs", "settings", "settings_class", "hints")
     }
-    assert declared == {field.name for field in fields(Traits)}
-    with pytest.raises(TypeError, match="missing"):
-        Traits(exact=True)  # type: ignore[call-arg]
+    assert declared == set(TRAITS) == set(merged(Bare()).traits)
 
 
 def test_hooks_that_are_overridden_are_declared_and_an_own_word_counts_more() -> None:
@@ -216,7 +213,7 @@ def test_a_wrapper_passes_everything_on(name: str, wrap: Callable[[Strategy], St
     if name not in HOOKS:
         for inner in (Probe(), Bare()):
             expected = inner.traits if name == "traits" else None
-            assert getattr(wrap(inner), name) == (replace(expected, rests=False) if expected else getattr(inner, name))
+            assert getattr(wrap(inner), name) == (expected | {"rests": False} if expected else getattr(inner, name))
         return
     inner = Probe()
     wrapper = wrap(inner)

@@ -254,9 +254,9 @@ def test_a_round_begins_with_the_tokens_that_its_model_has_not_read(monkeypatch,
     plain = decode(target, prompts(2), max_new_tokens=40).sequences
     forward = vars(target)["generate"].engine().forward_pass
 
-    def noted(self, nodes, *arguments):
-        passes.append((self is forward, nodes.shape[1]))
-        return run(self, nodes, *arguments)
+    def noted(self, given):
+        passes.append((self is forward, given.nodes.shape[1]))
+        return run(self, given)
 
     monkeypatch.setattr(ForwardPass, "__call__", noted)
     start = prompts(2)["attention_mask"].argmax(1).tolist()

@@ -21,7 +21,7 @@ SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 
 @pytest.mark.in_turns(4)
 @pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neo", "deepseek_v3"])
 def test_tokens_are_those_of_the_whole_model(name: str, tree: str) -> None:
     model, inputs = decoders.enable(tiny_model(name)), prompts(3)
     strategy = EarlyExit(exit_layer=1, length=3, tree=tree)

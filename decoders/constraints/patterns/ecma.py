@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -242,17 +241,23 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
     return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)
 
 
-#: Reads lines of JSON with a pattern and a text; answers 1 or 0, or the error of the pattern.
-_CHILD = """
+#: Reads lines of JSON with a pattern, a text and seconds of processor time; answers with 1 or 0, or the error of the pattern, and the
+#: seconds that it took. Where they do not suffice it ends.
+_CHILD = (
+    limits.BOUNDED
+    + """
 import json, re, sys
 for line in sys.stdin:
-    pattern, text = json.loads(line)
+    begin, (pattern, text, seconds) = time.process_time(), json.loads(line)
+    bounded(seconds)
     try:
         answer = int(re.search(pattern, text) is not None)
     except (re.error, OverflowError, RecursionError) as error:
         answer = str(error)
-    print(json.dumps(answer), flush=True)
+    bounded(0)
+    print(json.dumps([answer, time.process_time() - begin]), flush=True)
 """
+)
 
 
 class Search:
@@ -286,22 +291,23 @@ class Search:
 
     def _asked(self, pattern: str, text: str) -> bool:
         limits.check("matching a pattern", "pattern")
-        begin, left = time.perf_counter(), limits.left()
+        left = limits.left()
+        bounded = math.isfinite(left)
         child = self._started()
-        killer = threading.Timer(min(left, threading.TIMEOUT_MAX), child.kill)
+        killer = threading.Timer(min(limits.PATIENCE * left, threading.TIMEOUT_MAX), child.kill)
         killer.start()
         try:
             assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(json.dumps([pattern, text]) + "\n")
+            child.stdin.write(json.dumps([pattern, text, left if bounded else 0]) + "\n")
             child.stdin.flush()
             line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
         finally:
             killer.cancel()
-            limits.spend(time.perf_counter() - begin if math.isfinite(left) else 0)
+        answer, seconds = json.loads(line) if line else ("the process that matches it has ended", left)
+        limits.spend(seconds if bounded else 0)
         limits.check("matching a pattern", "pattern")
-        answer = json.loads(line) if line else "the process that matches it has ended"
         if isinstance(answer, str):
             raise GrammarError(f"pattern {pattern[:80]!r}: {answer}", "pattern")
         return bool(answer)

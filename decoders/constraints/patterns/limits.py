@@ -119,6 +119,19 @@ def spend(seconds: float) -> None:
         current = current.outer
 
 
+#: The beginning of a child process's program: ``bounded(seconds)`` ends it, with no message, when it has been on a processor so long.
+BOUNDED = """
+import time
+try:
+    from _signal import ITIMER_PROF, setitimer
+    def bounded(seconds): setitimer(ITIMER_PROF, seconds)
+except ImportError:
+    def bounded(seconds): pass
+"""
+#: Of those seconds, how many times as long its parent waits for it: longer than a busy machine makes it, and not for ever.
+PATIENCE = 30
+
+
 def check(what: str, keyword: str | None = None) -> None:
     """Refuses to continue `what` if time is up. Raises GrammarError: time is up."""
     current = _current.get()

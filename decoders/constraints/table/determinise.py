@@ -1,16 +1,17 @@
 """A regular expression as a minimal byte automaton.
 
 outlines_core determinises it in a child process: this may take exponential time and memory, and outlines_core cannot be interrupted.
-The child has limits of memory and time, and imports only that extension (about 6 ms).
+The child has limits of memory and of processor time, so a busy machine decides alike, and imports only that extension (about 6 ms).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,9 +40,13 @@ END = "\U0010ffff".encode()
 #: transitions; two bytes in front of the text keep our own states from being the first.
 BEGIN = "\0\0"
 
-# Run by a bare interpreter; writes counts of transitions per state, states, bytes and targets as raw arrays.
-_CHILD = """
+# Run by a bare interpreter; writes counts of transitions per state, states, bytes and targets as raw arrays, and to the last line of
+# stderr the seconds that it took of a processor.
+_CHILD = (
+    limits.BOUNDED
+    + """
 import gc, os, sys
+bounded(float(sys.argv[4]))
 gc.disable()
 from array import array
 from itertools import chain
@@ -51,15 +56,19 @@ try:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 except (ImportError, ValueError, OSError):
     pass
+def end(message=""):
+    sys.stderr.write("%s\\n%.6f" % (message, time.process_time()))
+    sys.stderr.flush()
+    os._exit(bool(message))  # nothing is tidied up
 sys.path.append(sys.argv[1])
 from outlines_core import Index, Vocabulary
 try:
     index = Index(sys.stdin.buffer.read().decode(), Vocabulary(256, {bytes([b]): [b] for b in range(256)}))
 except ValueError as error:
-    sys.exit("refused: " + str(error))
+    end("refused: " + str(error))
 table, finals = index.get_transitions(), index.get_final_states()
 if len(table) > int(sys.argv[3]):
-    sys.exit("states: %d" % len(table))
+    end("states: %d" % len(table))
 out = sys.stdout.buffer
 array("Q", [len(table), sum(map(len, table.values())), len(finals)]).tofile(out)
 array("I", table).tofile(out)
@@ -68,8 +77,9 @@ array("I", chain.from_iterable(d.values() for d in table.values())).tofile(out)
 array("I", finals).tofile(out)
 array("H", chain.from_iterable(table.values())).tofile(out)
 out.flush()
-os._exit(0)  # nothing is tidied up
+end()
 """
+)
 
 
 @dataclass(frozen=True)
@@ -105,18 +115,25 @@ def determinise(regex: str) -> ByteAutomaton:
     except UnicodeEncodeError as error:
         raise GrammarError(f"a regex with half a character (a lone surrogate) at {error.start}") from error
     limits.check(f"the automaton of {shown(regex)}")
-    begin, seconds = time.perf_counter(), min(SECONDS, limits.left())
+    seconds = spent = min(SECONDS, limits.left())
+    too_long = f"the automaton of {shown(regex)} is too large; {_limit(f'{seconds:.2g} s')}"
+    arguments = site_packages, str(MEGABYTES << 20), str(RAW_STATES), str(seconds)
     try:
         child = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _CHILD, site_packages, str(MEGABYTES << 20), str(RAW_STATES)],
-            input=text, capture_output=True, timeout=seconds, check=False,
+            [sys.executable, "-I", "-S", "-c", _CHILD, *arguments],
+            input=text, capture_output=True, timeout=limits.PATIENCE * seconds, check=False,
         )  # fmt: skip
+        message, _, took = child.stderr.decode(errors="replace").rpartition("\n")
+        with suppress(ValueError):  # it ended by itself
+            spent = float(took)
     except subprocess.TimeoutExpired as error:
-        raise GrammarError(f"the automaton of {shown(regex)} is too large; {_limit(f'{seconds:.2g} s')}") from error
+        raise GrammarError(too_long) from error
     finally:
-        limits.spend(time.perf_counter() - begin)
+        limits.spend(spent)
+    if child.returncode == -getattr(signal, "SIGPROF", 0):
+        raise GrammarError(too_long)
     if child.returncode:
-        raise GrammarError(_reason(regex, child.stderr.decode(errors="replace")))
+        raise GrammarError(_reason(regex, message))
     return _without_end(_parsed(child.stdout))
 
 

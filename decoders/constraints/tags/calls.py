@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from ..call_formats import CallFormat
 from ..calls import Arguments, Called, CallSpec
 from ..schemas.raw_text import Notation
-from ..specs import Spec
+from ..specs import Regex, Spec
 from ..vocabulary import Vocabulary, stand_in
 from .markers import TOKEN
 from .phases import Free, Inside
@@ -93,11 +93,17 @@ class Calls(Structure):
         if format.notation is not None:
             return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)
         middles = [middle for first, middle in ((format.opening, format.middle), *format.also) if first == opening]
-        if not any(symbol >= TOKEN for middle in middles for symbol in phases.symbols(middle)):
+        if not any(symbol >= TOKEN for text in (*middles, format.before) for symbol in phases.symbols(text)):
             return self._closed(CallSpec(self.functions, format), phases, behind)
         rest = opening[len(self._mark(opening)) :]
         arguments = [(each.name, self._closed(Arguments(each), phases, behind)) for each in self.functions]
-        heads = [(f"{rest}{name}{middle}", phase) for name, phase in arguments for middle in middles]
+        if format.ids is not None:
+            ids = Regex(format.ids.pattern)
+            heads = [
+                (f"{rest}{name}{format.before}", phases.tag(ids, format.middle, phase)) for name, phase in arguments
+            ]
+        else:
+            heads = [(f"{rest}{name}{middle}", phase) for name, phase in arguments for middle in middles]
         return phases.add(Free(tuple((phases.symbols(text), phase) for text, phase in heads), ends=False, exact=True))
 
     def _in_notation(self, notation: Notation, vocabulary: Vocabulary) -> CallSpec:

@@ -135,15 +135,15 @@ class TaggedMatcher(Matcher):
             after = Place(ENDED)
         elif phase.then is not None and phase.closed(inner):
             after = self.automaton.enter(phase.then)
-        return replace(after, inner=inner, taken=1) if after is not None else None
+        return replace(after, taker=inner) if after is not None else None
 
     def rollback(self, count: int) -> None:
         if not 0 <= count < len(self.places):
             raise ValueError(f"cannot roll back {count} tokens: {len(self.places) - 1} have been taken")
         for _ in range(count):
             place = self.places.pop()
-            if place.inner is not None and place.taken:
-                place.inner.rollback(place.taken)
+            if place.taker is not None:
+                place.taker.rollback(1)
 
     def fill_mask(self, out: Tensor) -> None:
         grammar, automaton, place, phase = self.grammar, self.automaton, self.place, self._phase

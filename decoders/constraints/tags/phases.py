@@ -85,8 +85,8 @@ class Place:
         phase: number of the phase.
         node: of the phase's markers, in free text.
         count: tokens of this phase so far.
-        inner: the grammar's matcher, also right behind the grammar's end.
-        taken: tokens that the matcher took since the previous place.
+        inner: the grammar's matcher; None in free text.
+        taker: the matcher that took the token in front, of this grammar or of one that it ended; None if none did.
         lead: the grammar's first bytes, if they were in the begin marker's last token.
     """
 
@@ -94,7 +94,7 @@ class Place:
     node: int = 0
     count: int = 0
     inner: Matcher | None = None
-    taken: int = 0
+    taker: Matcher | None = None
     lead: bytes = b""
 
 

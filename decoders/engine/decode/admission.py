@@ -14,7 +14,7 @@ from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.target import PREFILL_CHUNK
 from ..model.weights.state import WeightState
-from .batch import Batch
+from .prompt_reader import PromptReader
 from .prompts import NOTHING, KeptText, PrefillPlan
 from .request import Request, RequestOutput
 from .session import Session
@@ -64,15 +64,15 @@ class Admission:
     """Finds places for requests and reads their prompts.
 
     Args:
-        batch: the batch that they will join.
+        prompts: of the batch that they will join.
         reserved: first places of the pool, which no request gets.
 
     Attributes:
         seats: all requests, in the order in which they came.
     """
 
-    def __init__(self, batch: Batch, pool: Session, reserved: int) -> None:
-        self.batch, self.pool, self.reserved = batch, pool, reserved
+    def __init__(self, prompts: PromptReader, pool: Session, reserved: int) -> None:
+        self.batch, self.prompts, self.pool, self.reserved = prompts.batch, prompts, pool, reserved
         self.seats: list[Seat] = []
         self._pace = 0.0  # seconds per prompt token, as measured
 
@@ -216,9 +216,9 @@ class Admission:
             self.pool.put(seat.place, seat.prompt, inputs.shifts[0] if inputs is not None else 0)
             kept += self.pool.take_over({seat.place: seat.prefix}, self._texts(seat)) if reuse else [0]
             self.pool.drop(seat.place)
-            if inputs is not None and not self.batch.images_in_place(inputs, [length], kept[-1:]):
+            if inputs is not None and not self.prompts.images_in_place(inputs, [length], kept[-1:]):
                 try:
-                    shown = self.batch.read_images(inputs, [length], seat.place, logits=False)
+                    shown = self.prompts.read_images(inputs, [length], seat.place, logits=False)
                 except Exception as error:
                     seat.member.error = error
                     return True

@@ -28,7 +28,7 @@ from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
 from .core import Core, StepPass
-from .rows import sampling_inputs
+from .rows import no_sampling
 from .sessions import Sessions
 from .step import Parts, forward_verify_commit
 
@@ -186,7 +186,7 @@ def measure(
     context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
     context = max(context, 1)
     prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
-    sampling = sampling_inputs((), 0, rows, (), device)
+    sampling = no_sampling(rows, device)
     report = Report("calibration")
     points: list[CostPoint] = []
     with (
@@ -196,9 +196,8 @@ def measure(
         session = opened.session
         forward_pass.fit(session.blocks, rows)
         core = Core(forward_pass, SamplingPlan())
-        step = partial(
-            forward_verify_commit, Parts(core.forward, core.choose, core.commit), Draft.nothing(rows, device)
-        )
+        nothing = Draft.nothing(rows, device)
+        step = partial(forward_verify_commit, Parts(core.forward, core.choose, core.commit), nothing)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))
 
@@ -209,7 +208,9 @@ def measure(
             session.rows.length.fill_(context)
             session.rows.finished.fill_(False)
             begun = clock()
-            out = core.replayed("step", step, block, session.rows, session.recordings, copy=False)
+            out = core.replayed(
+                "step", step, block, session.rows, session.recordings, copy=False, in_place=nothing.in_place
+            )
             if (states := session.rows.buffers.states) is not None:
                 states.commit(out.path, out.summary[0], session.rows.length)
             out.read(session.lists)  # waits for the device, as a call does

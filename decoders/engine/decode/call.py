@@ -20,15 +20,18 @@ from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_pa
 from ..model.static_inputs import StaticInputs
 from ..model.threads import release_threads
 from .batch import Batch
+from .clock import StepClock
 from .criteria import Outcome
 from .drafts.counts import DraftCounts
 from .drafts.drafter import ModelDrafter
 from .engine import Engine
 from .losses import warn_of_load
+from .prompt_reader import PromptReader
+from .proposer import Proposer
 from .request import Request, RequestOutput
-from .rows import sampling_inputs
+from .rows import shapes_of
+from .sampling import sampling_of
 from .step import step
-from .watch import StepWatch, book
 
 #: Slots that a call reserves behind its prompts at first. Few texts reach ``max_new_tokens``; those that need more get it then.
 SLOTS_AHEAD = 2048
@@ -44,7 +47,8 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
         with engine.decoding(request.side), ExitStack() as stack:  # the stack gives sessions back, whatever happens
             waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
-            batch = Batch(engine, request, stack)
+            batch = Batch(engine, request)
+            proposer = Proposer(batch, stack)
             timings, stopwatch = batch.report.timings, Stopwatch(batch.report.timings)
             timings.wait = waited
             if request.begun is not None:
@@ -52,41 +56,43 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                 timings.prepare = called - request.begun - timings.pack - timings.check
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:
-                begin(batch, output, stack, stopwatch)
-                recording = StepRecording(batch) if recordable(batch) else None
+                begin(proposer, output, stack, stopwatch)
+                clock = StepClock(batch, proposer)
+                recording = StepRecording(proposer, clock) if recordable(proposer) else None
                 booked, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
                     if recording is None or batch.root is not None:
-                        step(batch, StepWatch(batch))
+                        step(proposer, batch, clock)
                     else:
                         recording.advance()
                 timings.host += stopwatch.next() - (timings.steps + timings.prefill - booked)  # between the steps
-                end(batch)
+                end(proposer)
             except BaseException as error:
-                batch.finish(error)
+                proposer.finish(error)
                 error.add_note(
                     f"decoders: {batch.culprit}, {batch.where}, after {batch.report.steps} steps; error.partial is what was written."
                 )
                 error.partial = output  # type: ignore[attr-defined]
                 if isinstance(error, torch.OutOfMemoryError):
                     error.add_note(f"decoders: {engine.sessions.make_room()}")
-                close(batch, output, error)
+                close(proposer, output, error)
                 raise
-            close(batch, output)
+            close(proposer, output)
             warn_of_load(batch.report)
             return output
     finally:
         release_threads()  # the next call may be another thread's
 
 
-def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stopwatch) -> None:
+def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch: Stopwatch) -> None:
     """Gives the request rows, reads its prompts, and starts its strategy."""
+    batch = proposer.batch
     engine, request, target = batch.engine, batch.request, batch.target
     strategy, timings = request.strategy, batch.report.timings
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
     stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
-    sampling = sampling_inputs(request.values, request.seed, batch.width, request.stop_tokens, target.device)
+    sampling = sampling_of([request], batch.width, target.device)
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
@@ -101,42 +107,45 @@ def begin(batch: Batch, output: RequestOutput, stack: ExitStack, stopwatch: Stop
         )
     )  # fmt: skip
     batch.session, reusable = opened.session, opened.reusable
+    if batch.session.recordings is not None:
+        batch.session.recordings.unrecorded = ""
     if request.given is not None:
         request.given.put(target, batch.rows.buffers)
         reusable = request.given.reach + reusable[len(request.prompts) :]
     timings.start = stopwatch.next()
+    prompts = PromptReader(batch, proposer)
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
-        batch.read_prompts(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)
+        prompts.read(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)
     timings.prefill = stopwatch.next()
-    batch.arrange(batch.request, list(batch.members), [-1] * batch.width)
+    proposer.arrange(batch.request, list(batch.members), [-1] * batch.width)
     timings.start += stopwatch.next()
     if reads:
-        batch.where = "prefill"
-        batch.read_prompts(opened.lengths, reusable)
+        prompts.read(opened.lengths, reusable)
     timings.prefill += stopwatch.next()
 
 
-def end(batch: Batch) -> None:
+def end(proposer: Proposer) -> None:
     """Ends a call whose rows have ended: reads the faults on the device, and keeps the rows' texts for later calls."""
+    batch = proposer.batch
     if batch.guide is not None:
         batch.guide.check()
     batch.raise_faults(wait=True)
     if batch.request.given is None:  # else slots hold what the caller has computed
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
-    batch.report.peak_memory = batch.resources.peak_memory
+    batch.report.peak_memory = proposer.resources.peak_memory
     batch.report.recorded_memory = batch.engine.sessions.recorded_nbytes
-    batch.where = "details"
-    batch.report.details = dict(batch.request.strategy.details(batch.state))
-    batch.where = "finish"
-    batch.finish()
+    batch.report.unrecorded = batch.session.unrecorded
+    batch.report.details = proposer.details()
+    proposer.finish()
 
 
-def close(batch: Batch, output: RequestOutput, error: BaseException | None = None) -> None:
+def close(proposer: Proposer, output: RequestOutput, error: BaseException | None = None) -> None:
     """Completes the report and calls the observers' `end`."""
-    batch.report.stages = [drafter.report() for drafter in batch.drafters]
-    batch.report.finished(output.request.begun)
+    report = proposer.batch.report
+    report.stages = [drafter.report() for drafter in proposer.drafters]
+    report.finished(output.request.begun)
     output.close(error)
 
 
@@ -155,7 +164,8 @@ def agreed(request: Request, ranks: Ranks) -> Request:
         )
     ranks.check(
         "what generate is asked for", *request.prompts, request.new_tokens, request.stop_tokens, request.seed, request.values,
-        request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse, runtime.memory,
+        request.sequences, request.plan.sample, request.strategy.name, request.strategy.settings, runtime.compile, runtime.reuse,
+        runtime.memory,
         runtime.prune, runtime.prefill_chunk, runtime.slots, request.keep_logits, request.plan.keep_scores, request.criteria is None,
         request.processors is None, [grammar is None for grammar in request.grammars],
         [request.verifier.name, request.verifier.settings_in_force()] if request.verifier is not None else None,
@@ -163,14 +173,14 @@ def agreed(request: Request, ranks: Ranks) -> Request:
     return replace(request, runtime=runtime.model_copy(update={"compile": False}))
 
 
-def recordable(batch: Batch) -> bool:
-    """Whether a step of `batch` can be recorded and replayed: it needs nothing from the host, and its shapes are fixed."""
-    request = batch.request
+def recordable(proposer: Proposer) -> bool:
+    """Whether a step of its batch can be recorded and replayed: it needs nothing from the host, and its shapes are fixed."""
+    batch, request = proposer.batch, proposer.batch.request
     return (
         batch.session.recordings is not None and request.strategy.on_device
         and (batch.guide is None or batch.guide.on_device)
-        and all(drafter.on_device for drafter in batch.drafters)
-        and all(module.on_device for module in batch.resources.modules)
+        and all(drafter.on_device for drafter in proposer.drafters)
+        and all(module.on_device for module in proposer.resources.modules)
         and request.processors is None and request.criteria is None and request.top_logprobs is None
         and not (request.keep_logits or request.plan.keep_scores or request.runtime.trace)
     )  # fmt: skip
@@ -187,17 +197,20 @@ class StepRecording:
     Once more of the step is compiled it is recorded again, within a call only if tokens do not depend on the tier.
 
     Args:
-        batch: recordable, and about to begin.
+        proposer: its batch is recordable, and about to begin.
+        clock: times the steps that are not replayed.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, proposer: Proposer, clock: StepClock) -> None:
+        batch = proposer.batch
         assert batch.session.recordings is not None
-        self.batch, self.recordings = batch, batch.session.recordings
+        self.batch, self.proposer, self.clock = batch, proposer, clock
+        self.recordings = batch.session.recordings
         self.inputs = StaticInputs(
             dict(
-                state=batch.state,
+                state=proposer.state,
                 guide=batch.guide,
-                drafters=batch.drafters,
+                drafters=proposer.drafters,
                 keys=batch.noise_keys,
                 sampling=batch.rows.sampling,
             )
@@ -214,11 +227,11 @@ class StepRecording:
         if recorded is not None:
             self._replay(recorded, key)
         elif self._failed:
-            step(self.batch, StepWatch(self.batch))
+            step(self.proposer, self.batch, self.clock)
         else:
             self._plain[key] += 1
             with as_parts():
-                step(self.batch, StepWatch(self.batch))
+                step(self.proposer, self.batch, self.clock)
 
     def _earlier(self, key: tuple) -> Recording | None:
         """A recording of an earlier call, if it fits; this call then keeps its state in the recording's tensors."""
@@ -229,15 +242,15 @@ class StepRecording:
 
     def _new(self, key: tuple) -> Recording | None:
         """A recording of the step, for this call and later ones, once enough steps like it have run."""
-        if self._plain[key] < WARM_UP_STEPS or self._failed:
+        if self._plain[key] < WARM_UP_STEPS:
             return None
-        batch, nodes = self.batch, self.batch.report.nodes
-        room = min([batch.rows.slots - nodes, *(drafter.room for drafter in batch.drafters)])
-        counts = counts_of(batch.drafters)
+        batch, proposer, nodes = self.batch, self.proposer, self.batch.report.nodes
+        room = min([batch.rows.slots - nodes, *(drafter.room for drafter in proposer.drafters)])
+        counts = counts_of(proposer.drafters)
         for each in counts:
             each.recording()
         recorded = self.recordings.record(
-            key, RecordedCapacity(batch.width, nodes, room), self.inputs, lambda: step(batch)
+            key, RecordedCapacity(batch.width, nodes, room), self.inputs, lambda: step(proposer, batch, recording=True)
         )
         self._failed = recorded is None
         if self._key != key:  # something was compiled while the step was recorded
@@ -254,14 +267,14 @@ class StepRecording:
         )
         return (
             type(request.strategy), request.strategy.name, repr(request.strategy), request.plan, verifier,
-            batch.target.layers, len(batch.rows.sampling.values), len(batch.rows.sampling.stop_tokens), type(batch.guide),
-            tuple(id(drafter.session) for drafter in batch.drafters),
+            batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
+            tuple(id(drafter.session) for drafter in self.proposer.drafters),
         )  # fmt: skip
 
     @property
     def _key(self) -> tuple:
         """What a recorded step depends on besides the tensors that it reads, which of its parts are compiled included."""
-        return *self._depends_on, self.batch.tiers
+        return *self._depends_on, self.proposer.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
         """Replays steps until all rows have ended or more is compiled. Phases of a replay cannot be timed: all time is the core's."""
@@ -270,11 +283,13 @@ class StepRecording:
         begun, first = time.perf_counter(), report.steps
         compiled, last = key[-1][0].compiled, begun
         for summary, new in recorded.steps(lambda: self._key == key):
-            book(batch, Outcome.of(summary, new, batch.row_count), None)
+            outcome = Outcome.of(summary, new, batch.row_count)
+            batch.check_drawn(outcome)
+            batch.deliver(None, outcome)
             now = time.perf_counter()
             if not first and report.steps == 1:
                 report.time_to_first_token = report.timings.call + now - begun
-            batch.book_replay(now - last)
+            self.proposer.book_replay(now - last)
             last = now
             if all(batch.finished):
                 break
@@ -286,6 +301,8 @@ class StepRecording:
         if recorded.inputs is not self.inputs:
             with self.recordings.recorder.active():
                 recorded.inputs.give_back(self.inputs.root, self.recordings.recorder.copy)
-        for own, like in zip(counts_of(batch.drafters), counts_of(recorded.inputs.root["drafters"]), strict=True):
+        for own, like in zip(
+            counts_of(self.proposer.drafters), counts_of(recorded.inputs.root["drafters"]), strict=True
+        ):
             own.replayed(like, steps)
         report.timings.core += time.perf_counter() - begun

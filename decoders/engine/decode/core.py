@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...sampling.prefixes import Prefixes
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan
 from ...strategy import Draft, HostStep, Sequences, Step
 from ...tree import Topology, TreeTensors
-from ..model.blocks import NodeBlock, after_text
+from ..model.blocks import NodeBlock, PassInput, after_text
 from ..model.cache import move_slots
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
@@ -112,7 +113,7 @@ class Core:
 
     def replayed(
         self, method: str, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows,
-        recordings: Recordings | None, *, copy: bool,
+        recordings: Recordings | None, *, copy: bool, in_place: bool = False,
     ) -> Any:  # fmt: skip
         """``function(block, rows)``, as a replay once it has been recorded for blocks of this size.
 
@@ -120,6 +121,7 @@ class Core:
             method: what recordings of `function` are known by: ``step`` or ``forward``.
             recordings: of the session of the rows; None where nothing can be recorded.
             copy: whether the result is to outlive the next replay.
+            in_place: whether `function` leaves out what :meth:`commit` leaves out then.
         """
         if block.text.length or block.piece is not None or block.root is not None:
             return function(block, rows)
@@ -127,7 +129,7 @@ class Core:
         def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
             return function(NodeBlock(draft_tokens, tree, block.view, masks), rows)
 
-        key = method, self.key(method), rows.place, len(block.view)
+        key = method, self.key(method), rows.place, len(block.view), in_place
         given = block.draft_tokens, block.tree, block.masks
         return self.run.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
 
@@ -141,19 +143,22 @@ class Core:
             positions = begin[:, None] + torch.arange(count, device=base.device)
             tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
             tree = after_text(count, tree)
-        return nodes, self.run(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
+        return nodes, self.run(
+            PassInput(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
+        )
 
     def choose(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verdict:
         """Draws the target's token after every node: accepted is what matches."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
-        return Verdict(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks))
+        prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
+        return Verdict(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
 
     def commit(
-        self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict
-    ) -> StepOutput:
-        """Moves the accepted path's keys and values and appends its tokens.
+        self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict, in_place: bool = False
+    ) -> StepOutput:  # fmt: skip
+        """Moves the accepted path's keys and values, unless every path is `in_place`, and appends its tokens.
 
         Recurrent states stay where they were, as stopping criteria may still cut the rows.
         """
@@ -167,7 +172,8 @@ class Core:
             acceptance = verdict.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
             new, summary = append(nodes, chosen, tree, acceptance, *rewritten, verdict.most)
-        move_slots(rows.buffers, rows.length - summary[0] - 1, path)
+        if not in_place:
+            move_slots(rows.buffers, rows.length - summary[0] - 1, path)
         return StepOutput(
             nodes, chosen, path, new, summary, result.logits, verdict.scores, result.hidden, result.layers
         )
@@ -194,14 +200,15 @@ class StepPass(ForwardPass):
         return lambda rows, count: compiled(*_settle_examples(target, rows, count))
 
     def draw(
-        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """:func:`decoders.engine.decode.verify.draw_tokens`.
 
         On the CPU it is faster than what the compiler makes of it; elsewhere it is many small kernels, and compiled where the
         passes are.
         """
-        arguments = logits, plan, inputs, positions, masks
+        arguments = logits, plan, inputs, positions, masks, prefixes
         if not self.target.static or not self.mode:
             return draw_tokens(*arguments)
         if plan not in self._draws:

@@ -99,17 +99,17 @@ class Engine:
             return False
         with self.lock:
             weights, ranks = WeightState.of(model), self.target.ranks
-            if ranks.any(self._rounds_otherwise or not weights.replaces(self.target.weights)):
+            known = self.target.weights
+            if ranks.any(self._rounds_otherwise or weights.modules != known.modules):
                 return False
-            if ranks.any(weights.contents != self.target.weights.contents):
+            if ranks.any(weights.contents != known.contents):
                 self._forget_compiled()
                 self.sessions.forget_recordings()
-            # Pointers are compared first, because samples are read at them.
-            if ranks.any(weights != self.target.weights or self.target.samples.changed):
-                if [place for place, _ in weights.values] != [place for place, _ in self.target.weights.values]:
+            if ranks.any(weights != known):
+                if weights.places != known.places:
                     self.sessions.forget_recordings()
                 started = time.perf_counter()
-                self.target.renew(model)
+                self.target.renew(weights)
                 self._prepared = started, time.perf_counter() - started, 0.0
                 self.sessions.forget()
             return True
@@ -135,7 +135,7 @@ class Engine:
             or self.target.ranks.several
         ):
             return False
-        return WeightState.of(model) == self.target.weights and not self.target.samples.changed
+        return WeightState.of(model) == self.target.weights
 
     def active(self) -> AbstractContextManager:
         """Makes the model's device the current one, which kernels, streams and graphs are created for."""
@@ -304,7 +304,7 @@ class Engine:
     def module(self, module: nn.Module, example: tuple[Tensor, ...]) -> ModuleTwin:
         """A drafter's module made ready, once; see :attr:`decoders.strategy.Context.module`."""
         if module not in self._modules:
-            self._modules[module] = ModuleTwin(module, example, self.target.device)
+            self._modules[module] = ModuleTwin(module, example, self.target.device, self.target.attends)
         return self._modules[module]
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:

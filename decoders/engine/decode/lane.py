@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sampling.processors import SamplingInputs, first_keys
 from ...strategy import PromptChunk, Strategy
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
+from .clock import StepClock
 from .engine import Engine
 from .grammar.host_guide import HostGuide
 from .losses import warn_of_load
+from .prompt_reader import PromptReader
+from .proposer import Proposer
 from .request import Request, RequestOutput, empty_report
-from .rows import stop_tensor
+from .sampling import sampling_of
 from .session import Session
 from .step import step
-from .watch import StepWatch
 
 #: Slots of a new pool; it grows with its texts.
 FIRST_SLOTS = 256
@@ -44,7 +45,9 @@ class Lane:
 
     Attributes:
         admission: the requests whose prompts are not read yet.
-        batch: the others, and their steps.
+        batch: the others.
+        proposer: the strategy that drafts for them.
+        prompts: reads prompts that are more than text.
         rows: the requests in the batch, in the order of its rows; those that have left are removed before the next step.
     """
 
@@ -55,18 +58,20 @@ class Lane:
         request = replace(request, multimodal=None)  # the lane may outlive the request, whose images are large
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
-        self.batch = batch = Batch(engine, request, self.stack, capacity)
+        self.batch = batch = Batch(engine, request, capacity)
+        self.proposer = Proposer(batch, self.stack)
+        self.prompts, self._clock = PromptReader(batch, self.proposer), StepClock(batch, self.proposer)
         static = engine.target.static
         # Where rows are padded to a bucket, padding rows must not overwrite prompts and texts behind the batch.
         reserved = row_bucket(capacity) if static else 0
         slots, recordings = slots_for(FIRST_SLOTS, engine.target.static), engine.sessions.recordings()
         self.pool = Session(engine.target, reserved + capacity, slots, recordings)
         batch.session = self.pool
-        self.admission = Admission(batch, self.pool, reserved)
+        self.admission = Admission(self.prompts, self.pool, reserved)
         self.rows: list[Seat] = []
         self._weights = engine.target.weights
         self._tiers: set[Hashable] | None = None
-        self._clock = 0
+        self._uses = 0
 
     @property
     def seats(self) -> list[Seat]:
@@ -84,7 +89,7 @@ class Lane:
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
-        return any(drafter.outdated for drafter in batch.drafters) or batch.forward_pass.outdated(
+        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.outdated(
             self._tiers, mode, batch.request.plan, joined=self.capacity > 1
         )
 
@@ -115,7 +120,7 @@ class Lane:
         An error that concerns all of them, such as one of the strategy, is raised.
         """
         with self._running():
-            if self.template.runtime.compile is True and not self.batch.arranged:
+            if self.template.runtime.compile is True and not self.proposer.arranged:
                 self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
                 self.batch.forward_pass.compile_both()
@@ -141,7 +146,7 @@ class Lane:
             for seat in self.seats:
                 seat.member.close(cause)
             try:
-                self.batch.finish(cause)
+                self.proposer.finish(cause)
             except Exception as error:
                 message = f"finish of {self.template.strategy.name!r} failed: {error!r}"
                 warnings.warn(f"decoders: {message}", stacklevel=2)
@@ -175,16 +180,16 @@ class Lane:
         batch = self.batch
         piece = self.admission.next_piece(pause) if pause is not None and self.admission.mixes else None
         if piece is None:
-            step(batch, StepWatch(batch))
+            step(self.proposer, batch, self._clock)
             return
         seat, begin, count = piece
         self._move_to_front([*self.rows, seat])
         batch.next_piece = functools.partial(self.pool.piece, begin, count)
         try:
-            step(batch, StepWatch(batch))
+            step(self.proposer, batch, self._clock)
         finally:
             batch.next_piece = None
-        self.admission.was_read(seat, batch.piece_seconds, count)
+        self.admission.was_read(seat, self._clock.piece_seconds, count)
 
     def _leave(self) -> list[RequestOutput]:
         """Removes the requests that have ended or whose grammar failed. Others may have their rows from the next step on."""
@@ -204,12 +209,13 @@ class Lane:
         for seat in leaving:
             self.seats.remove(seat)
             seat.member.report.recorded_memory = self.engine.sessions.recorded_nbytes
+            seat.member.report.unrecorded = self.pool.unrecorded
             seat.member.close()
             warn_of_load(seat.member.report)
             if seat.plan is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
-                self._clock += 1
-                self.pool.used[seat.place] = self._clock
+                self._uses += 1
+                self.pool.used[seat.place] = self._uses
         if not self.seats:
             self._rebatch([])
 
@@ -234,7 +240,7 @@ class Lane:
         prompts = [len(request.prompts[0]) for request in requests] + [1] * added
         limits = [len(request.prompts[0]) + request.new_tokens for request in requests] + [1] * added
         ended = [seat.member.ended for seat in seats] + [True] * added
-        pool.arrange(lengths, prompts, limits, ended, pool.own(sampling_of(requests, added, device)))
+        pool.arrange(lengths, prompts, limits, ended, pool.own(sampling_of(requests, len(lengths), device)))
         grammars = tuple(request.grammars[0] if request.grammars else None for request in requests)
         shared = replace(
             self.template, plan=replace(self.template.plan, masked=any(grammar is not None for grammar in grammars)),
@@ -242,9 +248,8 @@ class Lane:
             prompts=[*texts, *[texts[0].new_zeros(1)] * added], new_tokens=max(request.new_tokens for request in requests),
         )  # fmt: skip
         members = [(seat.member, row) for row, seat in enumerate(seats)]
-        anew = batch.arrange(shared, members, sources + [-1] * added)
+        anew = self.proposer.arrange(shared, members, sources + [-1] * added)
         if shared.strategy.reads_prompt:
-            batch.where = "prefill"
             self._show_prompts(anew and any(source >= 0 for source in sources))
 
     def _move_to_front(self, seats: list[Seat]) -> None:
@@ -264,12 +269,12 @@ class Lane:
         """Shows the strategy the prompts of new rows; if it has started `anew`, the texts of all rows."""
         batch = self.batch
         if anew:
-            batch.read_prompts(batch.lengths, [0] * batch.width)
+            self.prompts.read(batch.lengths, [0] * batch.width)
         for row, seat in enumerate(self.rows):
             for chunk in seat.chunks if not anew else ():
                 if batch.request.strategy.prompt_logits:
                     chunk = replace(chunk, logits=self.engine.head(chunk.hidden))
-                batch.show(among_rows(chunk, row, self.pool.rows.length), max(batch.lengths))
+                self.proposer.show(among_rows(chunk, row, self.pool.rows.length), max(batch.lengths))
             seat.chunks.clear()
 
 
@@ -318,31 +323,6 @@ def share_steps(one: Request, other: Request) -> bool:
         and type(one.verifier) is type(other.verifier)
         and getattr(one.verifier, "settings", None) == getattr(other.verifier, "settings", None)
     )  # fmt: skip
-
-
-def sampling_of(requests: list[Request], added: int, device: torch.device) -> SamplingInputs:
-    """The tensors that the plan reads for requests of one row each; parameters that all share are not repeated per row.
-
-    Args:
-        added: padding rows behind them.
-    """
-    values = [request.values or (0.0,) for request in requests]
-    stops = [request.stop_tokens for request in requests]
-    if len(set(values)) == 1:
-        values = values[:1]
-    if len(set(stops)) == 1:
-        stops = stops[:1]
-    keys = first_keys([request.seed for request in [*requests, *requests[:1] * added]], device)
-    several = len(values) > 1 or len(stops) > 1
-    return SamplingInputs(
-        torch.tensor(
-            values + [values[0]] * added if len(values) > 1 else values[0], dtype=torch.float32, device=device
-        ),
-        keys,
-        stop_tensor(stops + [stops[0]] * added, device)
-        if several and len(stops) > 1
-        else stop_tensor(stops, device)[0],
-    )
 
 
 def same_strategy(one: Strategy, other: Strategy) -> bool:

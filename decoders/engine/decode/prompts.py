@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..model.buckets import prefill_chunks, round_up
+from ..model.buckets import LEAST_NODES, prefill_chunks, round_up
 from ..model.target import PREFILL_CHUNK, Target
 
 
@@ -105,7 +105,9 @@ class PrefillPlan:
         ends, multiple = [length - 1 for length in lengths], target.multiple
         if not target.continues:  # more than one pass would be a pass per token
             chunk = max(chunk, *ends)
-        chunk = max(chunk - chunk % multiple, multiple)
+        # Smaller passes would run uncompiled in a compiled call, where a token would have other bits. States cannot read beyond a text.
+        least = 1 if target.recurrent else LEAST_NODES
+        chunk = max(chunk - chunk % multiple, multiple, least)
         # A row that ends early is read beyond its end; steps overwrite these slots before they look at them. Where blocks have a
         # multiple of nodes, a step may run the last tokens of the prompt again, and must find the bits there that it writes. A kept
         # text may have those of another tier: its end is read again.
@@ -116,5 +118,5 @@ class PrefillPlan:
         starts = list(reused) if given else [max(end - pending, 0) for end in ends]
         last = (pending - 1) % chunk + 1 if pending else 0
         if leave_last_chunk and (not given or all(count == pending for count in unread)):
-            return PrefillPlan(starts, prefill_chunks(pending - last, chunk, target.static), last)
-        return PrefillPlan(starts, prefill_chunks(pending, chunk, target.static), 0)
+            return PrefillPlan(starts, prefill_chunks(pending - last, chunk, target.static, least), last)
+        return PrefillPlan(starts, prefill_chunks(pending, chunk, target.static, least), 0)

@@ -15,9 +15,10 @@ from torch import Tensor
 from ...constraints import CompiledGrammar
 from ...costs.curve import default_folder
 from ...report import ObservedCall, Observer, Report, TracedStep, Written
+from ...sampling.prefixes import OperationSequences
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
-from ...strategy import Strategy
+from ...strategy import Draft, Strategy
 from ...verifiers.verifier import Verifier
 from ..model.given import GivenPrompts
 from ..model.own_forward import MultimodalInputs
@@ -66,6 +67,7 @@ class Request:
         pad_token: follows them.
         plan: what runs on logits inside the step; ``masked`` if a row has a grammar.
         values: the plan's parameters (see :class:`SamplingPlan`).
+        sequences: per operation, the sequences of tokens that it looks for, each with the bias of its last token.
         seed: of the noise.
         processors: called on the host instead, if the plan cannot express them.
         criteria: asked after every token, on the host.
@@ -99,6 +101,7 @@ class Request:
     plan: SamplingPlan
     values: tuple[float, ...]
     seed: int
+    sequences: OperationSequences = ()
     processors: Processors | None = None
     criteria: Criteria | None = None
     grammars: Sequence[CompiledGrammar | None] = ()
@@ -119,6 +122,12 @@ class Request:
 
     def salt_of(self, row: int) -> str:
         return self.salts[row] if self.salts else ""
+
+    @property
+    def padding(self) -> list[Tensor]:
+        """Per row, what transformers shows in front of its text."""
+        lengths = [len(p) if self.given is None else int((p >= 0).sum()) for p in self.prompts]
+        return [row[: max(len(row) - own, 0)] for row, own in zip(self.padded_prompt, lengths, strict=True)]
 
     @property
     def reach(self) -> Sequence[int]:
@@ -272,6 +281,30 @@ class RequestOutput:
             report.new_tokens[row] += count
         self.finished = [bool(ended) for ended in outcome.ended]
         return new
+
+    def trace(
+        self, draft: Draft, tokens: list[list[int]], paths: list[list[int]], outcome: Outcome, first: int
+    ) -> None:  # fmt: skip
+        """Keeps the whole tree of a step in the report.
+
+        Args:
+            tokens: of all rows, the draft tokens as they were verified.
+            paths: of all rows, the accepted nodes.
+            outcome: of all rows, before stopping criteria.
+            first: the first of this request's rows among them.
+        """
+        count = draft.tokens.shape[1]
+        assert self.report.written is not None
+        for row in range(first, first + self.rows):
+            if self.finished[row - first]:
+                continue
+            last = self.generated[row - first] or self.request.prompts[row - first].tolist()
+            accepted = min(outcome.accepted[row], outcome.emitted[row])
+            own = outcome.new[row][accepted] if outcome.emitted[row] > accepted else None
+            names = draft.drafters[row] if draft.drafters is not None else [self.request.strategy.name] * count
+            path = [0, *paths[row][1 : accepted + 1]]
+            traced = TracedStep([last[-1], *tokens[row]], list(draft.parents[row]), path, own, ["", *names])
+            self.report.written.steps[row - first].append(traced)
 
     def tell(self, new: list[list[int]]) -> None:
         """Tells observers and streamer what a step has written."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
+from .batch import Batch
 from .drafts.drafter import ModelDrafter
 from .drafts.modules import SlotPasses
 from .drafts.staged import context_draft
-from .roster import Roster
 
 
 class CallResources:
@@ -31,7 +31,7 @@ class CallResources:
         stack: of the batch. Closing it closes everything opened here.
     """
 
-    def __init__(self, batch: Roster, stack: ExitStack) -> None:
+    def __init__(self, batch: Batch, stack: ExitStack) -> None:
         self.batch = batch
         self._stack = stack.enter_context(ExitStack())
         self.drafters: list[ModelDrafter] = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DraftError, VerifierError
+from ...sampling.prefixes import Prefixes
 from ...sampling.processors import SamplingInputs, row_keys
 from ...strategy import PromptChunk, Sequences, Step, Strategy
 from ...tree import TreeTensors
@@ -63,7 +64,7 @@ class Rows:
 
         return Rows(
             torch.zeros(batch, slots, dtype=torch.int64, device=device), numbers(), numbers(), numbers().bool(), numbers(),
-            numbers(), target.buffers(batch, slots), sampling_inputs((), 0, batch, (), device),
+            numbers(), target.buffers(batch, slots), no_sampling(batch, device),
             torch.arange(slots, device=device),
         )  # fmt: skip
 
@@ -74,10 +75,9 @@ class Rows:
     @property
     def place(self) -> tuple:
         """Addresses and shapes of the tensors; a recording works only on the tensors it was made with."""
-        sampling = self.sampling
         tensors = (
-            self.tokens, self.length, self.prompt_length, self.finished, self.limit, self.faults, sampling.values,
-            sampling.keys, sampling.stop_tokens,
+            self.tokens, self.length, self.prompt_length, self.finished, self.limit, self.faults,
+            *(tensor for tensor in vars(self.sampling).values() if tensor is not None),
         )  # fmt: skip
         return *((tensor.data_ptr(), tensor.shape) for tensor in tensors), self.buffers.place
 
@@ -99,19 +99,25 @@ class Rows:
             self, tokens=tokens, buffers=self.buffers.enlarged(slots), range=torch.arange(slots, device=tokens.device)
         )
 
+    def prefixes(self, nodes: Tensor, tree: TreeTensors, view: Tensor) -> Prefixes:
+        """The texts that the `nodes` ``[B, N]`` of a block end, as far as they are in the slots of a `view`."""
+        padding = self.sampling.padding
+        assert padding is not None
+        tokens = self.tokens[:, : len(view)]
+        return Prefixes(tokens, self.length, self.prompt_length, nodes, tree.offsets, tree.visible, padding)
+
     def sequences(self, view: int) -> Sequences:
         return Sequences(self.tokens[:, :view], self.length, self.prompt_length, self.finished, self.sampling.keys)
 
 
-def sampling_inputs(
-    values: tuple[float, ...], seed: int, rows: int, stop_tokens: tuple[int, ...], device: torch.device
-) -> SamplingInputs:
-    """The tensors of a plan."""
-    return SamplingInputs(
-        torch.tensor(values or (0.0,), dtype=torch.float32, device=device),
-        row_keys(seed, rows, device),
-        stop_tensor([stop_tokens], device)[0],
-    )
+def no_sampling(rows: int, device: torch.device) -> SamplingInputs:
+    """The tensors of a plan without operations, and no stop tokens."""
+    return SamplingInputs(torch.zeros(1, device=device), row_keys(0, rows, device), stop_tensor([()], device)[0])
+
+
+def shapes_of(sampling: SamplingInputs) -> tuple[torch.Size | None, ...]:
+    """The shapes of its tensors: recorded steps read them where they are."""
+    return tuple([None if tensor is None else tensor.shape for tensor in vars(sampling).values()])
 
 
 def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -71,7 +71,8 @@ class Judging:
         """
         plan, tree = self.plan, block.tree
         positions = rows.length[:, None] - rows.prompt_length[:, None] + tree.offsets
-        left = candidates(forwarded.logits, plan, rows.sampling, positions, block.masks).settled()
+        prefixes = rows.prefixes(nodes, tree, block.view) if plan.reads_text else None
+        left = candidates(forwarded.logits, plan, rows.sampling, positions, block.masks, prefixes=prefixes).settled()
         scores = left.dense()
         vocab, dtype = scores.shape[-1], scores.dtype
         target = scores.softmax(-1) if plan.sample else one_hot(scores.argmax(-1), vocab, dtype)
@@ -152,7 +153,8 @@ def decider(
     copy = request.strategy.observes  # a strategy may keep what it is shown, and the next replay would overwrite that
 
     def whole(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        return core.replayed("step", partial(packed_step, parts, draft), block, rows, recordings, copy=copy)
+        step = partial(packed_step, parts, draft)
+        return core.replayed("step", step, block, rows, recordings, copy=copy, in_place=draft.in_place)
 
     def forward(block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
         return core.replayed("forward", core.forward, replace(block, masks=None), rows, recordings, copy=copy)

@@ -18,7 +18,7 @@ from ..model.buckets import slots_for, view_bucket
 from ..model.recordings import Recordings
 from ..model.target import Target
 from .prompts import NOTHING, KeptText, PrefillPlan, PrefixIndex
-from .rows import Rows
+from .rows import Rows, shapes_of
 
 
 class Session:
@@ -81,17 +81,22 @@ class Session:
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
         """The values of `sampling` in tensors that calls of the same shapes share, because recorded steps read them."""
-        sizes = tuple([tensor.shape for tensor in vars(sampling).values()])
-        own = self._sampling.setdefault(sizes, sampling)
+        own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
-                tensor.copy_(getattr(sampling, name))
+                if tensor is not None:
+                    tensor.copy_(getattr(sampling, name))
         return own
 
     @property
     def replays(self) -> int:
         """How often something was replayed on these rows."""
         return self.recordings.replays if self.recordings is not None else 0
+
+    @property
+    def unrecorded(self) -> str:
+        """Why something could not be recorded on these rows, see :attr:`~decoders.engine.model.recordings.Recordings.unrecorded`."""
+        return self.recordings.unrecorded if self.recordings is not None else ""
 
     def lists(self, *tensors: Tensor) -> tuple[list, ...]:
         """The values of small tensors of a step, which the host waits for."""

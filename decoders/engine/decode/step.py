@@ -1,8 +1,7 @@
 """One step of decoding, in the order of the papers. Read this file first: the others in this package are what it calls.
 
-What is timed, counted, stopped and streamed hangs on a step from outside, as its :class:`Watch`. A device that records whole steps
-records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and a strategy that drafts for a draft model has its steps
-made by it as well (:mod:`~decoders.engine.decode.drafts.staged`).
+A device that records whole steps records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and a strategy that drafts for a
+draft model has its steps made by it as well (:mod:`~decoders.engine.decode.drafts.staged`).
 """
 
 from __future__ import annotations
@@ -23,26 +22,36 @@ from .rows import Rows
 from .verify import Verdict
 
 
-def step(batch: Steps, watch: Watch | None = None) -> StepOutput:
-    """One step of all rows of `batch`, each of which accepts its own number of draft tokens.
+def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
+    """One step of all rows of `batch`, each of which accepts its own number of the tokens that `proposer` drafts.
 
     Args:
-        watch: None while a step is recorded: then the host must not read the device.
+        clock: is told when each phase is over.
+        recording: whether a device records the step: then the host reads nothing of it, and replays of it are delivered by who
+            replays them.
     """
-    watch = watch or UNWATCHED
-    draft = batch.propose()
+    clock = clock or UNTIMED
+    clock.begun()
+    draft = proposer.propose()
     block = batch.block_of(draft)
-    watch.proposed()
+    clock.proposed()
     block = batch.mask(draft, block)
-    watch.masked()
+    clock.masked()
     # forward_verify_commit, or the one launch that a device has recorded of it
     out = batch.decide(draft, block, batch.rows)
     # Here the host learns what was accepted, and stopping criteria may take some of it back.
-    outcome = watch.committed(draft, block, out)
+    outcome = None if recording else batch.read(draft, block, out)
+    clock.read(draft, block, outcome)
+    if outcome is not None:
+        batch.stop(out, outcome)
+    clock.stopped()
     batch.settle(out, outcome)
-    watch.settled()
-    batch.observe(out, outcome)
-    watch.observed(out, outcome)
+    clock.settled()
+    proposer.observe(out, outcome)
+    clock.observed()
+    if outcome is not None:
+        batch.deliver(out, outcome)
+    clock.delivered()
     return out
 
 
@@ -50,7 +59,7 @@ def forward_verify_commit(parts: Parts, draft: Draft, block: NodeBlock, rows: Ro
     """The target's pass over a block, which of its nodes are accepted, and what becomes of the rows."""
     nodes, forwarded = parts.forward(block, rows)
     verdict = parts.verify(draft, block, nodes, forwarded, rows)
-    return parts.commit(nodes, block.tree, rows, forwarded, verdict)
+    return parts.commit(nodes, block.tree, rows, forwarded, verdict, draft.in_place)
 
 
 @dataclass(frozen=True)
@@ -60,16 +69,25 @@ class Parts:
     Attributes:
         forward: returns the nodes ``[B, N]`` of a block and the target's results for them.
         verify: decides which nodes are accepted.
-        commit: moves the accepted path's keys and values into place and appends its tokens.
+        commit: moves the accepted path's keys and values into place, if they are not there, and appends its tokens.
     """
 
     forward: Callable[[NodeBlock, Rows], tuple[Tensor, ForwardResult]]
     verify: Callable[[Draft, NodeBlock, Tensor, ForwardResult, Rows], Verdict]
-    commit: Callable[[Tensor, TreeTensors, Rows, ForwardResult, Verdict], StepOutput]
+    commit: Callable[[Tensor, TreeTensors, Rows, ForwardResult, Verdict, bool], StepOutput]
 
 
-class Steps(Protocol):
-    """Rows that can be stepped: a target's (:class:`~decoders.engine.decode.batch.Batch`) or a draft model's."""
+class Proposes(Protocol):
+    """Drafts tokens for rows, and is shown what became of them (:class:`~decoders.engine.decode.proposer.Proposer`)."""
+
+    def propose(self) -> Draft: ...
+    def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
+        """outcome: what the host has read of the step, None where it has not."""
+        ...
+
+
+class Verifies(Protocol):
+    """Rows whose drafts can be verified: a target's (:class:`~decoders.engine.decode.batch.Batch`) or a draft model's."""
 
     @property
     def rows(self) -> Rows: ...
@@ -78,7 +96,6 @@ class Steps(Protocol):
         """:func:`forward_verify_commit`, or what a device has recorded of it."""
         ...
 
-    def propose(self) -> Draft: ...
     def block_of(self, draft: Draft) -> NodeBlock:
         """The draft, checked and padded to a block."""
         ...
@@ -87,23 +104,34 @@ class Steps(Protocol):
         """`block` with the grammars' masks after each node, and without the draft tokens that they forbid."""
         ...
 
-    def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Moves grammars and recurrent states on to what was committed. outcome: None where the host has not read it."""
+    def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome | None:
+        """What was accepted, as read by the host; None where it does not read it."""
         ...
 
-    def observe(self, out: StepOutput, outcome: Outcome | None) -> None: ...
+    def stop(self, out: StepOutput, outcome: Outcome) -> None:
+        """Cuts `outcome`, `out` and the rows where a stopping criterion says so."""
+        ...
+
+    def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
+        """Moves grammars and recurrent states on to what was committed."""
+        ...
+
+    def deliver(self, out: StepOutput, outcome: Outcome) -> None:
+        """Gives the new tokens to the requests."""
+        ...
 
 
-class Watch:
-    """Called when each phase of a step is over. This base class does nothing."""
+class Clock:
+    """Is told when a step begins and when each of its phases is over. This base class does nothing."""
 
+    def begun(self) -> None: ...
     def proposed(self) -> None: ...
     def masked(self) -> None: ...
-    def committed(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome | None:
-        """Returns the step's outcome as read by the host, after stopping criteria; what they cut is cut in `out` and the rows, too."""
-
+    def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None: ...
+    def stopped(self) -> None: ...
     def settled(self) -> None: ...
-    def observed(self, out: StepOutput, outcome: Outcome | None) -> None: ...
+    def observed(self) -> None: ...
+    def delivered(self) -> None: ...
 
 
-UNWATCHED = Watch()
+UNTIMED = Clock()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...sampling.choice import candidates
+from ...sampling.prefixes import Prefixes
 from ...sampling.processors import Masks, SamplingInputs, SamplingPlan, first_best, gumbel_noise, mix64
 from ...tree import TreeTensors
 from ...verifiers.verifier import Outcomes
@@ -15,6 +16,8 @@ from ...verifiers.verifier import Outcomes
 # Used as positions, which are never negative, so that the two draws of a step are independent of the draft's noise.
 _END_NODE = -1
 _NEXT_TOKEN = -2
+#: In the place of a token where there was none to draw.
+NOTHING_LEFT = -3
 #: How far the sum of a verifier's probabilities may be from 1.
 SUM_TOLERANCE = 1e-2
 
@@ -127,18 +130,22 @@ def _path_to(best: Tensor, tree: TreeTensors) -> Acceptance:
 
 
 def draw_tokens(
-    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None
-) -> tuple[Tensor, Tensor | None]:
+    logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
+    prefixes: Prefixes | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The target's token after each node, ``[B, N]`` int64, and the processed scores if the plan keeps them.
 
     Args:
         logits: ``[B, N, V]``.
         positions: ``[B, N]`` int64, how many tokens were generated before each.
+        prefixes: the nodes' texts, where the plan reads them.
     """
-    left = candidates(logits, plan, inputs, positions, masks)
+    left = candidates(logits, plan, inputs, positions, masks, prefixes=prefixes)
     if plan.keep_scores:
         left = left.settled()
     tokens = left.choose(plan, inputs, positions)
+    if plan.sample and plan.reads_text:  # bad words and n-grams may rule out everything
+        tokens = torch.where(left.scores.amax(-1) > float("-inf"), tokens, NOTHING_LEFT)
     return tokens if masks is None else masks.written(tokens), left.dense() if plan.keep_scores else None
 
 

@@ -239,11 +239,18 @@ class MaskShape:
 
 @dataclass(frozen=True)
 class Probe(MaskShape):
-    """The mask layout of a trial pass. groups: query heads per key head of every layer that calls our attention."""
+    """The mask layout of a trial pass.
+
+    Attributes:
+        groups: query heads per key head of every layer that calls our attention.
+        keys: what each of these attended to.
+    """
 
     groups: list[int] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
 
     def note(self, query: Tensor, key: Tensor) -> None:
+        self.keys.append(key)
         self.groups.append(query.shape[1] // key.shape[1])
 
 
@@ -326,7 +333,7 @@ def _attend(
         scores = scores.float() + mask.float()
         if s_aux is not None:
             sinks = s_aux.float().reshape(1, kv_heads, group, 1).expand(rows, -1, -1, n).reshape(rows, kv_heads, -1, 1)
-            scores = torch.cat([scores, sinks], dim=-1)
+            scores = torch.cat([scores, F.pad(sinks, (0, 0, 0, spare))], dim=-1)
         probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
         out = probabilities @ value
     out = out[:, :, : group * n]

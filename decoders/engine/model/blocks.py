@@ -74,6 +74,31 @@ class PromptPiece:
         return self.tokens, self.start, self.buffers.of_rows(rows - 1, rows), self.view, self.latest
 
 
+class PassInput(NamedTuple):
+    """What one pass of the model runs, and where it writes.
+
+    Attributes:
+        nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") are run as some token. If `tree` has
+            more nodes, these are its last ones, and the others were run before.
+        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values are written to slots ``base … base+N-1``. Negative
+            if a block begins before its row: results of nodes in front of position 0 are unused, and they are written to slots at
+            the end of the cache.
+        view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
+        text: nodes that the block begins with, for which there are no results.
+        piece: is read as well.
+        root: ``[B, H]``, the embedding of the node behind the text where that is no token.
+    """
+
+    nodes: Tensor
+    base: Tensor
+    tree: TreeTensors
+    buffers: CacheBuffers
+    view: Tensor
+    text: LeadingText = LeadingText()
+    piece: PromptPiece | None = None
+    root: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class NodeBlock:
     """The nodes that one step verifies.

@@ -89,15 +89,16 @@ def slots_for(tokens: int, static: bool = True) -> int:
     return slot_bucket(tokens + BLOCK_MARGIN) if static else view_bucket(tokens + BLOCK_MARGIN) + SLOT_STEP
 
 
-def prefill_chunks(tokens: int, chunk: int, static: bool = True) -> list[tuple[int, int]]:
-    """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once; only the last one is rounded up.
+def prefill_chunks(tokens: int, chunk: int, static: bool = True, least: int = 1) -> list[tuple[int, int]]:
+    """``(start, size)`` of the passes that read `tokens` tokens, at most `chunk` at once; only the last one is rounded up, to a
+    bucket or, where sizes are not static, to `least` tokens.
 
     Padding behind the prompt is written to slots that the next block overwrites before they are read. It needs room up to the end
     of the last pass, ``start + size``.
     """
     passes = [(start, chunk) for start in range(0, tokens - tokens % chunk, chunk)]
     if rest := tokens % chunk:
-        size = min(max(_power_of_two(rest), LEAST_CHUNK), chunk) if static else rest
+        size = min(max(_power_of_two(rest), LEAST_CHUNK), chunk) if static else max(rest, least)
         passes.append((tokens - rest, size))
     return passes
 

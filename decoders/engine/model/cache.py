@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,7 @@ class LayoutProbe(Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.layouts: dict[int, LayerSpec] = {}
+        self.keys: list[Tensor] = []
         self.counted = False
 
     def update(
@@ -76,6 +77,7 @@ class LayoutProbe(Cache):
             key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3],
             key_states.dtype, key_states.device,
         )  # fmt: skip
+        self.keys.append(key_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -263,6 +265,16 @@ class StatePass(Protocol):
         ...
 
 
+class Levels(NamedTuple):
+    """What attention sees of quantized keys or values: int8 ``[B, h, view, d]``, and their scales ``[B, h, view, 1]``.
+
+    Model code passes it on to an attention that multiplies by it; no tensor of the numbers that it stands for is made.
+    """
+
+    levels: Tensor
+    scales: Tensor
+
+
 class SlotCache(Cache):
     """transformers' cache interface over :class:`CacheBuffers` for one forward pass.
 
@@ -273,17 +285,20 @@ class SlotCache(Cache):
         states: how recurrent layers run in this pass, if there are any.
         counts: ``[N]``, tokens in front of each node of a single row, less its index in the pass, for designs that add the two
             (:class:`~decoders.engine.model.layout.CountedTokens`).
+        in_levels: whether attention takes quantized keys and values as :class:`Levels`; else they are dequantized for it.
     """
 
     def __init__(
-        self, buffers: CacheBuffers, slots: Tensor, view: int, states: StatePass | None = None, counts: Tensor | None = None
+        self, buffers: CacheBuffers, slots: Tensor, view: int, states: StatePass | None = None, counts: Tensor | None = None,
+        in_levels: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(layers=[])
         self.buffers, self.slots, self.view, self.states, self.counts = buffers, slots, view, states, counts
+        self.in_levels = in_levels
 
-    def update(
+    def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Levels, Tensor | Levels]:
         keys, values = self.buffers.keys[layer_idx], self.buffers.values[layer_idx]
         if self.buffers.key_scales:
             key_scales, value_scales = self.buffers.key_scales[layer_idx], self.buffers.value_scales[layer_idx]
@@ -295,12 +310,13 @@ class SlotCache(Cache):
             write_slots(values, self.slots, value_states)
         return keys[:, :, : self.view], values[:, :, : self.view]
 
-    def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor:
-        """Writes `states` as int8, and returns what attention sees: all slots dequantized, as later passes will see them, too."""
+    def _quantized(self, buffer: Tensor, scales: Tensor, states: Tensor) -> Tensor | Levels:
+        """Writes `states` as int8, and returns what attention sees: all slots as later passes will see them, too."""
         levels, scale = quantize_slots(states)
         write_slots(buffer, self.slots, levels)
         write_slots(scales, self.slots, scale)
-        return buffer[:, :, : self.view].to(states.dtype) * scales[:, :, : self.view]
+        seen = Levels(buffer[:, :, : self.view], scales[:, :, : self.view])
+        return seen if self.in_levels else seen.levels.to(states.dtype) * seen.scales
 
     # Models call these to number positions themselves; the loop always passes positions and a mask.
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:  # type: ignore[override]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ...tree import Topology
+from .blocks import PassInput
 from .buckets import low_precision, node_bucket, slot_bucket, view_bucket
 from .cache import CacheBuffers
 from .target import Invariance, Target
@@ -116,7 +117,9 @@ class _Text:
         nodes[0, path] = self._tokens[0, length : length + len(path)]
         base = torch.full((rows,), length, device=device)
         view = self._slots[: self._view_of(length + len(tree) + spare)]
-        return target.forward(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view).logits[0, path]
+        return target.forward(
+            PassInput(nodes.expand(rows, -1), base, tree.tensors(rows, device), buffers, view)
+        ).logits[0, path]
 
     def cached(self, buffers: CacheBuffers, until: int | None = None) -> Tensor:
         """Keys and values of the first row's text, or of so many tokens."""

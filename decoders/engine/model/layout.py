@@ -102,12 +102,14 @@ class Layout:
     Attributes:
         layers: storage of each.
         groups: query heads per key head, of every layer that calls our attention.
+        as_stored: whether these attend to the keys that the cache gives them, and not to something that they compute from them.
         recurrent: the modules that keep states.
         counted: how it uses the number of tokens in its cache, None if it does not.
     """
 
     layers: list[LayerSpec]
     groups: list[int]
+    as_stored: bool
     recurrent: list[Recurrent]
     counted: CountedTokens | None
 
@@ -147,7 +149,8 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
     counted = None
     if probe.counted and not recurrent:
         counted = counted_tokens(functools.partial(_run_some_tokens, model, kinds), context_length(model), model.device)
-    return Layout(specs, shape.groups, recurrent, counted)
+    as_stored = all(any(key is given for given in probe.keys) for key in shape.keys)
+    return Layout(specs, shape.groups, as_stored, recurrent, counted)
 
 
 @torch.no_grad()

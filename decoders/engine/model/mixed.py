@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...tree import TreeTensors
 from .attention import MaskShape, build_mask, repeat_for_group, tell_shape
-from .blocks import PromptPiece, causal_block
+from .blocks import PassInput, PromptPiece, causal_block
 from .cache import CacheBuffers, SlotCache
 from .kernels.attention import pack_mask
 from .target import ForwardResult, Target
@@ -67,16 +67,11 @@ def by_row(result: ForwardResult, rows: int, n: int) -> ForwardResult:
     return type(result)(logits, split(result.hidden), layers)
 
 
-def forward(
-    target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, text: int, piece: PromptPiece
-) -> ForwardResult:
-    """As :meth:`Target.forward` for the rows; writes keys and values of `piece` as well.
-
-    Args:
-        text: how many of each row's nodes are text, for which there are no results.
-    """
-    rows, n = nodes.shape
-    result = target.results(inputs(target, nodes, base, tree, view, piece), with_logits(rows, n, text, nodes.device))
+def forward(target: Target, given: PassInput, piece: PromptPiece) -> ForwardResult:
+    """As :meth:`Target.forward` for the rows; writes keys and values of `piece` as well."""
+    (rows, n), text = given.nodes.shape, given.text.length
+    kept = with_logits(rows, n, text, given.nodes.device)
+    result = target.results(inputs(target, given.nodes, given.base, given.tree, given.view, piece), kept)
     return by_row(result, rows, n).behind(text)
 
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ...common.transformers_compat import attention_of, cache_keyword, set_attention
 from ...errors import InputError, UnsupportedError
 from .attention import module_configs
-from .blocks import causal_block
+from .blocks import PassInput, causal_block
 from .buckets import view_bucket
 from .cache import CacheBuffers
 from .features import HeadInputs, LayerStates
@@ -225,7 +225,7 @@ class OwnForward:
         before = [tensor[row, :, slots].clone() for tensor in own.tensors]
         view = torch.arange(min(view_bucket(max(lengths)), own.slots), device=tokens.device)
         tree = causal_block(rows, count, tokens.device)
-        ours = target.forward(tokens[:rows].gather(1, slots), ends - count, tree, own, view).logits[:, -1]
+        ours = target.forward(PassInput(tokens[:rows].gather(1, slots), ends - count, tree, own, view)).logits[:, -1]
         tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) and not target.rounds else 0.1
         pairs = [(ours, logits)]
         for tensor, old in zip(own.tensors, before, strict=True):

@@ -12,6 +12,7 @@ Everything that uses the device goes through a :class:`Recorder`, so that the re
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ...common import devices
 from .static_inputs import StaticInputs, copied, find_tensors
+from .torch_compat import end_failed_capture
 
 
 class Graph(Protocol):
@@ -48,6 +50,7 @@ class Recorder:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._in_pool: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def active(self) -> AbstractContextManager:
         """Makes the device the current one, with its current stream."""
@@ -55,24 +58,29 @@ class Recorder:
 
     def record(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
         """Runs the Python of `body` once and none of its kernels; returns the graph, and the output that replays write to."""
-        # Graphs that share memory must be recorded on one stream.
-        self._stream = self._stream or torch.cuda.Stream(self.device)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # Held meanwhile, since a pool without graphs cannot be recorded into: what else lives in it, such as cuBLAS's workspace of its
+        # stream, keeps memory there, and torch refuses its handle.
+        living = next(iter(self._in_pool), None)
+        if living is None or self._pool is None:
+            # Graphs that share memory must be recorded on one stream.
+            self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+            self._in_pool.clear()
+        stream, pool = self._stream, self._pool
+        assert stream is not None
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
+        stream.wait_stream(current)
         # With "thread_local" other threads may allocate meanwhile, and wait for streams.
         mode = "thread_local"
         try:
-            with (
-                devices.RECORDING,
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
-            ):
+            with devices.RECORDING, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 output = body()
         except BaseException:
             self._stream = self._pool = None  # not used again after a failure
+            end_failed_capture(self.device, pool)
             raise
         finally:
             torch.cuda.set_stream(current)  # torch does not restore it if recording fails
+        self._in_pool.add(graph)
         return graph, output
 
     def pinned(self, like: Tensor) -> Tensor:
@@ -214,6 +222,26 @@ class Recording:
             yield summary, new
 
 
+@dataclass
+class _Failure:
+    """Of a recording. It may have been the moment's: memory was short, another thread waited for the device.
+
+    Attributes:
+        reason: for people.
+        tries: that have failed.
+        refused: how often it was asked for since.
+    """
+
+    reason: str
+    tries: int = 0
+    refused: int = 0
+
+    def waits(self) -> bool:
+        """Whether it is not tried again yet: each time after twice as many steps without it, so that failures cost little."""
+        self.refused += 1
+        return self.refused < 1 << self.tries
+
+
 class Recordings:
     """The recordings made with the tensors of one session, by key; the least recently used are dropped first.
 
@@ -224,6 +252,7 @@ class Recordings:
         recorded: number of recordings made.
         reused: number of calls that used an earlier one.
         replays: launches by :meth:`run`.
+        unrecorded: why the last one that was asked for could not be made, since a caller has emptied it.
     """
 
     def __init__(self, recorder: Recorder, most: int = MOST_RECORDINGS) -> None:
@@ -232,8 +261,9 @@ class Recordings:
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._runs: Counter[Hashable] = Counter()
         self._copies: dict[tuple, HostCopies] = {}
-        self._failed: set[Hashable] = set()
+        self._failed: dict[Hashable, _Failure] = {}
         self._warned = False
+        self.unrecorded = ""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -300,7 +330,7 @@ class Recordings:
     def record(
         self, key: Hashable, capacity: RecordedCapacity | None, inputs: Any, body: Callable[[], Any]
     ) -> Recording | None:
-        """Records `body` for `key`, replacing an older recording; None if that fails or has failed before.
+        """Records `body` for `key`, replacing an older recording; None if that fails, or has failed and is not tried again yet.
 
         Args:
             capacity: of the tensors that `body` works on.
@@ -309,7 +339,9 @@ class Recordings:
                 recording serves this call only.
             body: uses static tensors, without syncs, with the same shapes every time.
         """
-        if key in self._failed:
+        failure = self._failed.get(key)
+        if failure is not None and failure.waits():
+            self.unrecorded = failure.reason
             return None
         self._kept.pop(key, None)  # frees its memory for the new one
         try:
@@ -317,13 +349,15 @@ class Recordings:
                 own = inputs if isinstance(inputs, StaticInputs) else StaticInputs(inputs)
                 step = Recording(self.recorder, body, own, capacity)
         except Exception as error:
-            self._failed.add(key)
+            self.unrecorded = str(_cause(error)) or type(error).__name__
+            self._failed[key] = _Failure(self.unrecorded, 1 + (failure.tries if failure is not None else 0))
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"a step could not be recorded, steps run one by one instead: {_cause(error)}", stacklevel=2
+                    f"a step could not be recorded, steps run one by one until it can: {self.unrecorded}", stacklevel=2
                 )
             return None
+        self._failed.pop(key, None)
         self.recorded += 1
         if not own.settled:
             return step
@@ -346,7 +380,7 @@ class Recordings:
         self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all recordings, and the list of keys whose recording failed."""
+        """Drops all recordings, and what is known of failed ones."""
         self._kept.clear()
         self._runs.clear()
         self._failed.clear()

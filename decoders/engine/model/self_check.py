@@ -23,7 +23,7 @@ from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import Topology
 from . import mixed, own_masks, rope, verdicts
-from .blocks import PromptPiece
+from .blocks import PassInput, PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
 from .invariance import brief_check
@@ -275,12 +275,13 @@ def can_mix(target: Target) -> bool:
     target.prefill(prompts[:, :8], start, rows, view, 0)
     nodes, tree = prompts[:2, 8:], Topology.chain(3).tensors(2, device)
     piece = PromptPiece(prompts[2:, 8:], start[:1] + 8, 8, view, rows)
+    given = PassInput(nodes, base, tree, rows.of_rows(0, 2), view)
     try:
-        ours = mixed.forward(target, nodes, base, tree, view, 0, piece)
+        ours = mixed.forward(target, given, piece)
     except Exception:  # the model's own attention may reject such a mask in any way
         return False
     written = [tensor[2:].clone() for tensor in rows.tensors]
-    plain = target.forward(nodes, base, tree, rows.of_rows(0, 2), view)
+    plain = target.forward(given)
     target.prefill(*piece.alone)
     pairs = [(ours.logits, plain.logits), *zip(written, (tensor[2:] for tensor in rows.tensors), strict=True)]
     tolerance = 1e-4 if target.dtype == torch.float32 and not target.rounds else 0.1

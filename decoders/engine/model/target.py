@@ -17,8 +17,8 @@ from ...common.transformers_compat import cache_keyword, decoder_layers
 from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
-from . import attention, buckets, own_masks, recurrent, rope
-from .blocks import LeadingText, causal_block
+from . import attention, buckets, experts, own_masks, recurrent, rope
+from .blocks import LeadingText, PassInput, causal_block
 from .cache import CacheBuffers, SlotCache, StatePass
 from .features import HeadInputs, LayerStates, OutputHead
 from .kernels import attention as kernel
@@ -36,11 +36,10 @@ from .ranks import Ranks
 from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
-from .weights.fingerprints import Fingerprints
 from .weights.fused_layers import fuse_layers
 from .weights.quantization import Precision, quantize, rounds_activations
 from .weights.same_bits import align_activations, replace_norms
-from .weights.state import WeightState, tensors_of
+from .weights.state import WeightState
 from .weights.twin import share_weights
 
 #: Most prompt tokens per row and pass by default.
@@ -110,11 +109,11 @@ class Target:
         rejected: why a kernel of ours was tried and not used (:func:`~decoders.engine.model.self_check.target_of`), else None.
         longest: the longest texts for which its logits are the model's; None: any.
         precision: of the matrices and of the cache, where it is not the model's own.
+        in_levels: whether attention reads a quantized cache as it is stored.
         groups: paths of layers that read the same input; they are multiplied as one if they are stored or quantized alike.
         quantized: the quantized matrices.
         few_rows: number of layers that multiply by our kernels, for which one row costs less than three.
         weights: state of the weights that kept texts and quantized matrices are of.
-        samples: fingerprints of their values, to notice changes.
         rounds: whether activations, keys or values are quantized, or products rounded to TensorFloat-32, so that a difference in the
             last bit may change a rounded value.
         layers: decoder layers whose outputs are in its results, see :meth:`watching`.
@@ -153,6 +152,7 @@ class Target:
         self.static = devices.static_shapes(model.device)
         kinds, self._kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
+        experts.take_over(self.model)
         self.sides = rope.take_over(self.model)
         self._attend_by("sdpa")
         self.tell_kinds(own_masks.take_over(self.model, kinds))
@@ -169,7 +169,7 @@ class Target:
         if precision.exact_products:
             replace_norms(self.model)
         fuse_layers(self.model)
-        self.remember(model)
+        self.weights = WeightState.of(model)
         layout = probe_layout(self.model, len(self.kinds))
         self.layout, self.counted = layout.layers, layout.counted
         self.recurrent = tuple(entry.layer for entry in layout.recurrent)
@@ -189,6 +189,7 @@ class Target:
         ours = self._kernel_for(attends, len(layout.groups))
         if ours is not None:
             self._attend_by(ours)
+        self.in_levels = self.attends == "cpu" and layout.as_stored
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
@@ -303,7 +304,7 @@ class Target:
         start = torch.zeros(1, dtype=torch.int64, device=self.device)
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
         tree = causal_block(1, 4, self.device)
-        result = self.forward(tokens, start, tree, rows, torch.arange(16, device=self.device)[:8])
+        result = self.forward(PassInput(tokens, start, tree, rows, torch.arange(16, device=self.device)[:8]))
         head.check(result.hidden, result.logits)
         return head
 
@@ -317,45 +318,30 @@ class Target:
         twin.layers, twin._layer_states = layers, LayerStates(twin.model, layers)
         return twin
 
-    def renew(self, model: PreTrainedModel) -> None:
-        """Quantizes changed weights again, in place: compiled code and recorded steps see the new values."""
+    def renew(self, weights: WeightState) -> None:
+        """Quantizes the present weights again, in place: compiled code and recorded steps see the new values."""
         self.quantized.renew()
-        self.remember(model)
-
-    def remember(self, model: PreTrainedModel) -> None:
-        """Notes that the weights are the present ones of `model`."""
-        self.weights, self.samples = WeightState.of(model), Fingerprints(tensors_of(model))
+        self.weights = weights
 
     def _quick(self) -> AbstractContextManager:
         """Inference mode, in which operations cost less, for passes that are neither compiled nor recorded."""
         seen = self.static or torch.compiler.is_dynamo_compiling()
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
-    def forward(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText = LeadingText(), root: Tensor | None = None,
-    ) -> ForwardResult:  # fmt: skip
-        """One pass over a block of nodes; writes their keys and values to slots ``base … base+N-1``.
-
-        Args:
-            nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") are run as some token. If
-                `tree` has more nodes, these are its last ones, and the others were run before.
-            base: ``[B]`` int64, position and slot of the tree's node 0. Negative if a block begins before its row: results of
-                nodes in front of position 0 are unused, and they are written to slots at the end of the cache.
-            view: ``[view]``, any values: its length is the number of slots that attention looks at, at least ``base + N``.
-            text: nodes that the block begins with, for which there are no results.
-            root: ``[B, H]``, the embedding of the node behind them where that is no token.
-        """
+    def forward(self, given: PassInput) -> ForwardResult:
+        """One pass over a block of nodes, without the piece that it may come with."""
+        nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
             # Some designs read more of a token than its embedding: drafts get a pass of their own, with ids, where that is possible.
             if nodes.shape[1] > count and not self.recurrent:
                 begin = causal_block(len(nodes), count, nodes.device)
-                first = self.forward(nodes[:, :count], base, begin, buffers, view, text, root)
-                return first.followed_by(self.forward(nodes[:, count:], base, tree, buffers, view))
+                first = self.forward(given._replace(nodes=nodes[:, :count], tree=begin))
+                drafts = given._replace(nodes=nodes[:, count:], text=LeadingText(), root=None)
+                return first.followed_by(self.forward(drafts))
             # Its place may hold -1, which would be taken for a node without a draft token and left out.
             nodes = nodes.clamp(min=0).where(torch.arange(nodes.shape[1], device=nodes.device) == text.length, nodes)
-        inputs = self.inputs(nodes, base, tree, buffers, view, text if text.length else None)
+        inputs = self.inputs(nodes, given.base, given.tree, given.buffers, given.view, text if text.length else None)
         if root is not None:
             vectors = self.embed(inputs.pop("input_ids")).clone()
             vectors[:, text.length] = root
@@ -429,7 +415,8 @@ class Target:
             counts = positions[0] - torch.arange(n, device=nodes.device)
         if buffers.shifts is not None:
             positions = positions + buffers.shifts[:, None]
-        return self.arguments(nodes, positions, mask, SlotCache(buffers, slots, view.shape[0], states, counts))
+        cache = SlotCache(buffers, slots, view.shape[0], states, counts, self.in_levels)
+        return self.arguments(nodes, positions, mask, cache)
 
     def arguments(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> dict:
         """What the model is called with. tokens, positions: ``[B, N]`` int64."""

@@ -29,11 +29,8 @@ LONG = 0.1
 WAITING = 0.25
 #: Another number is better if its steps take at most this share of the time.
 BETTER = 0.9
-#: A trial ends early once its steps have taken so many times as long as the present ones.
-GIVEN_UP = 1.5
-#: Seconds of steps until another number is tried again; doubled after each unsuccessful trial.
-AGAIN = 1.0
-LONGEST_AGAIN = 16.0
+#: Seconds of steps from a trial to the next one: at least AGAIN, and so many times as long as the trial took.
+AGAIN, SPARSE = 1.0, 20
 
 
 class _TorchsOwn(threading.local):
@@ -71,16 +68,20 @@ def set_threads(number: int) -> None:
 
 @dataclass
 class _Steps:
-    """Durations of steps with one number of threads, in seconds: wall-clock time, and processor time of the calling thread."""
+    """Durations of steps with one number of threads, in seconds: wall-clock time, and processor time of the calling thread.
 
-    count: int = 0
+    The first of them does not count: it includes the preparation of kernels.
+    """
+
+    count: int = -1
     wall: float = 0.0
     computing: float = 0.0
 
     def add(self, wall: float, computing: float) -> None:
         self.count += 1
-        self.wall += wall
-        self.computing += computing
+        if self.count:
+            self.wall += wall
+            self.computing += computing
 
     @property
     def waiting(self) -> float:
@@ -103,7 +104,7 @@ class Threads:
 
     Attributes:
         most: torch's own number, which is never exceeded.
-        count: the number in use, except in trials.
+        count: the number in use.
     """
 
     def __init__(self) -> None:
@@ -119,18 +120,16 @@ class Threads:
 
     def _start_over(self, most: int) -> None:
         self.most = self.count = most
-        self._present = _Steps()
-        self._trial: tuple[int, _Steps] | None = None
-        self._first = True  # the first step with a number includes preparation of kernels
-        self._until_trial, self._pause = 0.0, AGAIN
-        self._upwards = False  # whether the last trial was of more threads
+        self._steps, self._until_trial = _Steps(), 0.0
+        self._before: tuple[int, float] | None = None  # in a trial: the number before, and the mean of its steps
+        self._upwards = False  # whether fewer threads are tried next where both are due
         self._began = 0.0, 0.0
 
     def use(self) -> None:
         """Sets the chosen number of threads from now on."""
         if (most := torchs_own()) != self.most:
             self._start_over(most)
-        set_threads(self._trial[0] if self._trial is not None else self.count)
+        set_threads(self.count)
 
     def begin_step(self) -> None:
         """Begins a step with the chosen number of threads."""
@@ -146,60 +145,29 @@ class Threads:
 
     def judge(self, wall: float, computing: float) -> None:
         """Chooses for the next step, after one of `wall` seconds, `computing` of which the calling thread had the processor."""
-        if self.most == 1:
-            return
+        self._steps.add(wall, computing)
         self._until_trial -= wall
-        if self._first:
-            self._first = False
-            if self._trial is not None and wall >= self._hopeless:
-                self._give_up()
-        elif self._trial is None:
-            self._judge_present(wall, computing)
-        else:
-            self._judge_trial(*self._trial, wall, computing)
-
-    def _judge_present(self, wall: float, computing: float) -> None:
-        if self._present.count >= 2 * STEPS:  # only recent steps count
-            self._present = _Steps()
-        self._present.add(wall, computing)
-        if not self._present.enough or self._until_trial > 0:
+        if self.most == 1 or not self._steps.enough:
             return
-        fewer = self.count > 1 and self._present.waiting > WAITING
-        more = self.count < self.most
-        if more and not (fewer and self._upwards):
-            self._try(min(2 * self.count, self.most))
-        elif fewer:
-            self._try(self.count // 2)
-
-    def _try(self, number: int) -> None:
-        self._trial, self._upwards, self._first = (number, _Steps()), number > self.count, True
-
-    def _judge_trial(self, number: int, steps: _Steps, wall: float, computing: float) -> None:
-        steps.add(wall, computing)
-        if not steps.enough and steps.wall < self._hopeless:
-            return
-        if steps.enough and steps.mean <= BETTER * self._present.mean:
-            self._upwards = number < self.count  # the next trial continues in the direction that was faster
-            self.count, self._present = number, steps
-            self._until_trial = self._pause = AGAIN
-            self._trial = None
-        else:
-            self._give_up()
-
-    @property
-    def _hopeless(self) -> float:
-        """Seconds after which a trial ends early."""
-        return GIVEN_UP * STEPS * self._present.mean
-
-    def _give_up(self) -> None:
-        self._until_trial, self._pause = self._pause, min(2 * self._pause, LONGEST_AGAIN)
-        self._present, self._first, self._trial = _Steps(), True, None
+        steps, self._steps = self._steps, _Steps()
+        if self._before is not None:
+            number, mean = self._before
+            paid, went_up = steps.mean <= BETTER * mean, self.count > number
+            self._upwards = paid != went_up  # the next trial goes on in the direction that was faster
+            self._until_trial = max(AGAIN, SPARSE * steps.wall)
+            self.count, self._before = self.count if paid else number, None
+        elif self._until_trial <= 0:
+            fewer, more = self.count > 1 and steps.waiting > WAITING, self.count < self.most
+            if more or fewer:
+                up = more and not (fewer and self._upwards)
+                self._before = self.count, steps.mean
+                self.count = min(2 * self.count, self.most) if up else self.count // 2
 
 
 def waiting_share(seconds: float = 0.01) -> float:
     """Share of its time that parallel code waits on this machine now: about 0 if no other process uses the cores."""
     numbers = torch.zeros(1 << 17)  # enough for several threads
-    steps, end = _Steps(), time.perf_counter() + seconds
+    steps, end = _Steps(0), time.perf_counter() + seconds
     while (began := time.perf_counter()) < end:
         computing = time.thread_time()
         for _ in range(20):

@@ -6,11 +6,16 @@ torch that moves one says which.
 
 from __future__ import annotations
 
+import importlib.util
 import operator
+import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from inspect import signature
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -223,7 +228,7 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
-    """The guard filter that leaves modules out: the engine compares fingerprints of the weights instead."""
+    """The guard filter that leaves modules out: the engine compares the state of the weights instead."""
     return list(
         map(operator.and_, torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries), skip_state_guard(entries))
     )
@@ -273,6 +278,32 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
     return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
 
 
+@cache
+def spare_compiler_warnings() -> None:
+    """Spares users warnings of torch's compiler that they can do nothing about, and that end a compilation where warnings are errors.
+
+    What it says once in a process is said now, to nobody: that settings of TensorFloat-32 which it reads itself have newer names,
+    and that such products are possible. Where no CUDA toolkit is installed, it is told to take Triton's functions of mathematics,
+    which it takes anyway. A filter of warnings would not do: all threads share them, and each may replace them.
+    """
+    if not torch.cuda.is_available():
+        return
+    from torch._inductor import compile_fx
+    from torch.utils import cpp_extension
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for said in (lambda: torch.backends.cuda.matmul.allow_tf32, lambda: torch.backends.cudnn.allow_tf32):
+            with suppress(RuntimeError):  # set by one name and read by another
+                said()
+        getattr(compile_fx, "_warn_tf32_disabled", lambda: None)()
+    triton = importlib.util.find_spec("triton")
+    if cpp_extension.CUDA_HOME is None and triton is not None and triton.origin is not None:
+        own = Path(triton.origin).parent / "backends" / "nvidia" / "lib" / "libdevice.10.bc"
+        if own.is_file():
+            os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(own))  # processes that compile read it as well
+
+
 @contextmanager
 def traced_by_one_thread() -> Iterator[None]:
     """While this thread traces with torch.fx, modules that other threads call run as they always do.
@@ -315,6 +346,21 @@ def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterato
 
     with mock.patch.object(torch._C, "_cuda_synchronize", synchronize):
         yield
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Tells the allocator that a recording into `pool` which has failed is over; nothing public does.
+
+    Where CUDA ends a recording with an error, torch (2.11) raises before it tells its allocator. That would then keep the memory of
+    other streams from being used again and free none when it runs out, until the process ends.
+    """
+    if not torch.backends.cuda.is_built():  # there is no such allocator
+        return
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index
+    with suppress(RuntimeError):  # it has been told
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 # The compiler's surroundings. Replaced by a public way to ask what a compilation would use.

@@ -10,7 +10,7 @@ from ....drafting import Expansion
 from ....sampling.choice import Candidates, candidates
 from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
-from ...model.blocks import NodeBlock, after_text, causal_block
+from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.target import ForwardResult
 from ..core import Core, StepOutput, StepPass
@@ -64,7 +64,7 @@ class DraftCore(Core):
         base = rows.length - 1 - u
         nodes = torch.cat([self._tail(rows, pending), draft_tokens], dim=1)
         block = after_text(u, tree)
-        result = self.run(nodes, base, block, rows.buffers, view)
+        result = self.run(PassInput(nodes, base, block, rows.buffers, view))
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
         expansion = self._expanded(cut.logits, rows, (rows.length - rows.prompt_length)[:, None] + tree.offsets, masks)
         own = nodes[:, u:]
@@ -80,7 +80,7 @@ class DraftCore(Core):
         self, rows: Rows, view: Tensor, nodes: Tensor, tree: TreeTensors, masks: Masks | None = None
     ) -> Expansion:
         """A further level: continuations of `nodes` ``[B, Q]``, the last ``Q`` nodes of `tree`; the others were run before."""
-        result = self.run(nodes, rows.length - 1, tree, rows.buffers, view)
+        result = self.run(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._expanded(result.logits[..., : self.vocab], rows, positions, masks)
 
@@ -112,7 +112,7 @@ class DraftCore(Core):
             nodes = torch.nn.functional.pad(nodes, (0, size - root - 1), value=-1)
         block = causal_block(nodes.shape[0], nodes.shape[1], nodes.device)
         base = rows.length - 1 - root
-        result = self.run(nodes, base, block, rows.buffers, view)
+        result = self.run(PassInput(nodes, base, block, rows.buffers, view))
         last = slice(root, root + 1)
         return ForwardResult(result.logits[:, last, : self.vocab], result.hidden[:, last])
 

@@ -21,9 +21,9 @@ from ....tree import TreeTensors
 from ...model.blocks import Blocks
 from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
+from ..batch import Batch
 from ..grammar.guide import Guide
 from ..prompts import KeptText
-from ..roster import Roster
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
     drafted_by: str | None = None
 
     def __init__(
-        self, batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
+        self, batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
         self.batch, self.above, self.stack, self.level, self.ahead = batch, above, stack, context.level + 1, ahead

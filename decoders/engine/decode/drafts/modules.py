@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,13 @@ from ....common import devices
 from ....common.transformers_compat import cache_keyword, set_attention
 from ....drafting import ModulePasses
 from ....errors import UnsupportedError
-from ....tree import TreeTensors
+from ....tree import Topology, TreeTensors
 from ...model import attention
 from ...model.blocks import causal_block
 from ...model.buckets import slots_for, view_bucket
 from ...model.cache import CacheBuffers, LayerSpec, LayoutProbe, SlotCache
 from ...model.compiled.regions import copied_whole, fixed
+from ...model.kernels import attention as kernel
 from ...model.layout import reading_alike
 from ...model.static_inputs import SameObject
 from ...model.weights.few_rows import multiply_few_rows
@@ -31,15 +32,21 @@ class ModuleTwin:
 
     Args:
         example: its inputs for one node, ``[1, 1, …]`` each.
+        attends: the target's attention.
 
     Attributes:
         layout: what its attention layers store.
+        attends: "cpu" where the target attends by the kernel for CPUs and this module can, too; else "sdpa".
 
     Raises:
         UnsupportedError: it is on another device than the target, or does not go through the cache.
     """
 
-    def __init__(self, module: nn.Module, example: tuple[Tensor, ...], device: torch.device) -> None:
+    attends: Literal["sdpa", "cpu"] = "sdpa"
+
+    def __init__(
+        self, module: nn.Module, example: tuple[Tensor, ...], device: torch.device, attends: str = "sdpa"
+    ) -> None:
         name = type(module).__name__
         places = {parameter.device for parameter in module.parameters()}
         if places - {device}:
@@ -48,47 +55,81 @@ class ModuleTwin:
             )
         self.module, self.device, self.name = share_weights(module), device, name
         self.cache_keyword = cache_keyword(self.module)
-        configs = attention.module_configs(self.module).values()
-        for config in configs:
-            set_attention(config, attention.NAME)
-        first = next(iter(configs), None)
+        self._configs = [*attention.module_configs(self.module).values()]
+        self._attend_by(attention.NAME)
+        first = next(iter(self._configs), None)
         self.kinds, kind_of_layer = (
             attention.layer_kinds(first) if first is not None else ((attention.LayerKind(),), (0,))
         )
-        for part in self.module.modules():
-            layer = getattr(part, "layer_idx", None)
-            if isinstance(layer, int) and layer < len(kind_of_layer):
-                setattr(part, attention.KIND_ATTRIBUTE, kind_of_layer[layer])
+        attention.tell_kinds(self.module, self.kinds, kind_of_layer)
         self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-        multiply_few_rows(self.module, reading_alike(self.module, lambda: self._run(example, LayoutProbe())))
+        multiply_few_rows(
+            self.module, reading_alike(self.module, lambda: self._run(example, LayoutProbe(), attention.MaskShape()))
+        )
         replace_norms(self.module)
         fuse_layers(self.module)
-        self.layout = self._probe(example)
+        shape = attention.Probe()
+        self.layout = self._probe(example, shape)
+        if attends == kernel.preferred(device) == "cpu" and not kernel.unfit(
+            "cpu", self.layout, len(shape.groups), device
+        ):
+            self._take_kernel(example)
         self._functions: dict[tuple, Callable] = {}
 
     def function(self, options: tuple[tuple[str, Any], ...]) -> Callable:
         """One pass as a plain tensor function, the same object for the same `options`."""
         if options not in self._functions:
-            module, kinds, dtype, keywords = self.module, self.kinds, self.dtype, dict(options)
-            name = self.cache_keyword
-
-            def module_pass(
-                base: Tensor, offsets: Tensor, visible: Tensor, buffers: CacheBuffers, view: Tensor, *inputs: Tensor
-            ) -> Any:
-                n = visible.shape[1]
-                index = torch.arange(offsets.shape[1], device=base.device)[None]
-                slots = base[:, None] + attention.ending(index, n)
-                mask = attention.build_mask(kinds, base, offsets, visible, view.shape[0], dtype)
-                positions = (base[:, None] + attention.ending(offsets, n)).clamp(min=0)
-                cache = {name: SlotCache(buffers, slots, view.shape[0])}
-                return module(*inputs, attention_mask=mask, position_ids=positions, **cache, **keywords)
-
-            self._functions[options] = module_pass
+            self._functions[options] = self._pass(options)
         return self._functions[options]
 
-    def _probe(self, example: tuple[Tensor, ...]) -> list[LayerSpec]:
+    def _pass(self, options: tuple[tuple[str, Any], ...] = ()) -> Callable:
+        module, kinds, dtype, keywords = self.module, self.kinds, self.dtype, dict(options)
+        name, by_kernel = self.cache_keyword, self.attends == "cpu"
+
+        def module_pass(
+            base: Tensor, offsets: Tensor, visible: Tensor, buffers: CacheBuffers, view: Tensor, *inputs: Tensor
+        ) -> Any:
+            n = visible.shape[1]
+            index = torch.arange(offsets.shape[1], device=base.device)[None]
+            slots = base[:, None] + attention.ending(index, n)
+            if by_kernel:
+                mask = kernel.pack_mask(base, offsets, visible)
+            else:
+                mask = attention.build_mask(kinds, base, offsets, visible, view.shape[0], dtype)
+            positions = (base[:, None] + attention.ending(offsets, n)).clamp(min=0)
+            cache = {name: SlotCache(buffers, slots, view.shape[0])}
+            return module(*inputs, attention_mask=mask, position_ids=positions, **cache, **keywords)
+
+        return module_pass
+
+    def _attend_by(self, name: str) -> None:
+        for config in self._configs:
+            set_attention(config, name)
+
+    @torch.no_grad()
+    def _take_kernel(self, example: tuple[Tensor, ...]) -> None:
+        """Attends by the kernel for CPUs if that gives what PyTorch's attention gives for a small tree."""
+        tree, view = Topology.branches(2, 1).tensors(1, self.device), torch.arange(64, device=self.device)
+        draws, results = torch.Generator().manual_seed(0), []
+        inputs = [each.expand(1, 3, *each.shape[2:]).clone() for each in example]
+        for each in inputs:
+            if each.is_floating_point():
+                each.normal_(generator=draws)
+        try:
+            for name, attends in ((attention.NAME, "sdpa"), (kernel.CPU_NAME, "cpu")):
+                self.attends = attends
+                self._attend_by(name)
+                rows = CacheBuffers.allocate(self.layout, 1, 128)
+                results.append(self._pass()(tree.offsets[:, 0], tree.offsets, tree.visible, rows, view, *inputs))
+            tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+            torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+        except Exception:  # the module's own code may raise anything for such a mask
+            self.attends = "sdpa"
+            self._attend_by(attention.NAME)
+
+    def _probe(self, example: tuple[Tensor, ...], shape: attention.Probe) -> list[LayerSpec]:
         probe = LayoutProbe()
-        self._run(example, probe)
+        self._run(example, probe, shape)
         if sorted(probe.layouts) != list(range(len(probe.layouts))) or not probe.layouts:
             raise UnsupportedError(
                 f"{self.name} stored keys and values for layers {sorted(probe.layouts)}: they are numbered from 0 on, and each calls "
@@ -97,10 +138,11 @@ class ModuleTwin:
         return [probe.layouts[layer] for layer in range(len(probe.layouts))]
 
     @torch.no_grad()
-    def _run(self, example: tuple[Tensor, ...], probe: LayoutProbe) -> None:
+    def _run(self, example: tuple[Tensor, ...], probe: LayoutProbe, shape: attention.MaskShape) -> None:
         """Runs one node with `probe` as the cache."""
         place = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         mask = torch.zeros(1, len(self.kinds), 1, 1, dtype=self.dtype, device=self.device)
+        attention.tell_shape(mask, shape)
         self.module(*example, attention_mask=mask, position_ids=place, **{self.cache_keyword: probe})
 
 

@@ -15,11 +15,11 @@ from ....report import Stopwatch
 from ....sampling.processors import Masks
 from ....strategy import Context, Draft, Sequences, Strategy, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
+from ..batch import Batch
 from ..core import StepOutput
 from ..criteria import Outcome
-from ..roster import Roster
 from ..rows import Rows, untouched
-from ..step import Watch, step
+from ..step import Clock, step
 from .drafter import ModelDrafter
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class StagedDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str,
+        self, batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str,
         ahead: int, children: int, strategy: Strategy,
     ) -> None:  # fmt: skip
         super().__init__(batch, above, stack, context, model, ahead, children)
@@ -55,7 +55,7 @@ class StagedDrafter(ModelDrafter):
         return self.strategy.on_device and super().on_device
 
     def advance(self) -> Advance:
-        out = step(self.stage, StageWatch(self))
+        out = step(self.stage, self.stage, StageClock(self))
         assert self.stage.expansion is not None
         return Advance(out.path, out.summary[0], self.stage.expansion)
 
@@ -100,7 +100,7 @@ class StagedDrafter(ModelDrafter):
 
 
 class DraftStage:
-    """The steps of a draft model's rows, for :func:`~decoders.engine.decode.step.step`.
+    """Proposer and batch of a draft model's steps, for :func:`~decoders.engine.decode.step.step`.
 
     Attributes:
         state: the strategy's.
@@ -149,6 +149,12 @@ class DraftStage:
         )
         return out
 
+    def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> None:
+        """Nothing: what a draft model has accepted stays on the device."""
+
+    def stop(self, out: StepOutput, outcome: Outcome) -> None: ...
+    def deliver(self, out: StepOutput, outcome: Outcome) -> None: ...
+
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
         if self.drafter.guide is not None:
             self.drafter.guide.accept(out)
@@ -164,7 +170,7 @@ class DraftStage:
             self.strategy.observe(self.state, shown)
 
 
-class StageWatch(Watch):
+class StageClock(Clock):
     """Counts the seconds of the strategy; those of the draft model are counted by :meth:`ModelDrafter.run`."""
 
     def __init__(self, drafter: StagedDrafter) -> None:
@@ -173,15 +179,15 @@ class StageWatch(Watch):
     def masked(self) -> None:
         self._counts.stage_seconds += self._stopwatch.next()
 
-    def committed(self, draft: Draft, block: NodeBlock, out: StepOutput) -> None:
+    def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
         self._stopwatch.next()
 
-    def observed(self, out: StepOutput, outcome: Outcome | None) -> None:
+    def observed(self) -> None:
         self._counts.stage_seconds += self._stopwatch.next()
 
 
 def context_draft(
-    batch: Roster, above: Roster | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
+    batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
     """``Context.draft`` for the strategy that gets `context` and drafts for `above`; opened draft models are added to `opened`."""
 

@@ -18,7 +18,7 @@ import torch
 
 from ....common import devices
 from ..threads import set_threads, torchs_own
-from ..torch_compat import device_waits_behind, traced_by_one_thread
+from ..torch_compat import device_waits_behind, spare_compiler_warnings, traced_by_one_thread
 
 _log = logging.getLogger("decoders")
 
@@ -125,6 +125,7 @@ def threads_may_compile() -> bool:
 @contextmanager
 def compiling() -> Iterator[float]:
     """Waits for this thread's turn to compile, and shortens the interpreter's switch interval meanwhile; yields the start time."""
+    spare_compiler_warnings()
     with _turn:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(min(usual, SWITCH_INTERVAL))

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ....sampling.processors import SamplingPlan
-from ....tree import TreeTensors
 from .. import mixed
 from ..attention import STRETCH
-from ..blocks import LeadingText, PromptPiece, causal_block
+from ..blocks import PassInput, PromptPiece, causal_block
 from ..buckets import LEAST_NODES
 from ..cache import CacheBuffers
 from ..recordings import Recordings
@@ -38,32 +37,26 @@ class ForwardPass(Tiers):
         super().__init__(target)
         self.compiled_passes = 0
 
-    def __call__(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor,
-        text: LeadingText = LeadingText(), piece: PromptPiece | None = None, root: Tensor | None = None,
-    ) -> ForwardResult:  # fmt: skip
-        """As :meth:`Target.forward`. view: ``[view]``, whose length says how many slots attention looks at.
+    def __call__(self, given: PassInput) -> ForwardResult:
+        """As :meth:`Target.forward`.
 
-        Args:
-            piece: is read as well, in the same pass if :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes` says so.
-            root: as of :meth:`Target.forward`; one pass of a call at most, which runs uncompiled.
+        The piece, if there is one, is read in the same pass where :meth:`~decoders.engine.model.compiled.tiers.Tiers.mixes` says so. A
+        pass with a root, of which a call has one at most, runs uncompiled.
         """
-        if root is not None:
-            with self._counted(nodes):
-                return self.target.forward(nodes, base, tree, buffers, view, text, root)
-        if piece is not None:
+        nodes = given.nodes
+        if given.piece is not None and given.root is None:
             compiled, single = self.runs_compiled(several=True), nodes.shape[1] == 1
             if self.mixes(len(nodes), single=single):
-                return self._mixed(nodes, base, tree, view, text.length, piece, compiled)
+                return self._mixed(given, given.piece, compiled)
             # Otherwise the block has other sizes than was foreseen, or a graph became ready meanwhile.
             started = time.perf_counter()
-            self.prefill(*piece.alone)
+            self.prefill(*given.piece.alone)
             self.book_mixed(time.perf_counter() - started, len(nodes), single=single)
-        if self.runs_compiled(len(nodes) > 1):
-            kept = torch.arange(text.length, nodes.shape[1], device=nodes.device)
-            return self._run(nodes, base, tree, buffers, view, kept).behind(text.length)
+        if given.root is None and self.runs_compiled(len(nodes) > 1):
+            first = given.text.length
+            return self._run(given, torch.arange(first, nodes.shape[1], device=nodes.device)).behind(first)
         with self._counted(nodes):
-            return self.target.forward(nodes, base, tree, buffers, view, text)
+            return self.target.forward(given)
 
     def prefill(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int,
@@ -77,7 +70,9 @@ class ForwardPass(Tiers):
             self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=False)
             return
         if self._reads_compiled(tokens):
-            self._run(tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view)
+            self._run(
+                PassInput(tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view)
+            )
             return
         with self._counted(tokens):
             self.target.prefill(tokens, start, buffers, view, latest)
@@ -96,9 +91,8 @@ class ForwardPass(Tiers):
             return self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=True)
         if self._reads_compiled(tokens):
             kept = torch.arange(tokens.shape[1], device=tokens.device) if logits else None
-            return self._run(
-                tokens, start, causal_block(len(tokens), tokens.shape[1], tokens.device), buffers, view, kept
-            )
+            block = causal_block(len(tokens), tokens.shape[1], tokens.device)
+            return self._run(PassInput(tokens, start, block, buffers, view), kept)
         with self._counted(tokens):
             return self.target.features(tokens, start, buffers, view, latest, logits=logits, valid=valid)
 
@@ -122,27 +116,25 @@ class ForwardPass(Tiers):
         self.compiled_passes += self.tier(rows, plan).compiled
         return copied(result) if copy else result
 
-    def _run(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, buffers: CacheBuffers, view: Tensor, kept: Tensor | None = None
-    ) -> ForwardResult:  # fmt: skip
+    def _run(self, given: PassInput, kept: Tensor | None = None) -> ForwardResult:
         """A compiled pass. kept: ``[K]`` int64, the nodes that get logits; None: as few as a graph with dynamic sizes allows."""
         assert self.regional is not None
         self.compiled_passes += 1
-        kept = torch.arange(FEWEST_LOGITS, device=nodes.device) if kept is None else kept
-        return ForwardResult(*self.regional(nodes, base, laid_out(tree), buffers, view, kept))
+        kept = torch.arange(FEWEST_LOGITS, device=given.nodes.device) if kept is None else kept
+        tree = laid_out(given.tree)
+        return ForwardResult(*self.regional(given.nodes, given.base, tree, given.buffers, given.view, kept))
 
-    def _mixed(
-        self, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, text: int, piece: PromptPiece, compiled: bool
-    ) -> ForwardResult:  # fmt: skip
+    def _mixed(self, given: PassInput, piece: PromptPiece, compiled: bool) -> ForwardResult:
         if not compiled:
-            with self._counted(nodes):
-                return mixed.forward(self.target, nodes, base, tree, view, text, piece)
+            with self._counted(given.nodes):
+                return mixed.forward(self.target, given, piece)
         assert self.regional_mixed is not None
         self.compiled_passes += 1
-        rows, n = nodes.shape
-        kept = mixed.with_logits(rows, n, text, nodes.device)
-        given = self.regional_mixed(nodes, base, laid_out(tree), view, laid_out_piece(piece), kept)
-        return mixed.by_row(ForwardResult(*given), rows, n).behind(text)
+        (rows, n), text = given.nodes.shape, given.text.length
+        kept = mixed.with_logits(rows, n, text, given.nodes.device)
+        tree, piece = laid_out(given.tree), laid_out_piece(piece)
+        result = ForwardResult(*self.regional_mixed(given.nodes, given.base, tree, given.view, piece, kept))
+        return mixed.by_row(result, rows, n).behind(text)
 
     def _reads_compiled(self, tokens: Tensor) -> bool:
         """Whether a chunk of text is read compiled."""

@@ -8,6 +8,7 @@ import types
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,13 +45,16 @@ class CompiledFunction:
 
     def __init__(self, function: Callable) -> None:
         self.function, self._warned, self._worked = function, False, False
-        options: dict[str, Any] = {"guard_filter_fn": torch_compat.skip_state_guard, "cpp.dynamic_threads": True}
-        self.compiled: Callable[..., Any] = torch.compile(
-            private(function), fullgraph=True, dynamic=True, options=options
-        )
         self.on_compile: Callable[[float], None] = lambda seconds: None
         self._known: set[tuple] = set()
         self._failed: set[tuple] = set()
+
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        # Not at construction: it imports half a second of modules, which a first call that stays uncompiled does without.
+        torch_compat.spare_compiler_warnings()
+        options: dict[str, Any] = {"guard_filter_fn": torch_compat.skip_state_guard, "cpp.dynamic_threads": True}
+        return torch.compile(private(self.function), fullgraph=True, dynamic=True, options=options)
 
     def __call__(self, *args: Any) -> Any:
         started, before = time.perf_counter(), compilations()
@@ -164,9 +168,9 @@ class TieredFunction:
 
 
 def kind_of(value: Any) -> Hashable:
-    """The part of arguments that selects a graph with dynamic sizes: which sizes are 1, dtypes, and plain values except numbers."""
+    """The part of arguments that selects a graph with dynamic sizes: sizes of 0 and 1, dtypes, plain values except numbers."""
     if isinstance(value, Tensor):
-        return value.dtype, tuple([size == 1 for size in value.shape])
+        return value.dtype, tuple([min(size, 2) for size in value.shape])
     if isinstance(value, bool | str | SamplingPlan | None):
         return value
     if isinstance(value, list | tuple):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import LayerKind, kind_of, refuse_position_bias, register
-from ..cache import LayerSpec
+from ..cache import LayerSpec, Levels
 from . import cpu, operator, runs_kernels
 
 #: With transformers the kernel for CUDA is registered as NAME, the one for CPUs as CPU_NAME.
@@ -109,14 +109,14 @@ def split_count(view: int) -> int:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None = None, kind: LayerKind = LayerKind(),
-    scale: float | None = None, softcap: float | None = None, kernel: Kernel = "triton",
+    query: Tensor, key: Tensor | Levels, value: Tensor | Levels, mask: Tensor, sinks: Tensor | None = None,
+    kind: LayerKind = LayerKind(), scale: float | None = None, softcap: float | None = None, kernel: Kernel = "triton",
 ) -> Tensor:  # fmt: skip
     """Attention of the last ``N`` nodes of a block, ``[B, N, Hq, Dv]``.
 
     Args:
         query: ``[B, Hq, N, D]``.
-        key: ``[B, Hkv, view, D]``, with the block's own keys in their slots.
+        key: ``[B, Hkv, view, D]``, with the block's own keys in their slots; on the CPU they may be quantized, and values with them.
         value: ``[B, Hkv, view, Dv]``.
         mask: of :func:`pack_mask`.
         sinks: ``[Hq]``, an additional score per head that has no value.
@@ -264,12 +264,14 @@ tree_attention = operator(
 
 
 def _on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, window: int, chunk: int, scale: float,
-    softcap: float,
+    query: Tensor, key: Tensor | Levels, value: Tensor | Levels, mask: Tensor, sinks: Tensor | None, window: int, chunk: int,
+    scale: float, softcap: float,
 ) -> Tensor:  # fmt: skip
     assert _slot_attention is not None
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    return _slot_attention(query, key, value, mask, sinks, None, None, window, chunk, scale, softcap)
+    seen = tuple(states if isinstance(states, Levels) else (states, None) for states in (key, value))
+    (keys, key_scales), (values, value_scales) = seen
+    query, keys, values = (t if t.stride(3) == 1 else t.contiguous() for t in (query, keys, values))
+    return _slot_attention(query, keys, values, mask, sinks, key_scales, value_scales, window, chunk, scale, softcap)
 
 
 register(NAME, kernel_attention)

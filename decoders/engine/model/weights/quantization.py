@@ -17,9 +17,9 @@ from ....errors import UnsupportedError
 from .. import torch_compat
 from ..kernels import MOST_MATRICES, cpu
 from ..kernels.cpu import four_bits
-from .fingerprints import Snapshot
 from .fused import Group, columns_of, outputs_of, plain_weight, same_kind
 from .quantized import GROUP, KINDS, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
+from .state import values_of
 
 Scheme = Literal["int8", "int4"]
 #: Dense matrices with fewer elements are left alone: calling a kernel costs more than it saves.
@@ -72,32 +72,29 @@ class Precision:
 
 
 class QuantizedWeight:
-    """A copy of a matrix in the form that a kernel takes. It is stale once the matrix changes.
+    """A copy of a matrix in the form that a kernel takes.
 
     Attributes:
-        sources: the parameter, or the parts of one that a library has quantized.
+        sources: the parameter, or the parts of one that a library has quantized. They are kept, and thereby their memory.
         made: attributes of the layer that multiplies by it; the tensors are always the same objects, which graphs hold.
+        of: the values that it was made of.
     """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], dict[str, Any]]) -> None:
         self.sources, self._make = tuple(sources), make
-        self._made_of, self.made = Snapshot(self.sources), make()
+        self.of, self.made = values_of(sources), make()
 
     @property
     def tensors(self) -> list[Tensor]:
         return [value for value in self.made.values() if isinstance(value, Tensor)]
 
-    @property
-    def stale(self) -> bool:
-        """Whether a parameter has changed since it was quantized."""
-        return self._made_of.changed
-
     def renew(self) -> None:
-        """Quantizes the parameters' present values into the same tensors."""
-        for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
-            if own.data_ptr() != new.data_ptr():  # a library's levels are read where they are
-                own.copy_(new)
-        self._made_of = Snapshot(self.sources)
+        """Quantizes the sources' present values into the same tensors, if they have changed."""
+        if (present := values_of(self.sources)) != self.of:
+            for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
+                if own.data_ptr() != new.data_ptr():  # a library's levels are read where they are
+                    own.copy_(new)
+            self.of = present
 
 
 #: Copies in use anywhere in the process: two engines that share a parameter share its quantized copy.
@@ -120,8 +117,7 @@ class Quantized:
         """Quantizes weights that were written to again, in place."""
         with torch.inference_mode(False):
             for weight in self.weights:
-                if weight.stale:
-                    weight.renew()
+                weight.renew()
 
 
 @torch.no_grad()
@@ -185,8 +181,7 @@ def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
     copy = _in_use.get(key)
-    # The copy keeps its parameters, and thereby their memory, unless their data have been exchanged.
-    if copy is None or copy.stale or [s.data_ptr() for s in copy.sources] != [s.data_ptr() for s in sources]:
+    if copy is None or copy.of != values_of(sources):
         with torch.inference_mode(False):
             copy = _in_use[key] = QuantizedWeight(sources, make)
     return copy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -18,7 +19,7 @@ from decoders.bench.measurement import rotation
 from decoders.bench.methods import PLAIN, Method, Sampling, strategy_methods
 from decoders.bench.prompts import Workload
 from decoders.bench.shapes import random_workloads
-from decoders.errors import ContextLengthError, DecodersError
+from decoders.errors import DecodersError
 from decoders.settings import Settings
 from decoders.strategy import Context, Draft, Sequences, Strategy
 
@@ -113,64 +114,68 @@ class DeviceBench:
     say: Callable[[str], None] = field(default=lambda what: None)
 
     def figures(self) -> Iterator[Figure]:
-        """All but exactness, in the order of the table."""
-        model = self.plain.model
+        """All but exactness, in the order of the table, each as soon as it is measured. What fails is a figure without a value."""
         self.say("measuring the memory's bandwidth")
-        speed = machine.copy_bandwidth(model.device)
-        weights = machine.weight_bytes(model)
-        yield Figure("copy", speed / 1e9, "GB/s")
-        yield Figure(f"weights, {weights / 1e9:.2f} GB at copy speed", 1e3 * weights / speed, "ms")
-        yield from self._first_tokens()
-        yield from self._steps(1e3 * weights / speed)
+        weights, device = machine.weight_bytes(self.plain.model), self.plain.model.device
+        yield (copy := _measured("copy", "GB/s", lambda: (1e-9 * machine.copy_bandwidth(device), None)))
+        limit = copy.value and 1e-6 * weights / copy.value
+        yield Figure(f"weights, {weights / 1e9:.2f} GB at copy speed", limit, "ms", reason=copy.reason)
+        workloads = random_workloads(vocabulary_size(self.plain.model), list(self.prompts))
+        for number, workload in enumerate(workloads):
+            name = f"prompt of {workload.input_ids.shape[1]:,}"
+            self.say(f"first token, {name}")
+            if not number:  # as by default, nothing waits for the compiler
+                yield _measured(f"first call, {name}", "s", partial(self._first_call, workload))
+            yield _measured(f"first token, {name}", "ms", partial(self._first_token, workload))
+        yield from self._steps(limit)
 
-    def _first_tokens(self) -> Iterator[Figure]:
-        vocabulary = vocabulary_size(self.plain.model)
-        for number, workload in enumerate(random_workloads(vocabulary, list(self.prompts))):
-            length = workload.input_ids.shape[1]
-            name = f"first token, prompt of {length:,}"
-            self.say(name)
-            try:
-                if not number:  # as by default, nothing waits for the compiler
-                    yield Figure(
-                        f"first call, prompt of {length:,}", decode(self._uncompiled(), workload, 1).seconds, "s"
-                    )
-                for _ in range(2):
-                    decode(self.plain, workload, 1)
-                times = [decode(self.plain, workload, 1).seconds for _ in range(self.repeats)]
-            except ContextLengthError as error:
-                yield Figure(name, None, "ms", reason=str(error))
-                continue
-            yield Figure(name, 1e3 * median(times), "ms")
+    def _first_call(self, workload: Workload) -> tuple[float, None]:
+        return decode(self._uncompiled(), workload, 1).seconds, None
 
-    def _steps(self, limit: float) -> Iterator[Figure]:
-        """Plain decoding, larger blocks, sampling. limit: milliseconds of reading the weights at copy speed."""
+    def _first_token(self, workload: Workload) -> tuple[float, None]:
+        for _ in range(2):
+            decode(self.plain, workload, 1)
+        return 1e3 * median(decode(self.plain, workload, 1).seconds for _ in range(self.repeats)), None
+
+    def _steps(self, limit: float | None) -> Iterator[Figure]:
+        """Plain decoding; larger blocks and sampling, each taking turns with it. limit: milliseconds of reading the weights at copy
+        speed."""
         begun, text = time.monotonic(), random_workloads(vocabulary_size(self.plain.model), [64])[0]
-        sampled = replace(self.plain, sampling=SAMPLING)
-        methods = {"1": self.plain} | {str(n): self._of_nodes(n) for n in self.nodes if n > 1} | {"sampled": sampled}
-        measured: dict[str, Method] = {}
-        for name, method in methods.items():
-            if not measured or time.monotonic() < begun + self.seconds:
-                self.say(f"warming up: {_described(name)}")
-                for _ in range(2):
-                    decode(method, text, self.new_tokens)
-                measured[name] = method
-        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in measured}
-        for turn in range(self.repeats):
-            self.say(f"measuring steps, round {turn + 1} of {self.repeats}")
-            for name in rotation(list(measured), turn):
-                pairs[name].append(self._two_calls(measured[name], text))
-        # Medians of each length by themselves: a call that was held up counts for little.
-        times = {}
-        for name, calls in pairs.items():
-            times[name] = 1e3 * median(seconds for seconds, _ in calls) / median(steps for _, steps in calls)
-        one = times["1"]
-        yield Figure("plain decoding, a token", one, "ms", limit / one, "copy speed")
-        for name in list(methods)[1:]:
-            what = f"{_described(name)}, a {'token' if name == 'sampled' else 'step'}"
-            if name in times:
-                yield Figure(what, times[name], "ms", times[name] / one, "greedy" if name == "sampled" else "one node")
-            else:
+        sampled = replace(self.plain, name="sampled", sampling=SAMPLING)
+        others = [(self._of_nodes(count), "a step", "one node") for count in self.nodes if count > 1]
+        methods = [
+            (replace(self.plain, name="plain decoding"), "a token", "copy speed"),
+            *others,
+            (sampled, "a token", "greedy"),
+        ]
+        for number, (method, unit, beside) in enumerate(methods):
+            what = f"{method.name}, {unit}"
+            if number and time.monotonic() >= begun + self.seconds:
                 yield Figure(what, None, "ms", reason=f"not begun within {self.seconds:g} s")
+                continue
+
+            def measure(method: Method = method, first: bool = not number) -> tuple[float, float | None]:
+                if first:
+                    one = self._in_turns(text, method)[0]
+                    return one, limit and limit / one
+                own, one = self._in_turns(text, method, self.plain)
+                return own, own / one
+
+            yield _measured(what, "ms", measure, beside)
+
+    def _in_turns(self, text: Workload, *methods: Method) -> list[float]:
+        """Milliseconds of a step, by method, after warming up."""
+        self.say(f"warming up: {methods[0].name}")
+        for method in methods:
+            for _ in range(2):
+                decode(method, text, self.new_tokens)
+        calls: list[list[tuple[float, float]]] = [[] for _ in methods]
+        for turn in range(self.repeats):
+            self.say(f"measuring {methods[0].name}, round {turn + 1} of {self.repeats}")
+            for number in rotation(list(range(len(methods))), turn):
+                calls[number].append(self._two_calls(methods[number], text))
+        # Medians of each length by themselves: a call that was held up counts for little.
+        return [1e3 * median(seconds for seconds, _ in own) / median(steps for _, steps in own) for own in calls]
 
     def _two_calls(self, method: Method, text: Workload) -> tuple[float, float]:
         """Seconds and steps by which a long call exceeds a short one."""
@@ -192,34 +197,48 @@ class DeviceBench:
         return replace(self.plain, name=f"{count} nodes", arguments={**self.plain.arguments, "strategy": strategy})
 
 
-def _described(name: str) -> str:
-    return "sampled" if name == "sampled" else "plain decoding" if name == "1" else f"{name} nodes"
+def _measured(name: str, unit: str, measure: Callable[[], tuple[float, float | None]], to: str = "") -> Figure:
+    """The value and the ratio that `measure` gives. An error of any kind is the reason why there is none."""
+    try:
+        value, ratio = measure()
+        return Figure(name, value, unit, ratio, to)
+    except Exception as error:
+        return Figure(name, None, unit, reason=_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    """The first lines of an error, its kind included unless the message is one of ours."""
+    text = " ".join(str(error).split())[:300]
+    return text if text and isinstance(error, DecodersError) else f"{type(error).__name__}: {text}"
 
 
 def exactness(
     model: PreTrainedModel, draft: PreTrainedModel | None, workload: Workload, new_tokens: int, say: Callable[[str], None]
-) -> list[Exactness]:  # fmt: skip
-    """Every registered strategy beside plain decoding, greedy and sampled, on the same rows, as by default."""
+) -> Iterator[Exactness]:  # fmt: skip
+    """Every registered strategy beside plain decoding, greedy and sampled, on the same rows, as by default; each as soon as it is
+    compared."""
     config = {"compile": "auto"}
     plain, kinds = strategy_methods(model, [PLAIN], decoders_config=config)[0], (None, SAMPLING)
-    found = []
     say("exactness: plain decoding")
-    expected = {kind: _tokens(replace(plain, sampling=kind), workload, new_tokens) for kind in kinds}
+    try:
+        expected = {kind: _tokens(replace(plain, sampling=kind), workload, new_tokens) for kind in kinds}
+    except Exception as error:
+        yield Exactness(PLAIN, None, _reason(error))
+        return
     for method in strategy_methods(model, None, draft, decoders_config=config):
         if method.name == PLAIN:
             continue
         say(f"exactness: {method.name}")
         if reason := method.skip_reason(workload.rows) or ("" if method.exact else "other distribution, by design"):
-            found.append(Exactness(method.name, None, reason))
+            yield Exactness(method.name, None, reason)
             continue
         try:
             texts = {kind: _tokens(replace(method, sampling=kind), workload, new_tokens) for kind in kinds}
-        except DecodersError as error:  # heads that were never trained
-            found.append(Exactness(method.name, None, str(error)))
+        except Exception as error:  # heads that were never trained, or a fault
+            yield Exactness(method.name, None, _reason(error))
             continue
         different = ["sampled" if kind else "greedy" for kind in kinds if texts[kind] != expected[kind]]
-        found.append(Exactness(method.name, not different, f"{' and '.join(different)} text differs" * bool(different)))
-    return found
+        yield Exactness(method.name, not different, f"{' and '.join(different)} text differs" * bool(different))
 
 
 def _tokens(method: Method, workload: Workload, new_tokens: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from decoders.bench.measurement import rotation
 from decoders.bench.tables import plain_table, shown
-from decoders.engine.model.blocks import causal_block
+from decoders.engine.model.blocks import PassInput, causal_block
 from decoders.engine.model.buckets import view_bucket
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled.forward_pass import ForwardPass
@@ -125,7 +125,9 @@ def _read(target: Target, text: Tensor) -> Tensor:
         block = causal_block(1, STRETCH, target.device)
         view = torch.arange(view_bucket(start + STRETCH))
         base = torch.tensor([start])
-        parts.append(target.forward(text[None, start : start + STRETCH], base, block, buffers, view).logits[0])
+        parts.append(
+            target.forward(PassInput(text[None, start : start + STRETCH], base, block, buffers, view)).logits[0]
+        )
     return torch.cat(parts).log_softmax(-1)
 
 
@@ -151,7 +153,7 @@ def _times(
                 )
                 with forward.during("auto" if compile else False, report):
                     started = time.perf_counter()
-                    forward(tokens, torch.tensor([length]), tree, buffers[name], view)
+                    forward(PassInput(tokens, torch.tensor([length]), tree, buffers[name], view))
                     seconds[name, count].append(time.perf_counter() - started)
     return {key: median(values[1:]) for key, values in seconds.items()}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from decoders.cli.benches import JsonFile, consoles, footnote, importing, numbers, write_json
+from decoders.cli.benches import JsonFile, consoles, footnote, importing, interrupted_by_sigterm, numbers, write_json
 from decoders.cli.console import waiting
 
 if TYPE_CHECKING:
@@ -65,30 +66,53 @@ def device(
     on_cpu = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cpu"
     dtype = dtype or ("float32" if on_cpu else "bfloat16")
     size = new_tokens or (48 if on_cpu else 128)
-    with waiting(progress_console, f"loading {model} in {dtype}") as status:
+    counts, lengths = (
+        counts or ([4, 16] if on_cpu else [4, 16, 64, 128]),
+        lengths or ([64, 256] if on_cpu else [64, 512, 2048]),
+    )
+    run = {
+        "model": model, "scale": scale, "dtype": dtype, "new_tokens": size, "repeats": repeats, "compile": compile,
+        "nodes": counts, "prompt_lengths": lengths,
+    }  # fmt: skip
+    figures: list[Figure] = []
+    strategies: list[Exactness] = []
+    facts: dict[str, Any] = {}
+
+    def came(line: str) -> None:
+        """Shows and writes what there is: a run that is ended, by the machine as well, keeps it."""
+        progress_console.print(line)
+        facts["copy_bandwidth"] = next((f.value * 1e9 for f in figures if f.name == "copy" and f.value), None)
+        if json_file is not None and str(json_file) != "-":
+            write_json(_results(facts, run, figures, strategies), json_file)
+
+    with waiting(progress_console, f"loading {model} in {dtype}") as status, interrupted_by_sigterm():
         subjects = Subjects() if scale is None else ScaledSubjects(scale)
         target, tokenizer, draft = subjects.load(model, None, dtype, device)
-        measured = DeviceBench(
-            plain_decoding(target, compile), counts or ([4, 16] if on_cpu else [4, 16, 64, 128]),
-            lengths or ([64, 256] if on_cpu else [64, 512, 2048]), size, repeats, seconds, status.update,
-        )  # fmt: skip
-        figures = list(measured.figures())
-        if tokenizer is None:
-            text = bench.random_workloads(vocabulary_size(target), [64], rows=2)[0]
-        else:
-            text = bench.workloads(tokenizer, read_prompts("code", 2), rows=2)[0]
-        strategies = exactness(target, draft, text, size, status.update)
-    facts = machine.facts(target.device) | {"copy_bandwidth": figures[0].value and figures[0].value * 1e9}
+        facts |= machine.facts(target.device)
+        measured = DeviceBench(plain_decoding(target, compile), counts, lengths, size, repeats, seconds, status.update)
+        with suppress(KeyboardInterrupt):
+            for figure in measured.figures():
+                figures.append(figure)
+                came(f"{figure.name}: {_value(figure)} {_beside(figure)}".rstrip())
+            if tokenizer is None:
+                text = bench.random_workloads(vocabulary_size(target), [64], rows=2)[0]
+            else:
+                text = bench.workloads(tokenizer, read_prompts("code", 2), rows=2)[0]
+            for strategy in exactness(target, draft, text, size, status.update):
+                strategies.append(strategy)
+                came(f"{strategy.strategy}: {'exact' if strategy.identical else strategy.reason}")
     name = ", ".join(filter(None, (model, getattr(target.config, "cost_scaled", ""))))
     console.print(device_table(figures, strategies, f"{name} · {dtype} · {facts['device']}"))
-    console.print(footnote(facts), style="dim")
+    console.print(footnote(facts | {"copy_bandwidth": facts.get("copy_bandwidth") or 0.0}), style="dim")
     if json_file is not None:
-        run = {
-            "model": model, "scale": scale, "dtype": dtype, "new_tokens": size, "repeats": repeats, "compile": compile,
-            "nodes": list(measured.nodes), "prompt_lengths": list(measured.prompts),
-        }  # fmt: skip
-        results = {"figures": [asdict(f) for f in figures], "strategies": [asdict(s) for s in strategies]}
-        write_json({"machine": facts, "run": run, **results}, json_file)
+        write_json(_results(facts, run, figures, strategies), json_file)
+
+
+def _results(
+    facts: dict[str, Any], run: dict[str, Any], figures: Sequence[Figure], strategies: Sequence[Exactness]
+) -> dict[str, Any]:
+    results = {"figures": [asdict(f) for f in figures], "strategies": [asdict(s) for s in strategies]}
+    return {"machine": facts, "run": run, **results}
 
 
 def device_table(figures: Sequence[Figure], strategies: Sequence[Exactness], title: str) -> Table:
@@ -102,8 +126,7 @@ def device_table(figures: Sequence[Figure], strategies: Sequence[Exactness], tit
     table.add_column(justify="right", no_wrap=True)
     table.add_column()
     for figure in figures:
-        value = "–" if figure.value is None else f"{_number(figure.value)} {figure.unit}"
-        table.add_row(figure.name, value, Text(_beside(figure)))
+        table.add_row(figure.name, _value(figure), Text(_beside(figure)))
     compared = [s for s in strategies if s.identical is not None]
     count = f"{sum(bool(s.identical) for s in compared)} of {len(compared)}"
     table.add_row("exact", count, "greedy and sampled")
@@ -111,6 +134,10 @@ def device_table(figures: Sequence[Figure], strategies: Sequence[Exactness], tit
     if notes:
         table.caption, table.caption_justify = Text("\n".join(notes)), "left"
     return table
+
+
+def _value(figure: Figure) -> str:
+    return "–" if figure.value is None else f"{_number(figure.value)} {figure.unit}"
 
 
 def _beside(figure: Figure) -> str:

@@ -1,0 +1,118 @@
+"""Reads the prompts of a batch: text by the passes of the loop, images and sounds by the model's own forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...strategy import PromptChunk
+from ..model.cache import CacheBuffers
+from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
+from .batch import Batch, chunk_of
+from .prompts import PrefillPlan
+from .proposer import Proposer
+
+
+class PromptReader:
+    """Prefills the rows of a batch, and shows their prompts to a strategy that reads them.
+
+    Args:
+        proposer: of the batch.
+    """
+
+    def __init__(self, batch: Batch, proposer: Proposer) -> None:
+        self.batch, self.proposer = batch, proposer
+
+    def read(self, lengths: list[int], reusable: list[int], *, leave_last_chunk: bool = False) -> None:
+        """Prefills the rows.
+
+        Args:
+            lengths: tokens per row.
+            reusable: how many of them have their keys and values in place.
+            leave_last_chunk: whether the end of the prompts is left to the first step. Not where steps are recorded, in one size.
+        """
+        batch = self.batch
+        shows, inputs = batch.request.strategy.reads_prompt, batch.request.multimodal
+        if shows:
+            batch.where = "prefill"
+        run = self._read_and_show if shows else batch.prefill
+        read: set[int] = set()  # rows that the model's own forward pass has read
+        apart = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
+        if inputs is not None and apart:
+            if shows:
+                chunk = self.read_images(inputs, lengths, 0, logits=batch.request.strategy.prompt_logits)
+                assert chunk is not None
+                self.proposer.show(chunk, 0)
+                read, run = set(range(len(lengths))), batch.prefill
+            else:
+                read = self._read_missing_images(inputs, lengths, reusable)
+            reusable = [length - 1 if row in read else reusable[row] for row, length in enumerate(lengths)]
+        reused, left = batch.session.prefill(
+            lengths, reusable, batch.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
+            given=batch.request.given is not None or apart,
+        )  # fmt: skip
+        batch.pending = batch.prompt_left = left  # tokens of the prompts that the first step reads
+        batch.report.reused = [0 if row in read else count for row, count in enumerate(reused[: batch.row_count])]
+
+    def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
+        """Whether the tokens of prompts that are still to be read are all text. lengths, reusable: as of :meth:`read`."""
+        target, starts = self.batch.target, reusable
+        if not target.recurrent:  # rows advance together: one may have to read some of its text again
+            starts = PrefillPlan.of(lengths, reusable, None, target).starts
+        return inputs.in_front_of(starts)
+
+    def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
+        """Reads the prompts whose images are not in place, one by one where it is known which images are whose; returns their rows.
+
+        The division of the images is a guess. Where it is wrong the model raises, and all prompts are read together.
+        """
+        read: set[int] = set()
+        try:
+            for prompt, own in enumerate(inputs.alone):
+                rows = range(prompt * inputs.repeats, (prompt + 1) * inputs.repeats)
+                if own is not None and not own.in_front_of([reusable[row] for row in rows]):
+                    self.read_images(own, list(own.lengths), rows.start, logits=False)
+                    read |= set(rows)
+            if inputs.alone:
+                return read
+        except torch.OutOfMemoryError:  # reading all together would need more still
+            raise
+        except WRONGLY_DIVIDED:
+            # Kept texts are found by the hashes of their images, and those of a wrong division are not theirs.
+            self.batch.request = replace(self.batch.request, multimodal=replace(inputs, alone=()))
+        self.read_images(inputs, lengths, 0, logits=False)
+        return set(range(len(lengths)))
+
+    def read_images(
+        self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool
+    ) -> PromptChunk | None:  # fmt: skip
+        """Reads prompts by the model's own forward pass, and returns what a strategy that reads prompts is shown.
+
+        Args:
+            lengths: of the prompts, those that fill the batch up included.
+            first: the row of the first prompt.
+            logits: whether that contains logits.
+        """
+        rows, shows = (
+            self.batch.session.stored.of_rows(first, first + len(lengths)),
+            self.batch.request.strategy.reads_prompt,
+        )
+        result = self.own_forward.read(inputs, rows.buffers, rows.tokens, every=shows, logits=logits)
+        if result is None:
+            return None
+        ends = torch.tensor(lengths, device=rows.tokens.device)
+        return chunk_of(result, rows.tokens[:, : result.hidden.shape[1]], torch.zeros_like(ends), ends, logits=logits)
+
+    @property
+    def own_forward(self) -> OwnForward:
+        """The model's own forward pass, which reads prompts that are more than text."""
+        return self.batch.engine.own_forward(self.batch.request.model, self.batch.target)
+
+    def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
+        """Runs a chunk of the prompts and shows it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""
+        logits = self.batch.request.strategy.prompt_logits
+        self.proposer.show(
+            self.batch.read_chunk(self.batch.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest
+        )

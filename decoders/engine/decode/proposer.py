@@ -1,0 +1,205 @@
+"""A strategy at work for a batch: its hooks in the order of a call, and which of its draft tokens are worth verifying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...common.devices import recorded
+from ...costs.worth import DraftWorth
+from ...strategy import Draft, HostStep, PromptChunk, check_draft, finish_all
+from ...tree import TreeTensors
+from ..model.blocks import without_empty_end
+from .batch import Batch
+from .core import StepOutput
+from .criteria import Outcome
+from .drafts.drafter import ModelDrafter
+from .request import Request, RequestOutput
+from .resources import CallResources
+from .rows import check_tree, untouched
+from .verify import step_keys
+
+
+class Proposer:
+    """The strategy of a batch, with its state and what it has opened.
+
+    Attributes:
+        resources: draft models, modules and costs that the strategy uses.
+        state: the strategy's.
+        worth: decides how many nodes of a draft are verified; None for a single row, or with ``prune=False``.
+        arranged: whether the batch has had rows yet.
+        skipped: whether this step has no draft, because drafting does not pay at present.
+
+    Args:
+        stack: closes what is opened here.
+    """
+
+    def __init__(self, batch: Batch, stack: ExitStack) -> None:
+        self.batch, self.resources = batch, CallResources(batch, stack)
+        self.state: Any = None
+        self.worth: DraftWorth | None = None
+        request, shared = batch.request, batch.shared
+        if request.runtime.prune and (shared or len(request.prompts) > 1):  # one row waits for no other
+            ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
+            self.worth = DraftWorth(self.resources.step_costs, None if shared else ends, request.strategy.grade_rates)
+        self.skipped = self.arranged = self._started = False
+        self._verified: int | None = None  # the nodes of a draft that was cut off
+
+    @property
+    def drafters(self) -> list[ModelDrafter]:
+        """The draft models that the strategy has opened."""
+        return self.resources.drafters
+
+    def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: Sequence[int]) -> bool:
+        """Arranges the batch anew (:meth:`Batch.arrange`), and starts or rebatches the strategy.
+
+        Returns:
+            whether the strategy was started again.
+        """
+        batch, strategy = self.batch, request.strategy
+        same = self.arranged and request.plan == batch.request.plan
+        stays = same and strategy.keeps_rows(self.state)
+        batch.where = "rebatch" if stays else "start"
+        self.arranged = True
+        batch.arrange(request, members, sources, same=same)
+        if self.worth is not None:
+            self.worth.rebatch(sources[: batch.row_count])
+        self.resources.costs = None
+        if stays:
+            context = self.resources.rebatch(sources)
+            with untouched("rebatch", strategy, context.sequences):
+                self.state = strategy.rebatch(self.state, torch.tensor(sources, device=batch.target.device), context)
+            return False
+        self.finish()
+        self.resources.close()
+        context = self.resources.context()
+        with untouched("start", strategy, context.sequences):
+            self.state = strategy.start(context)
+        self._started = True
+        return True
+
+    def show(self, chunk: PromptChunk, latest: int) -> None:
+        """Shows a chunk of the prompts to the strategy. latest: largest of the slots at which it begins."""
+        self.batch.where = "prefill"
+        for module in self.resources.modules:  # padding behind the prompts' ends needs room as well
+            module.reserve(latest + chunk.tokens.shape[1])
+        strategy = self.batch.request.strategy
+        with untouched("prefill", strategy, chunk):
+            strategy.prefill(self.state, chunk)
+
+    def details(self) -> dict[str, Any]:
+        """What the strategy adds to the report."""
+        self.batch.where = "details"
+        return dict(self.batch.request.strategy.details(self.state))
+
+    def finish(self, cause: BaseException | None = None) -> None:
+        """Calls the strategy's `finish`, if it has started. cause: see :func:`~decoders.strategy.finish_all`."""
+        if self._started:
+            self._started = False
+            if cause is None:
+                self.batch.where = "finish"
+            finish_all([(self.batch.request.strategy, self.state)], cause)
+
+    @property
+    def tiers(self) -> tuple:
+        """Which parts of a step run compiled now: the target's pass, those of draft models, and the strategy's functions."""
+        batch = self.batch
+        target = batch.forward_pass.tier(batch.width, batch.request.plan)
+        return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
+
+    def book_replay(self, seconds: float) -> None:
+        """Books the time of a replayed step with every model it may run: enough time makes their compilation worthwhile."""
+        share = seconds / (1 + len(self.drafters))
+        self.batch.forward_pass.book_replay(share, self.batch.width)
+        for drafter in self.drafters:
+            drafter.book_replay(share)
+
+    def propose(self) -> Draft:
+        """What the strategy proposes, without the nodes at its end that are not worth verifying."""
+        batch, strategy = self.batch, self.batch.request.strategy
+        batch.where = "propose"
+        if batch.verifier is not None:  # verifiers other than the coupled one need fresh noise in every step
+            batch.rows.sampling.keys.copy_(step_keys(batch.noise_keys, batch.rows.length))
+        self.skipped = self._prunes and self.worth is not None and not self.worth.due()
+        if self.skipped:
+            draft = Draft.nothing(batch.width, batch.target.device)
+        else:
+            sequences = batch.session.view(max(batch.lengths))[1]
+            if self._shows_lists:
+                sequences = replace(sequences, known=batch.known())
+            with untouched("propose", strategy, sequences):
+                draft = strategy.propose(self.state, sequences)
+        check_draft(draft, strategy.name, batch.blocks.rows)
+        batch.fit_blocks()
+        # A block behind text has a multiple of `Target.multiple` nodes, as the text has.
+        if batch.pending:
+            batch.blocks.single = False
+        if batch.verifier is not None:  # judges by the scores, on the device
+            draft = draft if draft.scores is None else draft.moved(batch.target.device)
+        draft = self._pruned(self._without_placeholders(draft))
+        if self.skipped:
+            self._verified = 0
+        for drafter in self.drafters:
+            drafter.proposed = len(draft.topology)
+        return draft
+
+    @property
+    def _shows_lists(self) -> bool:
+        """Whether the strategy is shown what the host knows of the rows: one that promises to stay on the device asks for none."""
+        return not self.batch.request.strategy.on_device and not recorded()
+
+    def _without_placeholders(self, draft: Draft) -> Draft:
+        """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
+        target = self.batch.target
+        if target.placeholders is None or self.batch.verifier is not None:
+            return draft
+        placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
+        assert placeholders is not None  # both are there, or none
+        # Not isin, which sorts where there are many placeholders or few tokens, and waits for the device.
+        stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)
+        return replace(draft, tokens=draft.tokens.masked_fill(stands_for_images, -1))
+
+    @property
+    def _prunes(self) -> bool:
+        """Whether drafts may be cut or left out: not if a verifier judges their distribution, or a strategy learns from every step."""
+        strategy = self.batch.request.strategy
+        return (
+            not self.batch.target.static and self.batch.verifier is None and (strategy.rests or not strategy.observes)
+        )
+
+    def _pruned(self, draft: Draft) -> Draft:
+        """`draft` without the nodes at its end that have no draft token in any row, or that are not worth verifying."""
+        self._verified = None
+        if not self._prunes:
+            return draft
+        proposed, tree = draft.tokens.shape[1], draft.topology
+        draft = without_empty_end(draft, self.batch.rows.finished)
+        if self.worth is not None and draft.tokens.shape[1] and draft.has_draft_tokens_only:
+            if isinstance(tree, TreeTensors):
+                check_tree(tree, self.batch.rows, self.batch.culprit, wait=True)
+            draft = draft.head(self.worth.nodes(draft, self.batch.lengths, self.batch.finished))
+        if draft.tokens.shape[1] < proposed:
+            self._verified = draft.tokens.shape[1] + 1
+        return draft
+
+    def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
+        """Shows the strategy what became of its draft."""
+        batch, strategy = self.batch, self.batch.request.strategy
+        batch.where = "observe"
+        if self.worth is not None and outcome is not None:
+            self.worth.follow(outcome.written)
+        if not strategy.observes or (self.skipped and strategy.misses_steps):
+            return
+        sequences = batch.session.view(max(batch.lengths) + out.nodes.shape[1])[1]
+        read = None
+        if outcome is not None and self._shows_lists:
+            sequences = replace(sequences, known=batch.known(outcome))
+            padding = batch.width - batch.row_count
+            read = HostStep([*outcome.accepted, *[0] * padding], [*outcome.written, *([] for _ in range(padding))])
+        step = out.observed(sequences, read)
+        with untouched("observe", strategy, sequences, step):
+            strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))

@@ -1,0 +1,99 @@
+"""Experts of a mixture whose products need nothing from the host, where the grouped product of torch does.
+
+torch multiplies groups of tokens by their experts' matrices in one kernel for bfloat16 on compute capability 9.0 and 10.0 alone.
+Elsewhere it reads the sizes of the groups on the host, so that no step can be recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.transformers_compat import experts_of, register_experts, set_experts
+from .torch_compat import own_parameters
+
+#: With transformers the function is registered as this.
+NAME = "decoders_experts"
+#: Most rows times matrices of a product by every expert's matrix. Longer text is multiplied expert by expert, which the host counts.
+MOST_PRODUCTS = 1 << 14
+#: Copying a matrix for each row costs as much as reading so many.
+COPYING = 3
+
+_library = torch.library.Library("decoders", "FRAGMENT")
+_library.define("expert_product(Tensor x, Tensor experts, Tensor matrices, bool transposed) -> Tensor")
+
+
+def _expert_product(x: Tensor, experts: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
+    """``x[s] @ matrices[experts[s]].T``, ``[S, O]``, computed in the cheapest way for so many rows.
+
+    Args:
+        x: ``[S, K]``.
+        experts: ``[S]`` int64.
+        matrices: ``[E, O, K]``; `transposed`: ``[E, K, O]``.
+    """
+    matrices = matrices if transposed else matrices.transpose(1, 2)
+    rows, count = len(x), len(matrices)
+    if rows * COPYING <= count:
+        return torch.bmm(x[:, None], matrices[experts])[:, 0]
+    if rows * count <= MOST_PRODUCTS:
+        every = torch.bmm(x.expand(count, *x.shape), matrices)  # [E, S, O]
+        return every[experts, torch.arange(rows, device=x.device)]
+    order = experts.argsort(stable=True)
+    groups = x[order].split(torch.bincount(experts, minlength=count).tolist())
+    out = x.new_empty(rows, matrices.shape[2])
+    out[order] = torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
+    return out
+
+
+_library.impl("expert_product", _expert_product, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "decoders::expert_product",
+    lambda x, experts, matrices, transposed: x.new_empty(len(x), matrices.shape[2 if transposed else 1]),
+    lib=_library,
+)
+
+
+def forward(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """What transformers' other functions for experts compute. hidden: ``[T, H]``, experts, weights: ``[T, k]``."""
+    chosen, product = experts.reshape(-1), torch.ops.decoders.expert_product
+    x = hidden.repeat_interleave(experts.shape[-1], dim=0)
+
+    def multiplied(x: Tensor, name: str) -> Tensor:
+        out = product(x, chosen, getattr(module, name), module.is_transposed)
+        return out + getattr(module, f"{name}_bias")[chosen] if module.has_bias else out
+
+    if module.has_gate:
+        x = module._apply_gate(multiplied(x, "gate_up_proj"))
+    else:
+        x = module.act_fn(multiplied(x, "up_proj"))
+    x = multiplied(x, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        x = module.post_expert_norm(x)
+    weighted = x * weights.reshape(-1, 1)
+    return weighted.view(*experts.shape, -1).sum(1).to(hidden.dtype)
+
+
+register_experts(NAME, forward)
+
+
+def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies groups on `device` without the host; always on the CPU, which waits for nothing."""
+    if device.type != "cuda":
+        return True
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+
+
+def take_over(twin: nn.Module) -> int:
+    """Has the experts of a private twin multiplied here where torch would need the host; returns how many layers there are."""
+    taken = 0
+    for module in twin.modules():
+        matrices = [t for t in own_parameters(module).values() if t is not None and t.dim() == 3]
+        # Layers share their config: the first of them has changed it for all.
+        if not matrices or experts_of(module) not in ("grouped_mm", NAME):
+            continue
+        if not all(is_grouped_natively(t.device, t.dtype) for t in matrices):
+            set_experts(module, NAME)
+            taken += 1
+    return taken
