@@ -38,7 +38,7 @@ class Report:
         waiting: share of the steps' time in which the decoding thread had no processor, or waited for threads without one, because
             other processes take the cores (see :attr:`busy`); 0 on another device.
         replayed_steps: how many of `steps` replayed a recording, in part or as a whole (CUDA).
-        unrecorded: why steps that should have been recorded ran one by one, which is slow (CUDA); recording is tried again. "": none did.
+        unrecorded: why steps that should have been recorded ran one by one (CUDA, slow); recording is tried again. "": none did.
         reused: per row, number of prompt tokens that were not read because an earlier call left their keys and values.
         same_bits: in low precision, whether a token has the same bits in every block, so that drafts do not decide near-ties
             otherwise, by a brief check when the model was made ready; None if it was not checked.
