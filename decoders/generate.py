@@ -146,7 +146,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     that were used with it. The next call creates them again. Waits for a running call of another thread.
 
     Args:
-        model: a model of transformers. Nothing happens to one that is not enabled, or was not used.
+        model: a model of transformers. Nothing happens if it is not enabled or was not used.
 
     Returns:
         the same object.
@@ -167,7 +167,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     either way. The draft models that were used with it forget, too. Waits for a running call of another thread.
 
     Args:
-        model: a model of transformers. Nothing happens to one that is not enabled, or was not used.
+        model: a model of transformers. Nothing happens if it is not enabled or was not used.
 
     Returns:
         the same object.

@@ -218,7 +218,7 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
     for item in error.errors():
         field = ".".join(map(str, item["loc"]))
         place = origin.get(str(item["loc"][0]) if item["loc"] else "", "")
-        if not item["loc"]:  # a rule between settings: any of them may be the culprit
+        if not item["loc"]:  # a rule about several settings: any of them may be wrong
             place = ", ".join(f"{name} {where}" for name, where in origin.items() if where)
         if item["type"] == "extra_forbidden":
             where = f" {place}" if place else ""

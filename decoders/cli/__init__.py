@@ -14,24 +14,24 @@ from ..errors import DecodersError
 from .catalogue import ExtensibleGroup
 from .console import plain_console
 
-#: Options that users of transformers look for, and what there is instead.
+#: Options that users of transformers look for, each with the option to use instead.
 INSTEAD = {
-    "--num-beams": "Beam search is none of the strategies: transformers' own generate, without strategy=, has it",
-    "--do-sample": "--temperature 1 draws tokens; without it the text is greedy",
+    "--num-beams": "No strategy does beam search; transformers' own generate, without strategy=, does",
+    "--do-sample": "--temperature 1 samples; without it decoding is greedy",
     "--draft-model": "--assistant names the draft model",
-    "--max-length": "--max-new-tokens says how many tokens are written",
+    "--max-length": "--max-new-tokens sets the number of tokens",
 }
 #: Of a command line; typer does not name it.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(ExtensibleGroup):
-    """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, what the system refuses with 1."""
+    """Commands whose expected errors end in one red line: a :class:`DecodersError` with exit code 2, an error of the system with 1."""
 
     def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
         try:
             result = super().invoke(ctx)
-            typer.echo(nl=False)  # so that what cannot be written is an error here
+            typer.echo(nl=False)  # flushed here, so that a failing write is reported
             return result
         except typer.BadParameter as error:
             _name_value(error)
@@ -47,7 +47,7 @@ class Group(ExtensibleGroup):
             _print_error(str(error))
             raise typer.Exit(2) from error
         except OSError as error:
-            if error.errno == errno.EPIPE or ctx.params.get("debug"):  # a reader that has gone is typer's to handle
+            if error.errno == errno.EPIPE or ctx.params.get("debug"):  # typer handles a closed pipe
                 raise
             _forget_output()
             _print_error(f"{error} (--debug shows where)")
@@ -55,7 +55,7 @@ class Group(ExtensibleGroup):
 
 
 def _name_value(error: typer.BadParameter) -> None:
-    """Adds the value to typer's message, which says only what it should have been."""
+    """Adds the wrong value to typer's message, which names only the allowed values."""
     from pydantic import ValidationError
 
     if isinstance(error.__cause__, ValidationError):
@@ -69,7 +69,7 @@ def _print_error(message: str) -> None:
 
 
 def _forget_output() -> None:
-    """Where standard output cannot take what it holds, that goes nowhere, so that the process can end."""
+    """Discards the buffered output if standard output cannot be written, so that the process can end."""
     try:
         typer.echo(nl=False)
     except OSError:
@@ -109,7 +109,7 @@ def main() -> None:
     """Entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What a terminal of another encoding cannot show is no reason to end.
+            # Characters that the terminal's encoding lacks are replaced instead of being an error.
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="decoders")
     sys.exit(0)

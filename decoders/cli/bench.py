@@ -104,7 +104,7 @@ def measure(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A benchmark of the field in the place of prompts: spec-bench, speed-bench, mt-bench, gsm8k, humaneval. All its turns "
+            help="A published benchmark instead of prompts: spec-bench, speed-bench, mt-bench, gsm8k, humaneval. All its turns "
             "are measured, greedily and at temperature 1 (or at --temperature alone).",
         ),
     ] = None,
@@ -128,24 +128,26 @@ def measure(
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
     seed: Annotated[
-        int, typer.Option(help="Of the first round when sampling; each round takes the next. Of --samples.")
+        int,
+        typer.Option(
+            help="Seed of the first sampled round, each further round adds 1; also of the choice of --samples."
+        ),
     ] = 0,
     seconds: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="That it may take, loading apart: what does not fit is left out, strategies, prompts or rounds. Default: all the time "
-            "that it takes.",
+            help="Time limit without loading; strategies, prompts or rounds that do not fit are left out. Default: no limit.",
         ),
     ] = None,
     threads: Threads = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Least cache slots per row.")] = None,
     compile: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Measure the compiled tier, which the warm-up brings about.")
+        bool, typer.Option("--compile/--no-compile", help="Measure compiled steps; the warm-up compiles them.")
     ] = True,
     tiers: Annotated[bool, typer.Option("--tiers", help="Measure every strategy uncompiled, too.")] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="Show every kind of prompt, the parts of a step, start and memory, too.")
+        bool, typer.Option("--details", help="Also show every kind of prompt, the parts of a step, start and memory.")
     ] = False,
     json_file: JsonFile = None,
     plot_file: Annotated[
@@ -164,14 +166,14 @@ def measure(
     if plot_file is not None:
         from ..bench.plot import figure_class
 
-        figure_class()  # a missing matplotlib shows before the minutes of measuring, not after
+        figure_class()  # a missing matplotlib is reported before minutes of measuring
     if model is not None and shapes is not None:
         raise SettingsError("give --model or --shape, not both")
     for name, texts in (("prompts", prompts), ("suite", suite)):
         if texts is not None and (prompt_length is not None or shapes is not None):
-            raise SettingsError(f"--{name} are texts: with --shape or --prompt-length prompts are random tokens")
+            raise SettingsError(f"--{name} names texts, but with --shape or --prompt-length prompts are random tokens")
     if (prompts if suite is not None else data) is not None:
-        raise SettingsError("--suite, with its --data, stands in the place of --prompts")
+        raise SettingsError("give either --suite with --data, or --prompts")
 
     with importing(progress_console):
         import torch
@@ -192,9 +194,9 @@ def measure(
     sampling = Sampling(**chosen, seed=seed) if options["do_sample"] else None
     of_shapes, named = shapes is not None, pieces(baselines) or []
     if "all" in named and len(named) > 1:
-        raise SettingsError(f"--baseline {','.join(named)}: all is every one, name it alone")
+        raise SettingsError(f"--baseline {','.join(named)}: all stands for every baseline, so name it alone")
     names = bench_run.checked_strategies(strategies, of_shapes, tiers)
-    if suite is not None and names is not None:  # speed-up is over plain decoding
+    if suite is not None and names is not None:  # the speed-up refers to plain decoding
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
@@ -209,7 +211,7 @@ def measure(
         repeats=repeats or (5 if suite is None else 1), seconds=seconds,
     )  # fmt: skip
     run = bench_run.Run(plan, progress_console, subjects or bench_run.Subjects())
-    if json_file is not None and str(json_file) != "-":  # what is stopped leaves what it has measured
+    if json_file is not None and str(json_file) != "-":  # an interrupted run shows its results so far
         run.save = partial(write_json, path=json_file)
     run.measure()
     for part in run.tables(details, console.width):
@@ -232,9 +234,9 @@ def measure(
 def bench(context: typer.Context, **options: Any) -> None:
     """Measure strategies and transformers' own methods side by side.
 
-    Everything that is registered, on a dozen prompts, takes many minutes: --strategy names what to measure, --seconds says how long it
-    may take, and --baseline what of transformers stands beside it. A file of --json is written as it goes.
-    All dtypes of the model are in memory at once, so that they take turns too.
+    All registered strategies on a dozen prompts take many minutes: choose strategies with --strategy, a time limit with --seconds,
+    and methods of transformers with --baseline. The file of --json is updated during the run. All dtypes of the model are in memory
+    at once, because they take turns, too.
     """
     if context.invoked_subcommand is None:
         measure(**options)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
     from ..strategies.synthetic import Synthetic
 
-    #: Opens a method for a load, given the model's dtype as well: what decodes that load, as often as it is asked.
+    #: Prepares a method for a load and the model's dtype; returns a function that decodes the load at each call.
     Opens = Callable[[Sequence[Arrival], str], AbstractContextManager[Callable[[Sequence[Arrival]], LoadResult]]]
 
 CONTINUOUS = "transformers-continuous"
@@ -38,14 +38,14 @@ def measure_load(
         list[str] | None, typer.Option("--method", help=f"{', '.join(METHODS)}; repeatable. Default: the first three.")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="How many there are.")] = 40,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the scheduler, and of a batch.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the scheduler and of a batch.")] = 8,
     rate: Annotated[
         float | None, typer.Option(min=1e-3, help="Arrivals per second, at random times. Default: all come at once.")
     ] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=1, help="Median of the new tokens.")] = 28,
     longest: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 128,
     spread: Annotated[
-        float, typer.Option(min=0, help="Standard deviation of the logarithm of the lengths; 0: all are the median.")
+        float, typer.Option(min=0, help="Standard deviation of the logarithm of the lengths; 0: all lengths are equal.")
     ] = 0.9,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method, in turns; the median one counts.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt.")] = 64,
@@ -62,9 +62,9 @@ def measure_load(
     """Decodes a load with every method, and prints a table.
 
     Args:
-        load_model: gives model and tokenizer for a name and a dtype; None: as the other commands.
+        load_model: returns model and tokenizer for a name and a dtype; None: the function of the other commands.
         others: further methods by name, each of the type `Opens`.
-        facts: what the JSON file says of the run besides its options.
+        facts: further entries of the JSON file beside the options.
     """
     progress_console, console = consoles(json_file)
     chosen, named = pieces(methods) or list(METHODS[:3]), pieces(strategies) or ["autoregressive"]
@@ -89,14 +89,15 @@ def measure_load(
     with waiting(progress_console, f"loading {model}"):
         loaded, tokenizer = (load_model or models.load)(model, dtype)
     decoders.enable(loaded, tokenizer=tokenizer)
-    # A load has the lengths that it has.
+    # Lengths are fixed by the load, so there are no stop tokens.
     loaded.generation_config.eos_token_id = None
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
     waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
-    # Every prompt is read, whatever was read before.
+    # Every prompt is read anew, even if its text is cached.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
-    first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]  # makes the model ready, compiles
+    # Makes the model ready and compiles.
+    first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]
     rehearse(loaded, drafters, waves, options)
     ours: list[str | Synthetic | None] = [*named, *drafters]
     runs = [(method, strategy) for method in chosen for strategy in (ours if method in METHODS[:2] else [None])]
@@ -123,7 +124,7 @@ def measure_load(
             for (method, strategy), done in zip(runs, all_runs, strict=True):
                 if repeat == 0 and method != CONTINUOUS:
                     run_of(method, strategy, first)
-                    set_aside()  # or a collection would fall into the turn of one of the methods
+                    set_aside()  # otherwise a garbage collection would slow down one of the methods
                 done.append(run_of(method, strategy, waves))
                 advance(done[-1].method)
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]
@@ -144,6 +145,6 @@ def measure_load(
 def load(**options: Any) -> None:
     """Measure throughput and waiting times under a load of requests: a scheduler, fixed batches, transformers' own.
 
-    Only tokens that were asked for are counted. The instructions of the bench serve as prompts; nothing stops before its length.
+    Only requested tokens are counted. The prompts are the bench's instructions; there are no stop tokens.
     """
     measure_load(**options)

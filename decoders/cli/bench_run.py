@@ -1,4 +1,4 @@
-"""What ``decoders bench`` does once its options are read: a plan that is checked, and a run that measures it."""
+"""The work of ``decoders bench`` after its options are read: a checked plan, and a run that measures it."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from .console import waiting
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured.
+    """The measurements to make.
 
     Attributes:
-        subjects: models, or shapes.
+        subjects: names of models or shapes.
         of_shapes: whether they are shapes.
-        draft, assistant_tokenizer, device: of every subject; see the options.
+        draft, assistant_tokenizer, device: the options of these names, for every subject.
         strategies, baselines: names; None for all.
-        acceptances: of made-up drafters.
+        acceptances: acceptance rates of made-up drafters.
         strategy_settings: by strategy.
-        loop_settings: what was set of the loop.
-        compile, capacity: of the loop as well.
-        samplings: one after the other; None is greedy.
-        prompts: names of sets or a file; None for those that suit the tokenizer.
-        suite: the name of a benchmark, None without.
-        questions: of it.
-        prompt_lengths: of random prompts; None if they are texts.
+        loop_settings: settings of the loop from the options.
+        compile, capacity: further settings of the loop.
+        samplings: measured one after the other; None is greedy.
+        prompts: names of sets, or a file; None: the sets that suit the tokenizer.
+        suite: name of a published benchmark; None: none.
+        questions: the benchmark's questions.
+        prompt_lengths: lengths of random prompts; None if prompts are texts.
         limit: most prompts of a kind.
         batches, dtypes, new_tokens, repeats: see the options.
-        seconds: that the run may take, loading apart; None for any time.
+        seconds: time limit without loading; None: no limit.
     """
 
     subjects: list[str]
@@ -84,7 +84,7 @@ class Plan:
         return {"compile": self.compile} | slots | self.loop_settings
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON file says of it."""
+        """The plan in the JSON file."""
         return {
             "model": None if self.of_shapes else self.subjects[0], "shapes": self.subjects if self.of_shapes else [],
             "draft": self.draft, "scale": None, "beside": [], "new_tokens": self.new_tokens, "repeats": self.repeats,
@@ -96,7 +96,7 @@ class Plan:
 
 
 def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[str]:
-    """The models or shapes to measure: a misspelt name shows before the minutes of loading.
+    """The models or shapes to measure. Misspelt names are reported before minutes of loading.
 
     Raises:
         UnknownNameError: no such shape.
@@ -109,7 +109,7 @@ def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[st
 
 
 def checked_strategies(strategies: Sequence[str] | None, of_shapes: bool, tiers: bool) -> list[str] | None:
-    """Names of strategies; None for all. tiers: every one uncompiled, too."""
+    """Names of strategies; None for all. tiers: also measure each one uncompiled."""
     names = pieces(strategies)
     if of_shapes:
         names = names or ["autoregressive", "prompt_lookup"]
@@ -120,11 +120,11 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None, PreTrainedModel 
 
 
 class Subjects:
-    """How models are loaded, and what else is measured on them. Another package may measure other ones in a subclass.
+    """Loads models and adds further methods. Other packages can override it to measure other models.
 
     Attributes:
-        loaded_as: said behind a model's name while it is loaded.
-        facts: what the JSON file says of the run besides its options.
+        loaded_as: text shown behind a model's name while it is loaded.
+        facts: further entries of the JSON file beside the options.
     """
 
     loaded_as: str = ""
@@ -148,7 +148,7 @@ class Subjects:
         return on_device(target, device), tokenizer, None if assistant is None else on_device(assistant, device)
 
     def methods(self, plan: Plan, name: str, measured: Sequence[Method], console: Console) -> list[Method]:
-        """Methods beside those `measured` of the subject `name`; none."""
+        """Further methods for the subject `name`, in addition to `measured`; by default none."""
         return []
 
 
@@ -179,17 +179,17 @@ def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -
 
 @dataclass
 class Run:
-    """A plan on its way.
+    """A plan that is being measured.
 
     Attributes:
-        plan: what is measured.
-        console: for progress.
-        subjects: what loads them.
-        facts: of the machine.
+        plan: the plan.
+        console: shows progress.
+        subjects: loads the subjects.
+        facts: facts about the machine.
         measured: a record for each method and kind of prompt.
-        interrupted: whether it was stopped: then the records hold the prompts that every method has decoded.
-        save: told what :meth:`as_dict` says at the beginning, and whenever all methods have decoded a prompt.
-        complete: whether nothing is to come.
+        interrupted: whether the run was interrupted; the records then hold the prompts that every method has decoded.
+        save: called with :meth:`as_dict` at the beginning, and whenever all methods have decoded a prompt.
+        complete: whether the run is complete.
     """
 
     plan: Plan
@@ -202,7 +202,7 @@ class Run:
     complete: bool = False
 
     def measure(self) -> None:
-        """Measures one subject after the other: nothing of the one before is left in memory."""
+        """Measures one subject after the other; each is freed before the next."""
         plan = self.plan
         texts = [] if plan.prompts is None else read_prompts(plan.prompts, plan.limit)
         for name in plan.subjects:
@@ -214,7 +214,7 @@ class Run:
 
     @property
     def records(self) -> list[Record]:
-        """What was measured, without ratios where the machine was too busy to compare."""
+        """The results, without ratios if the machine was too busy to compare."""
         return comparable(self.measured)[0]
 
     @property
@@ -223,11 +223,11 @@ class Run:
         return comparable(self.measured)[1] or str(self.facts.get("busy", ""))
 
     def verdicts(self) -> list[Verdict]:
-        """What to use."""
+        """The recommendations."""
         return verdicts(self.records)
 
     def tables(self, details: bool, width: int) -> list[Table | Text]:
-        """What was measured, for people: one table, and what follows from it in a sentence; with `details` everything."""
+        """The results as a table with a sentence that says what to use; with `details` all tables."""
         groups = pooled(self.records)
         shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
         for verdict in self.verdicts():
@@ -245,7 +245,7 @@ class Run:
         return shown
 
     def as_dict(self) -> dict[str, Any]:
-        """What was measured, for programs."""
+        """The results, JSON-safe."""
         run = self.plan.as_dict() | dict(self.subjects.facts)
         return {
             "machine": self.facts | {"busy": self.busy}, "run": run, "complete": self.complete,
@@ -263,7 +263,7 @@ class Run:
                 method.engine.close()
 
     def _methods(self, name: str) -> tuple[list[Method], PreTrainedTokenizerBase | None]:
-        """What decodes with the subject `name`, in every dtype: they take turns, so all are in memory."""
+        """The methods for the subject `name` in every dtype. All are in memory at once, because they take turns."""
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:
@@ -312,9 +312,7 @@ class Run:
         return [bench.workloads(tokenizer, texts, rows) for rows in plan.batches]
 
     def _conversations(self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase, suite: str) -> Texts:
-        """The turns of a suite. Plain decoding answers what stands before the later ones, greedily, so that all methods are asked the
-        same.
-        """
+        """The turns of a suite. Earlier turns are answered by plain decoding, greedily, so that all methods get the same prompts."""
         plain = replace(next(method for method in methods if method.name == PLAIN), sampling=None)
         questions = self.plan.questions
 
@@ -345,7 +343,7 @@ class Run:
         with interrupted_by_sigterm():
             for number, (sampling, group) in enumerate(itertools.product(plan.samplings, groups)):
                 seconds = None
-                if plan.seconds is not None:  # what is left, in equal parts
+                if plan.seconds is not None:  # the remaining time in equal parts
                     share = plan.seconds / len(plan.subjects)
                     seconds = max(share - (time.monotonic() - began), 0.0) / (runs - number)
                 drawing = [replace(method, sampling=sampling) for method in methods]

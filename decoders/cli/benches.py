@@ -1,4 +1,4 @@
-"""What the commands of the bench share: options as values, progress, and results as a line, a table or a file."""
+"""Shared by the commands of the bench: options, progress, and results as a line, a table or a file."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ JsonFile = Annotated[
 Acceptance = Annotated[
     list[str] | None,
     typer.Option(
-        help="Measure a made-up drafter, too, that is right so often: 0.8 (its first token, 0.8² its first two …, of five), or shares "
-        "by position, 0.9,0.8,0.6; repeatable."
+        help="Also measure a made-up drafter with this acceptance: 0.8 (0.8² for the first two of five tokens …), or "
+        "shares by position, 0.9,0.8,0.6; repeatable."
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
@@ -46,10 +46,10 @@ def pieces(texts: Sequence[str] | None) -> list[str] | None:
 
 
 def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Settings of the loop, and the others by strategy.
+    """Divides settings into the loop's settings and settings by strategy.
 
     Raises:
-        SettingsError: one is neither the loop's nor keyed by strategy, or the loop does not take its value.
+        SettingsError: a setting belongs neither to the loop nor to a named strategy, or its value is invalid.
     """
     from ..settings import RuntimeSettings
 
@@ -62,7 +62,7 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
 
 
 def in_both_tiers(names: Sequence[str] | None) -> list[str]:
-    """Every strategy, and every one uncompiled."""
+    """`names`, and each of them uncompiled."""
     from ..bench.variants import COMPILE, with_setting
     from ..plugins import registry
 
@@ -109,13 +109,13 @@ def with_options_of(
     return with_options
 
 
-#: Between two lines of progress, where there is no terminal.
+#: Seconds between two lines of progress without a terminal.
 SECONDS_A_LINE = 5.0
 
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Within it SIGTERM is what Ctrl-C is: a run that is ended from outside shows what it has measured."""
+    """A context in which SIGTERM acts like Ctrl-C, so that a run ended from outside shows its results so far."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -127,21 +127,21 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def consoles(json_file: Path | None) -> tuple[Console, Console]:
-    """Where progress is shown, and where tables are: these go to stderr as well where the JSON is written to stdout ("-")."""
+    """The consoles for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-")."""
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
 
 
 def importing(console: Console) -> contextlib.AbstractContextManager:
-    """While libraries are imported: ten seconds on some hosts."""
+    """A spinner while libraries are imported, which takes ten seconds on some hosts."""
     return waiting(console, "importing torch and transformers")
 
 
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar of `total` calls; yields what to call with each: what it is, and the seconds that are left, where somebody knows
-    better than that all calls take equally long.
+    """A progress bar of `total` calls. It yields a function to call at each: with its description and, if known, the remaining
+    seconds (otherwise all calls are assumed to take equally long).
 
-    Where no terminal shows the bar, lines say the same: the first at once, then at most one in :data:`SECONDS_A_LINE`.
+    Without a terminal, lines show the same: the first at once, then at most one in :data:`SECONDS_A_LINE` seconds.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -184,12 +184,12 @@ def footnote(machine: dict[str, Any]) -> str:
 def conclude(
     console: Console, json_file: Path | None, run: dict[str, Any], threads: int | None = None, **results: Any
 ) -> None:
-    """What stands below the tables of a run on the CPU: the machine in a line; and everything as JSON, if it is wanted.
+    """Prints the machine below the tables, and writes all results as JSON if requested.
 
     Args:
-        run: its options.
-        threads: of the processes that were measured, where they are not this one's.
-        results: lists of what was measured, JSON-safe.
+        run: the run's options.
+        threads: number of threads of the measured processes, if they are not this process.
+        results: lists of results, JSON-safe.
 
     Raises:
         SettingsError: see :func:`write_json`.
@@ -219,8 +219,9 @@ def write_json(result: dict[str, Any], path: Path) -> None:
         return
     try:
         if path.is_file() or (path.parent.is_dir() and not path.exists()):
-            write_whole(path, text.encode())  # whoever is stopped while writing leaves what was there
-        else:  # a pipe, say, or a mistake
+            # Written to a temporary file first, so that an interrupted write leaves the old file.
+            write_whole(path, text.encode())
+        else:  # such as a pipe
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"--json {path}: {error.strerror}") from error

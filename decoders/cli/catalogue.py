@@ -1,7 +1,7 @@
-"""What is registered, as JSON-safe data, for commands that only name it: known without importing torch wherever that is possible.
+"""The registered objects as JSON-safe data, for commands that only list them, without importing torch if possible.
 
-What this package provides stands in ``builtin.json``. Where plugins are installed, all that was found is kept in the user's cache, and
-read from there as long as no file of theirs or ours has changed. A plugin that fails is loaded again each time.
+``builtin.json`` lists the objects of this package. If plugins are installed, the whole catalogue is kept in the user's cache until
+a file of the plugins or of this package changes. A plugin that fails is loaded again each time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Items = list[dict[str, Any]]
 
 #: Written by docs/generate_reference.py.
 BUILTIN_FILE = Path(__file__).with_name("builtin.json")
-#: With any of them set, plugins are looked at anew.
+#: If any of these variables is set, the cache is not used.
 _LISTS = ("DECODERS_PLUGINS_BLOCK", "DECODERS_PLUGINS_ALLOW", "DECODERS_PLUGINS_STRICT")
-#: Commands of decoders-lab, which say so where it is missing.
+#: Commands of decoders-lab, for the message if it is not installed.
 OF_LAB = (
     "bench beside", "bench load-beside", "bench capacity", "bench device", "bench fresh", "bench grammar", "bench precision",
     "bench sampling", "bench serve", "train demo",
@@ -44,7 +44,7 @@ OF_LAB = (
 
 
 def catalogue(kind: str) -> Items:
-    """All of one of :data:`KINDS`, in the order in which it is listed; see :func:`taken`.
+    """All objects of one of :data:`KINDS`, in the order of listings; see :func:`taken`.
 
     Raises:
         PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two claim one name.
@@ -60,13 +60,15 @@ def catalogue(kind: str) -> Items:
     if content.get("state") != state or kind not in content:
         content = {"state": state} | {every: taken(every) for every in KINDS}
         if points and all(plugin["status"] != "failed" for plugin in content["plugins"]):
-            with suppress(OSError):  # without a folder to keep it in, it is found out each time
+            with suppress(OSError):  # without a cache folder it is computed each time
                 write_whole(file, serialized(content).encode())
     return cast(Items, content[kind])
 
 
 def taken(kind: str) -> Items:
-    """What the registry has of one of :data:`KINDS`, with what its class says of itself. Grammars and commands are those of plugins."""
+    """The registry's objects of one of :data:`KINDS`, with attributes of their classes. Grammars and commands come from plugins
+    only.
+    """
     from ..plugins import registry
     from ..registry.kinds import DISTRIBUTION
 
@@ -81,11 +83,11 @@ def taken(kind: str) -> Items:
         if kind in ("grammars", "commands"):
             entries = [entry for entry in entries if entry.provider != DISTRIBUTION]
         items = [_facts(entry, kind) for entry in entries]
-    return cast(Items, json.loads(json.dumps(items, default=str)))  # as it comes out of a file
+    return cast(Items, json.loads(json.dumps(items, default=str)))  # converted to the types that JSON returns
 
 
 def added_commands() -> dict[str, Callable[..., None]]:
-    """What plugins add, by name. Where none adds any, torch is not imported to find that out."""
+    """The commands of plugins, by name. torch is not imported if there are none."""
     return _commands_of_plugins() if catalogue("commands") else {}
 
 
@@ -108,7 +110,7 @@ def as_command(function: Callable[..., None], name: str) -> Any:
 
 
 def unusable_commands() -> dict[str, str]:
-    """What is wrong with commands of plugins, by the plugin's key."""
+    """The errors in commands of plugins, by the plugin's key."""
     from ..plugins import registry
 
     wrong: dict[str, str] = {}
@@ -123,7 +125,7 @@ def unusable_commands() -> dict[str, str]:
 
 
 class ExtensibleGroup(TyperGroup):
-    """A group of commands with those that plugins add to it. They are asked when a name is none of ours, and for the help."""
+    """A group of commands that includes the commands of plugins. Plugins are loaded only for an unknown name and for the help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         prefix = self._prefix()
@@ -140,7 +142,7 @@ class ExtensibleGroup(TyperGroup):
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As typer does it, but the beginning of a name is close to it."""
+        """Typer's method, which also suggests names that begin with the given word."""
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
@@ -156,7 +158,7 @@ class ExtensibleGroup(TyperGroup):
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """As click does it, with whole sentences."""
+        """Click's method, without cutting the commands' descriptions."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, c.get_short_help_str(limit=200)) for name, c in commands if c and not c.hidden])
@@ -173,7 +175,7 @@ def _refusing(error: PluginError) -> Callable[..., None]:
     return refuse
 
 
-#: The attributes of a class that are listed, by kind.
+#: The listed attributes of classes, by kind.
 _ATTRIBUTES = {
     "strategies": ("summary", "exact", "needs_assistant", "needs_grammar", "needs"),
     "verifiers": ("summary", "exact", "trees", "coupled"),
@@ -201,7 +203,7 @@ def _facts(entry: Entry[Any], kind: str) -> dict[str, Any]:
 
 
 def serialized(content: dict[str, Any]) -> str:
-    """`content` as a file holds it."""
+    """`content` as JSON text."""
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -214,7 +216,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _state(points: Iterable[metadata.EntryPoint]) -> str:
-    """A hash that changes with the plugins that are installed, and with the files of theirs and ours."""
+    """A hash of the installed plugins, and of the files of the plugins and of this package."""
     found: list[Any] = [__version__, sys.version]
     found += [(p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "") for p in points]
     folders = [Path(__file__).parents[1]]
@@ -227,7 +229,7 @@ def _state(points: Iterable[metadata.EntryPoint]) -> str:
     for folder in folders:
         for file in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
             found.append((str(file), _changed(file)))
-    # What is installed and removed changes its folder: what plugins need may have come or gone.
+    # Installing or removing a distribution changes site-packages, and plugins may depend on it.
     found += [_changed(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib")]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 

@@ -14,7 +14,7 @@ FILE_WIDTH = 200
 
 
 def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that shows text as it is: methods, models, patterns and extras have brackets, which rich takes for markup."""
+    """A console without markup, because names of methods, models, patterns and extras contain brackets."""
     from rich.console import Console
 
     console = Console(stderr=stderr, quiet=quiet, markup=False)
@@ -24,7 +24,7 @@ def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def waiting(console: Console, text: str) -> Status:
-    """A spinner beside `text`, as it is. Where no terminal shows it, stderr gets a line for each text."""
+    """A spinner beside `text`, without markup. Without a terminal, stderr gets a line for each text."""
     from rich.status import Status
     from rich.text import Text
 

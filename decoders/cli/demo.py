@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 #: Kinds of prompt for the demo model, and for others; the first two are shown unless one is asked for.
 DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
-#: New tokens of a text for the table, however slow the machine.
+#: Fewest new tokens of a text for the table, even on a slow machine.
 FEWEST = 16
-#: Said before the table, so that nobody waits without knowing for what.
+#: The message before the table, which says what takes time.
 COMPILING = (
     "Compiling for the table: one to three minutes on two cores the first time, longer on a busy machine, sooner the next time. "
     "--no-compile leaves that out, --seconds 0 the table."
 )
-#: Strategies shown unless others are asked for: each further one would add to the wait.
+#: The default strategies; more would take longer.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
 
@@ -65,7 +65,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to write.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Most rounds for the table.")] = 3,
     seconds: Annotated[
-        float, typer.Option(min=0, help="After so many no further round for the table begins; 0: the first text only.")
+        float, typer.Option(min=0, help="No round for the table begins after this time; 0: only the first text.")
     ] = 40,
     live: Annotated[bool, typer.Option("--live/--no-live", help="Show the text as it is written.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -102,7 +102,7 @@ def demo(
         workloads = b.workloads(tokenizer, texts)
         facts = machine.facts(target.device)
     if live and not as_json:
-        # The last strategy that needs no draft model, in the tier that is there at once.
+        # The last strategy without a draft model, uncompiled, because that needs no waiting.
         config = {"compile": "auto" if compile else False}
         methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
         runnable = [method for method in methods_at_once if not method.impossible]
@@ -128,7 +128,7 @@ def demo(
     console.print(f"{compilation(entries)}\n", style="dim")
     deadline = time.monotonic() + seconds
     lively = live and not as_json and console.is_terminal
-    # Of every prompt a text to check, one for the table, and one to look at.
+    # Per prompt: one text to check, one for the table, one to look at.
     new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), seconds, max_new_tokens)
     for entry, (name, _, content), workload in show_order(entries, texts, workloads) if lively else ():
         if time.monotonic() < deadline:
@@ -172,9 +172,10 @@ def demo(
 
 
 def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float, most: int) -> int:
-    """New tokens of which everyone can write so many texts in `seconds`, `most` of them if that is possible, and a few at least.
+    """The number of new tokens, at most `most`, with which all methods can write their texts within `seconds`. It is never below
+    :data:`FEWEST`.
 
-    What a call with `most` tokens takes is known from the warm-up.
+    The duration of a call with `most` tokens is known from the warm-up.
     """
     needed = texts * sum(entry.warmup.second_call for entry in entries if entry.warmup is not None)
     return most if needed <= seconds else min(most, max(FEWEST, int(most * seconds / needed)))
@@ -183,9 +184,10 @@ def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float,
 def choose_prompts(
     prompt: str | None, prompt_file: Path | None, kind: str | None, known: Sequence[str] = DEMO_KINDS
 ) -> list[tuple[str, str, Content]]:
-    """(name, kind, text or messages) of what is to be completed: the user's own, one of a kind, or of the first two `known`.
+    """(name, kind, text or messages) of the prompts: the user's own, or one of `kind`, or one of each of the first two `known`
+    kinds.
 
-    What is the user's own goes through the chat template too, unless `known` are the demo model's.
+    The user's own prompt goes through the chat template, too, unless `known` are the demo model's kinds.
 
     Raises:
         SettingsError: two were given, or the prompt is empty.
@@ -216,7 +218,7 @@ def choose_prompts(
 
 
 def compilation(entries: list[Competitor]) -> str:
-    """What was compiled, for how long, in a line."""
+    """A line about compiling: the number of graphs and the time."""
     warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
     if not graphs:
@@ -242,7 +244,7 @@ def others(shown: Iterable[str]) -> str:
 
 
 def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What the baseline wrote, by prompt."""
+    """The baseline's texts, by prompt."""
     checks = entries[0].checks
     return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}
 

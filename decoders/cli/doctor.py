@@ -1,4 +1,4 @@
-"""``decoders doctor``: what makes decoding slow, or breaks it, in this installation."""
+"""``decoders doctor``: finds what slows down or breaks decoding in this installation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination. A "note" is for later, a "warning" costs speed or attention, a "problem" breaks something."""
+    """One line of the examination: an "ok" line, a "note" for information, a "warning" about speed or settings, or a "problem" that
+    breaks something.
+    """
 
     name: str
     status: Literal["ok", "note", "warning", "problem"]
@@ -48,7 +50,7 @@ def doctor(
     for name, check in checks.items():
         try:
             findings += check()
-        except Exception as error:  # broken installations are what this command is for
+        except Exception as error:  # any error is reported, since this command is for broken installations
             findings.append(Finding(name, "problem", f"{type(error).__name__}: {error}"))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -70,7 +72,7 @@ def as_table(findings: Iterable[Finding]) -> Table:
 
 
 def versions() -> Iterator[Finding]:
-    """Python and the distributions that matter."""
+    """The versions of Python and of the important distributions."""
     yield Finding("python", "ok", platform.python_version())
     for name in ("hf-decoders", "torch", "transformers", "outlines", "llguidance"):
         try:
@@ -80,7 +82,7 @@ def versions() -> Iterator[Finding]:
 
 
 def clash() -> Iterator[Finding]:
-    """Another project on PyPI is called ``decoders`` and installs a package of the same name over ours."""
+    """Whether PyPI's other project ``decoders`` is installed, whose package replaces ours."""
     try:
         other = metadata.distribution("decoders")
     except metadata.PackageNotFoundError:
@@ -94,7 +96,7 @@ def clash() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """Where models would run."""
+    """The device on which models would run."""
     import torch
 
     from ..engine.model.threads import WAITING, waiting_share
@@ -180,7 +182,7 @@ def settings() -> Iterator[Finding]:
 
 
 def enabling() -> Iterator[Finding]:
-    """What is said of a model that was never enabled, in words that are not ours."""
+    """Explains transformers' error for a model that was not enabled."""
     unused = "The following `model_kwargs` are not used by the model: ['strategy']"
     yield Finding(
         "enable", "note", f'should generate(strategy=…) say "{unused}", call decoders.enable(model) before it'
@@ -221,13 +223,13 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
         yield Finding(
             "attention",
             "problem",
-            f"a kernel of ours does not work here and was left for PyTorch's: {target.rejected}",
+            f"one of our kernels does not work here, so PyTorch's is used: {target.rejected}",
         )
     yield promise(check(target), dtype_name, low_precision=target.dtype.itemsize <= 2)
 
 
 def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
-    """What is promised of the tokens, as docs/explanation/exactness.md has it."""
+    """The promise about tokens, as in docs/explanation/exactness.md."""
     if not invariance.differs or not low_precision:
         rounding = f" (of two tokens that are equal to the last bits, {', '.join(invariance.differs)} decides)"
         said = f"yes, in {dtype}: every strategy writes those of plain decoding"

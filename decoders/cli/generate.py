@@ -35,7 +35,7 @@ def generate(
         typer.Option(
             "--grammar",
             "-g",
-            help="What the text must follow: a grammar of the library (`decoders grammars`), or a .json (schema), .regex or "
+            help="Grammar of the text: a name in the library (`decoders grammars`), or a .json (schema), .regex or "
             ".lark file.",
         ),
     ] = None,
@@ -51,13 +51,13 @@ def generate(
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the nucleus of this mass.")] = None,
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Drop tokens below this share of the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, whatever the strategy.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt through the tokenizer's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")] = False,
     dtype: Dtype = DTYPE,
     compile: Annotated[
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the core of the loop before the first step, or never. Without either: where it pays, beside the steps.",
+            help="Compile before the first step, or never. Default: compile in the background if it pays.",
         ),
     ] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it is written.")] = True,
@@ -67,16 +67,16 @@ def generate(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="Complete a file of prompts: JSON lines (.jsonl) with prompt, text or messages and arguments beside it, or plain "
-            "lines (.txt). No pipe: it is read twice.",
+            help="Complete a file of prompts: JSON lines (.jsonl) with prompt, text or messages and further arguments, or plain "
+            "lines (.txt). Not a pipe, since it is read twice.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="Where completions go, a JSON line each; the next run goes on with it, if model and options are the same, and tries "
-            "again what failed.",
+            help="File for the completions, as JSON lines; a further run with the same model and options continues it and retries "
+            "failed prompts.",
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="With --input: most prompts that are decoded at a time.")] = 8,
@@ -119,7 +119,7 @@ def generate(
             arguments["assistant_model"] = draft
         if assistant_tokenizer is not None:
             arguments["assistant_tokenizer"] = models.load_other_tokenizer(assistant_tokenizer)
-        if compile is not None:  # left out otherwise, so that environment and file still count
+        if compile is not None:  # left out if not given, so that environment and file still apply
             arguments["decoders_config"] = {"compile": compile}
         return loaded, tokenizer
 
@@ -180,7 +180,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
 
 
 def show_report(report: Report, console: Console) -> None:
-    """The figures that matter, one per line, the text in the colours of who drafted it, and how many tokens steps brought."""
+    """Prints the main figures, one per line, the text coloured by drafter, and the number of tokens per step."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Commands that list what there is, and where it comes from: strategies, grammars, plugins, the settings in force."""
+"""Commands that list strategies, grammars, plugins and the settings in force, each with its origin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .catalogue import catalogue
 from .console import plain_console
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-#: Plugin name of what this package provides itself.
+#: This package's own plugin name.
 BUILTIN = "builtin"
 STYLES = {"loaded": "green", "blocked": "dim", "failed": "red", "conflict": "yellow"}
 
@@ -51,7 +51,7 @@ def verifiers(as_json: Json = False) -> None:
 
 
 def grammar_backends(as_json: Json = False) -> None:
-    """List the grammar backends: what turns a grammar into masks over the next token."""
+    """List the grammar backends, which compile grammars to masks over the next token."""
     _list(
         catalogue("grammar_backends"), as_json,
         backend=lambda item: item["name"], what_it_does=lambda item: item["summary"], provider=_provider,
@@ -70,7 +70,7 @@ def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[
     rows = [[column(item) for column in columns.values()] for item in items]
     for number, name in enumerate(columns):
         words = " ".join(row[number] for row in rows).split()
-        table.add_column(name.replace("_", " "), min_width=max(map(len, words), default=0))  # no word is cut
+        table.add_column(name.replace("_", " "), min_width=max(map(len, words), default=0))  # words are not cut
     for first, *others in rows:
         table.add_row(Text(first, style="bold"), *map(Text, others))
     plain_console().print(table)
@@ -138,7 +138,7 @@ def plugins(
             )
         console = plain_console()
         console.print(table)
-        for info in infos:  # below the table, where a narrow window leaves the remedy readable
+        for info in infos:  # below the table, so that the remedy is readable in a narrow window
             if info["error"]:
                 console.print(Text(f"{info['name']}: {info['error']}", style=STYLES[info["status"]]))
     if strict and any(info["status"] in ("failed", "conflict") for info in infos):
@@ -146,7 +146,7 @@ def plugins(
 
 
 def _provided(info: dict[str, Any]) -> Iterator[str]:
-    """A line for each kind of what a plugin provides. The library's grammars and our own commands have listings of their own."""
+    """What a plugin provides, one line per kind, without the library's grammars and our own commands, which other commands list."""
     for kind in ("strategies", "verifiers", "grammar_backends", "grammars", "observers", "commands"):
         names = info[kind]
         if not names or (kind == "commands" and info["name"] == BUILTIN):
@@ -159,7 +159,7 @@ def config(
     strategy: Annotated[str | None, typer.Argument(help="Show all settings of this strategy instead.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the settings that calls here take where they set nothing themselves: each with its value, and where that comes from."""
+    """Print the default settings of calls in this folder, each with its value and origin."""
     from ..settings import RuntimeSettings, settings_file, variable_of
 
     strategies = catalogue("strategies")
@@ -178,7 +178,7 @@ def config(
         if not shown:
             raise UnknownNameError("strategy", strategy, names)
     for name in shown:
-        if name not in changed:  # known without the strategy itself, which imports torch
+        if name not in changed:  # read from the catalogue, because loading the strategy imports torch
             own = next(item["settings"] for item in strategies if item["name"] == name)
             sections[name] = [{"setting": s["name"], "value": s["default"], "from": "default"} for s in own]
             continue

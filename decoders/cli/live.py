@@ -30,8 +30,8 @@ class ColouredStream(BaseStreamer):
     a step short its last token may have been drafted too.)
 
     Attributes:
-        pieces: (text, accepted) per token, of those whose text is not known yet without any; at the end perhaps one more.
-        steps: done so far.
+        pieces: (text, accepted) per token, with "" for tokens whose text is not known yet; at the end there may be one more.
+        steps: number of steps so far.
         drawing: seconds spent in `on_change`.
     """
 
@@ -56,7 +56,7 @@ class ColouredStream(BaseStreamer):
             self._tokens.append(token)
             accepted = self._accepted.popleft() if self._accepted else False
             self.pieces.append((self._texts.next(self._tokens, ended=False), accepted))
-        if not self._accepted:  # a whole step is there, or the method tells no steps
+        if not self._accepted:  # the step is complete, or the method does not report steps
             self._draw()
 
     def end(self) -> None:
@@ -65,7 +65,7 @@ class ColouredStream(BaseStreamer):
         self._draw()
 
     def text(self) -> Text:
-        """What has been written, coloured."""
+        """The text so far, coloured."""
         return Text.assemble(*((piece, ACCEPTED if accepted else OWN) for piece, accepted in self.pieces))
 
     def _draw(self) -> None:
@@ -83,7 +83,7 @@ def show(
     prompt: str,
     new_tokens: int,
 ) -> None:
-    """Decodes `workload` (one row) on the screen; the speed shown leaves the drawing out."""
+    """Decodes `workload` (one row) on the screen. The shown speed excludes the time for drawing."""
     started = time.perf_counter()
     stream = ColouredStream(tokenizer)
 
@@ -110,7 +110,7 @@ def show(
 
 
 def _tail(prompt: str, written: Text, console: Console) -> list[Any]:
-    """The prompt's last lines, dimmed, and as much of what was written as the screen holds."""
+    """The prompt's last lines, dimmed, and the end of the text, as much as fits on the screen."""
     width, room = max(console.width - 4, 20), max(console.height - 5 - PROMPT_LINES, 5)
     shown = (
         Text("\n").join(written.wrap(console, width, no_wrap=None)[-room:])

@@ -1,4 +1,4 @@
-"""``decoders generate --input … --output …``: a file of prompts, completed together, into a file that a killed run goes on with."""
+"""``decoders generate --input … --output …``: completes a file of prompts together; a run that was killed can be continued."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def check_files(input: Path | None, output: Path | None, prompt: str | None, prompt_file: Path | None) -> bool:
-    """Whether a file of prompts is asked for.
+    """Whether the options name a file of prompts.
 
     Raises:
-        SettingsError: half of it is, both are one file, or the prompts are in none that can be read twice.
+        SettingsError: only one of both files is named, both are the same file, or the input cannot be read twice.
     """
     from ..serving.lines import check_file
 
@@ -46,15 +46,15 @@ def check_files(input: Path | None, output: Path | None, prompt: str | None, pro
 
 @dataclass(frozen=True)
 class Task:
-    """What there is to do.
+    """The prompts to complete.
 
     Attributes:
-        input: the prompts.
-        out: the completions.
-        total: prompts.
-        left: of these, those that are not completed.
-        failed: of these, those that have failed before.
-        options: what decides the texts, beside the prompts.
+        input: file of the prompts.
+        out: file of the completions.
+        total: number of prompts.
+        left: number of prompts that are not completed.
+        failed: number of them that failed before.
+        options: the options that decide the texts.
     """
 
     input: Path
@@ -66,10 +66,10 @@ class Task:
 
     @staticmethod
     def of(input: Path, out: OutputLines, options: Mapping[str, Any]) -> Task:
-        """Compares both files, and `options` with those that were in force before.
+        """Compares both files, and `options` with the options of earlier runs.
 
         Raises:
-            SettingsError: they do not go together, or the input cannot be read.
+            SettingsError: files or options do not match, or the input cannot be read.
         """
         from ..serving.lines import input_lines
 
@@ -82,7 +82,7 @@ class Task:
         return Task(input, out, total, left, len(out.failed), options)
 
     def lines(self) -> Iterator[InputLine]:
-        """The prompts that are left."""
+        """The prompts that are not completed."""
         from ..serving.lines import input_lines
 
         return (line for line in input_lines(self.input) if not self.out.check(line))
@@ -92,15 +92,15 @@ def complete_file(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, rows: int, slots: int, ordered: bool,
     chat: bool, given: Mapping[str, Any], arguments: dict[str, Any], console: Console, as_json: bool,
 ) -> int:  # fmt: skip
-    """Completes what is left, says what it took, and counts the prompts that were refused or failed.
+    """Completes the remaining prompts, prints the figures, and returns the number of prompts that were refused or failed.
 
     Args:
-        given: the command's sampling options, None where it has none.
-        arguments: of ``generate`` for all prompts.
+        given: the command's sampling options; None for options that were not given.
+        arguments: arguments of ``generate`` for all prompts.
 
     Raises:
-        typer.Exit: with 1, completions cannot be written.
-        SettingsError: there are more or fewer prompts than there were.
+        typer.Exit: with code 1: completions cannot be written.
+        SettingsError: the number of prompts has changed.
     """
     import json
 
@@ -169,10 +169,10 @@ def complete_file(
 
 
 def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
-    """Says that nothing can be written, and what to do."""
+    """Prints that completions cannot be written, and how to continue."""
     typer.secho(
-        f"error: {out.path} cannot be written: {error.strerror}. The {written} completions of this run before that are in it; "
-        "the same command goes on behind them",
+        f"error: {out.path} cannot be written: {error.strerror}. It contains {written} completions of this run; "
+        "the same command continues after them",
         fg="red",
         err=True,
     )
@@ -182,7 +182,7 @@ def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
 def _prompt(
     line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, given: Mapping[str, Any]
 ) -> tuple[Prompt, Any]:  # fmt: skip
-    """A prompt with its arguments, or the error that it is, and its id. Each draws with a seed of its own, the same in every run."""
+    """A line's prompt with its arguments, or its error, and its id. Each prompt has its own seed, the same in every run."""
     import json
 
     from ..server.templates import prompt_text
@@ -192,7 +192,7 @@ def _prompt(
     try:
         item = parsed(line)
         name = item.pop("id", None)
-        json.dumps(name)  # whether it can be written
+        json.dumps(name)  # fails if the id cannot be written as JSON
         item.pop("kind", None)
         messages = item.pop("messages", None)
         if messages is None and chat:
@@ -208,7 +208,7 @@ def _prompt(
         return SettingsError(f"{line.place}: nested too deeply"), None
     except DecodersError as error:
         return error, name
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # templates raise exceptions of any class
         return SettingsError(f"{line.place}: {type(error).__name__}: {error}"), name
     if given["seed"] is not None:
         item.setdefault("seed", given["seed"] + line.number)
@@ -216,7 +216,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for a prompt with sampling values beside it: they take the place of the command's, and ask for sampling as those do."""
+    """Sampling arguments of a prompt's line, which replace the command's options and turn on sampling as these do."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}
@@ -229,7 +229,7 @@ def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def options_of_texts(
     model: str, dtype: str, max_new_tokens: int, given: Mapping[str, Any], grammar: str | None, chat: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """What decides the texts of a run, beside the prompts. What has its default is left out."""
+    """The options that decide the texts of a run, without options at their defaults."""
     from ..plugins import registry
     from ..settings import RuntimeSettings, load_settings
 

@@ -1,4 +1,4 @@
-"""What the commands share: models named on the command line, prompts and sampling options as values."""
+"""Shared by the commands: loading named models, and options for models, prompts and sampling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEMO = "demo"
-#: A folder with a model, or with an adapter for one, has one of them.
+#: A folder of a model or of an adapter contains one of these files.
 _CONFIGS = ("config.json", "adapter_config.json")
 log = logging.getLogger("decoders")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -39,7 +39,7 @@ def known_dtype(name: str) -> str:
 
 
 def known_strategy(names: str) -> str:
-    """`names` of a strategy, or of several that are merged; mistakes show before torch is imported.
+    """Checks the name of a strategy, or of several that are merged, before torch is imported, and returns it.
 
     Raises:
         UnknownNameError, PluginError: as :func:`decoders.plugins.resolve_strategy`.
@@ -52,17 +52,17 @@ def known_strategy(names: str) -> str:
             raise UnknownNameError("strategy", name.strip(), known)
         from ..plugins import registry
 
-        registry().strategy(name.strip())  # says which plugin is absent
+        registry().strategy(name.strip())  # the error names the absent plugin
     return names
 
 
 def known_strategies(names: list[str] | None) -> list[str] | None:
-    """As :func:`known_strategy`, of an option that may be repeated."""
+    """:func:`known_strategy` for an option that may be repeated."""
     return names and [known_strategy(name) for name in names]
 
 
 def known_place(name: str) -> str:
-    """`name` of a model that is ours, or that a folder or the hub may have; mistakes show before torch is imported.
+    """Checks a model's name (a demo model, a folder, or a name on the hub) before torch is imported, and returns it.
 
     Raises:
         ModelLoadError: as :func:`load`.
@@ -80,7 +80,7 @@ ModelName = Annotated[
 Dtype = Annotated[
     str, typer.Option(callback=known_dtype, help="float32, bfloat16, float16 or auto (the checkpoint's).")
 ]
-#: What commands that write texts take unless told otherwise, as README's first block does: whatever pays, in the checkpoint's dtype.
+#: Defaults of commands that write texts, as in README's first block: `auto`, in the checkpoint's dtype.
 STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[
     str, typer.Option("--strategy", "-s", callback=known_strategy, help="Registry name; a+b merges.")
@@ -121,7 +121,7 @@ def load(name: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrained
 
 
 def load_processor(name: str) -> Any:
-    """What makes the inputs of a model that sees of text and images; None where there is none."""
+    """The processor of a vision model; None if the model has none."""
     if name.partition(":")[0] == DEMO or is_gguf(name):
         return None
     from transformers import AutoProcessor
@@ -131,7 +131,7 @@ def load_processor(name: str) -> Any:
     except ImportError as error:
         log.warning("images are refused: the processor of %r lacks a package: %s", name, error)
         return None
-    except (OSError, ValueError):  # no processor
+    except (OSError, ValueError):  # the checkpoint has no processor
         return None
     return processor if getattr(processor, "image_processor", None) is not None else None
 
@@ -146,13 +146,13 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _where_to_look(kind: str, name: str) -> dict[str, bool]:
-    """The arguments of ``from_pretrained`` for what is called `name`: where the hub does not answer, its cache alone is looked at."""
+    """Further arguments of ``from_pretrained`` for `name`: only the hub's cache is used if the hub cannot be reached."""
     _check_name(kind, name)
     return {} if Path(name).exists() or _hub_answers() else {"local_files_only": True}
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Raises ModelLoadError where there is nothing at `name` and no hub could have it, or a folder without a model."""
+    """Raises ModelLoadError if `name` is neither a path nor a possible name on the hub, or is a folder without a model."""
     place = Path(name)
     repository = str(place.parent) if is_gguf(name) else name
     if place.is_dir() and kind == "Model" and not any((place / file).exists() for file in _CONFIGS):
@@ -168,7 +168,7 @@ def _check_name(kind: str, name: str) -> None:
 
 @functools.cache
 def _hub_answers() -> bool:
-    """Whether the hub can be reached: of one that cannot, transformers asks for a minute."""
+    """Whether the hub can be reached. (transformers retries for a minute if it cannot.)"""
     import ssl
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
@@ -183,7 +183,7 @@ def _hub_answers() -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # of a certificate that only the hub's own client may know
+        return isinstance(error.reason, ssl.SSLError)  # such as a certificate that only the hub's own client knows
     except OSError:
         return False
 
@@ -225,7 +225,8 @@ def load_assistant(name: str | None, model: str, dtype: str, needed: bool) -> Pr
 
 
 def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) -> bool:
-    """Whether `strategy` (``"a+b"`` merges) with `settings` wants ``assistant_model=``: one that names its own draft does not.
+    """Whether `strategy` (``"a+b"`` merges) with `settings` needs ``assistant_model=``; a strategy whose settings name a draft
+    model does not.
 
     Raises:
         UnknownNameError: no usable strategy of that name.
@@ -264,7 +265,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     try:
         text = prompt_file.read_text(encoding="utf-8") if prompt_file else prompt
         text = sys.stdin.read() if text is None or text == "-" else text
-        text.encode()  # bytes that are no UTF-8 come as half surrogates from arguments
+        text.encode()  # in arguments, bytes that are not UTF-8 appear as lone surrogates
     except UnicodeError as error:
         raise SettingsError(f"the prompt is not UTF-8 text: {error}") from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``decoders new-plugin``: a project with a strategy of one's own, made of the one in plugins/decoders-example."""
+"""``decoders new-plugin``: writes the project of a new strategy, made from plugins/decoders-example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .console import plain_console
 
 def new_plugin(
     name: Annotated[str, typer.Argument(help="Name of the strategy, such as my_idea; letters, digits and _.")],
-    folder: Annotated[Path, typer.Option(help="Folder in which that of the project is made.")] = Path("."),
+    folder: Annotated[Path, typer.Option(help="Folder in which the project's folder is created.")] = Path("."),
 ) -> None:
     """Write the project of a plugin: a strategy in plain Python, its tests with the conformance kit, and its entry point."""
     strategy = name.replace("-", "_")
@@ -48,7 +48,7 @@ def renamed(strategy: str) -> dict[str, str]:
     """The files of the project for a strategy of this name, by path."""
     files = template()
     name = "".join(part.title() for part in strategy.split("_"))
-    # The class must not stand in the place of another.
+    # The class name must not hide another name of the module.
     if any(re.search(rf"\b{name}\b", text) for text in files.values()):
         name += "Strategy"
     words = {
@@ -66,7 +66,7 @@ def renamed(strategy: str) -> dict[str, str]:
 def template() -> dict[str, str]:
     """The files of the example, by path."""
     installed = resources.files("decoders").joinpath("_example")
-    # A checkout keeps them where plugins are, and so does an editable install.
+    # In a checkout or an editable install they are in the folder of plugins.
     return _files(installed if installed.is_dir() else Path(__file__).parents[2] / "plugins" / "decoders-example")
 
 

@@ -1,4 +1,4 @@
-"""``decoders warmup``, ``calibrate`` and ``advise``: what is compiled, measured and found out about a model ahead of time."""
+"""``decoders warmup``, ``calibrate`` and ``advise``: compiling, measuring and choosing a strategy ahead of time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def warmup(
 
 
 def warmup_lines(done: Warmup) -> Iterator[str]:
-    """What was made ready, and how long that took."""
+    """The lines of ``decoders warmup``: what was made ready, and the time for it."""
     yield f"made ready in {done.pack_seconds:.1f} s"
     for part in done.parts:
         graphs = f"{part.compilations} graph{'' if part.compilations == 1 else 's'} compiled"
@@ -149,7 +149,7 @@ def advise(
         ),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model to try as well.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="That it may take, loading apart.")] = 90.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit without loading.")] = 90.0,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure compiled steps, too.")] = True,
     dtype: Dtype = DTYPE,
     device: Annotated[str | None, typer.Option(help="cpu, cuda …; default: CUDA if there is one.")] = None,
@@ -194,7 +194,7 @@ def advise(
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """What to use, the code that does, what else would help, and the figures behind it."""
+    """Prints the recommendation, its code, further possibilities, and the figures."""
     from rich.text import Text
 
     from ..bench.tables import fitting, summary_table

@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from ..server.limits import Limits
 
 
-#: Keys, where they are not given as ``--api-key``.
+#: Environment variable with the keys, if ``--api-key`` is not given.
 VARIABLE = "DECODERS_API_KEY"
 
 
 class ServerExtraError(DecodersError, ImportError):
-    """What the server stands on is not installed."""
+    """A package that the server needs is not installed."""
 
 
 def serve(
     model: ModelName,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar=VARIABLE, show_envvar=True, help="Key that clients must send; repeatable, in the variable with blanks between them."
+            envvar=VARIABLE, show_envvar=True, help="Key that clients must send; repeatable, in the variable separated by blanks."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; by default the last part of MODEL.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default the last part of MODEL.")] = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", "-s", callback=known_strategy, help="Of requests that name none; a+b merges.")
+        str, typer.Option("--strategy", "-s", callback=known_strategy, help="Default strategy of requests; a+b merges.")
     ] = STRATEGY,
     settings: Annotated[
         list[str] | None,
@@ -51,20 +51,20 @@ def serve(
         str | None, typer.Option(help='Draft model for strategies that take one ("demo": ours).')
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Jinja file in the place of the tokenizer's own.")
+        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Jinja file of a chat template.")
     ] = None,
     thinking: Annotated[
         str | None,
-        typer.Option(metavar="BEGIN END", help='What thoughts begin and end with, as in "<think> </think>"; known of many models.'),
+        typer.Option(metavar="BEGIN END", help='Begin and end markers of thoughts, such as "<think> </think>"; known for many models.'),
     ] = None,
     tool_format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="How the model writes calls of functions; by default as its chat template does.")
+        str | None, typer.Option(metavar="NAME", help="Format of the model's function calls; by default that of its template.")
     ] = None,
     suffix_corpus: Annotated[
         Path | None,
         typer.Option(
             exists=True, dir_okay=False, readable=True,
-            help="Texts like those to be written, that suffix and auto draft from for all clients: a text, or JSON lines "
+            help="Texts similar to the expected output, from which suffix and auto draft for all clients: a text, or JSON lines "
             "with text or messages.",
         ),
     ] = None,
@@ -74,12 +74,12 @@ def serve(
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time, per strategy.")] = 8,
     slots: Annotated[int, typer.Option(min=2, help="Most tokens of a row, prompt and new ones.")] = 4096,
     queue: Annotated[int, typer.Option(min=1, help="Requests that wait, per strategy; one more gets 429.")] = 64,
-    strategies: Annotated[int, typer.Option(min=1, help="Strategies beside --strategy that have a scheduler at a time.")] = 4,
+    strategies: Annotated[int, typer.Option(min=1, help="Strategies beside --strategy that can run at a time.")] = 4,
     client_settings: Annotated[
         list[str] | None,
         typer.Option(
             show_default="bounded",
-            help="What clients may set of strategies: bounded (all that has few values), none, STRATEGY.SETTING or "
+            help="Settings of strategies that clients may set: bounded (settings with few values), none, STRATEGY.SETTING or "
             "STRATEGY.SETTING=LEAST..MOST; repeatable.",
         ),
     ] = None,
@@ -100,7 +100,7 @@ def serve(
     deadline: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request; then it gets 504.")] = 600.0,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30.0,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="A name that clients may call the server by, beside localhost; repeatable.")
+        list[str] | None, typer.Option(help="A host name by which clients may address the server, beside localhost; repeatable.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info (with a line per request) or debug.")] = "warning",
 ) -> None:  # fmt: skip
@@ -121,7 +121,7 @@ def serve(
         slots=slots, queue=queue, schedulers=strategies, connections=connections, read=read_timeout, sharing=sharing,
         client_settings=tuple(client_settings or ("bounded",)),
     )  # fmt: skip
-    ClientSettings(limits.client_settings)  # says what is wrong before a model is loaded
+    ClientSettings(limits.client_settings)  # reports errors before a model is loaded
     config = parse_assignments(settings or [])
     template = read_template(chat_template) if chat_template is not None else None
     markers = _markers(thinking) if thinking is not None else None
@@ -161,27 +161,27 @@ def serve(
     )  # fmt: skip
     set_aside()
     _announce(server, service.name, console)
-    # When all is done, uvicorn raises the signal that ended it once more.
+    # At the end uvicorn raises again the signal that ended it.
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
 
 
 def _leave(*_: Any) -> None:
-    """Ends the process, which has nothing left to do: taking the interpreter apart would take it seconds."""
+    """Ends the process at once, since the interpreter's own shutdown takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _keys(given: list[str] | None) -> list[str]:
-    """The keys of which clients have to send one.
+    """The valid API keys.
 
     Raises:
-        SettingsError: one is empty. A variable that is there and empty is most likely meant to hold one.
+        SettingsError: a key is empty, or the variable is set and empty, which is most likely a mistake.
     """
     if not given and VARIABLE in os.environ:
-        raise SettingsError(f"{VARIABLE} is there and holds no key: unset it, or give one")
+        raise SettingsError(f"{VARIABLE} is set and holds no key: unset it, or give a key")
     keys = [key.strip() for key in given or []]
     if not all(keys):
         raise SettingsError("the API key is empty: leave it out, or give one")
@@ -189,7 +189,7 @@ def _keys(given: list[str] | None) -> list[str]:
 
 
 def _markers(given: str) -> tuple[str, str]:
-    """The two markers of ``--thinking``. Raises SettingsError: they are not two."""
+    """The two markers of ``--thinking``. Raises SettingsError for another number of markers."""
     parts = given.split()
     if len(parts) != 2:
         raise SettingsError(f'--thinking {given!r} has {len(parts)} markers: give two, as in "<think> </think>"')
@@ -211,7 +211,7 @@ def _service(
     thinking: tuple[str, str] | None, tool_format: str | None, corpus: list[Content], dtype: str, compile: bool, limits: Limits,
     told: Callable[[str], None],
 ) -> Any:  # fmt: skip
-    """The service around a model that has been loaded and has written a token; `told` what takes a while."""
+    """Loads the model, decodes a first token, and returns the service. told: called with a text before each long part."""
     from ..server.service import Service
     from . import models
 
@@ -249,7 +249,7 @@ def _corpus(path: Path) -> list[Content]:
 
 
 def _announce(server: Any, name: str, console: Any) -> None:
-    """Says where the server is, as soon as it is there."""
+    """Prints the server's address once it has started."""
     startup = server.startup
 
     async def announced(sockets: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""``decoders train …``: what drafts for a model, trained on its texts."""
+"""``decoders train …``: trains n-gram tables; :mod:`.train_drafters` has the other commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``decoders train medusa``, ``eagle3``, ``dflash`` and ``draft``: what drafts for a model, trained on its texts."""
+"""``decoders train medusa``, ``eagle3``, ``dflash`` and ``draft``: train networks that draft for a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def medusa(
     ),
     held: Annotated[
         list[Path] | None,
-        typer.Option(help="Text to judge by (early stop, tree); may be repeated. Default: a twentieth of the data."),
+        typer.Option(help="Held-out text (early stop, tree); may be repeated. Default: a twentieth of the data."),
     ] = None,
     test: TestText = None,
     heads: Annotated[
@@ -63,7 +63,7 @@ def medusa(
     ] = MEDUSA.projection,
     rank: Annotated[int, typer.Option(min=0, help="Rank of projection low_rank.")] = MEDUSA.rank,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of text; their hidden states are kept on disk meanwhile.")
+        int, typer.Option(min=1, help="Most training tokens; their hidden states are kept on disk during training.")
     ] = MEDUSA.tokens,
     length: Length = MEDUSA.length,
     own_share: OwnShare = MEDUSA.own_share,
@@ -78,7 +78,7 @@ def medusa(
     nodes: Annotated[int, typer.Option(min=1, max=1024, help="Node budget of that tree.")] = 63,
     given: Annotated[
         Path | None,
-        typer.Option("--from", help="Heads to take as they are (ours or the authors'): only the tree is new."),
+        typer.Option("--from", help="Trained heads (in our format or the authors'): only their tree is searched."),
     ] = None,
     dtype: ModelType = "float32",
     bf16: Annotated[
@@ -116,10 +116,12 @@ def eagle3(
     test: TestText = None,
     start: Annotated[
         Path | None,
-        typer.Option("--from", help="Folder of a head to begin with, such as a published one. Default: a new one."),
+        typer.Option(
+            "--from", help="Folder of a head whose training continues, such as a published one. Default: a new head."
+        ),
     ] = None,
     depth: Annotated[
-        int, typer.Option(min=1, max=16, help="Drafted tokens that training simulates, each on the one before.")
+        int, typer.Option(min=1, max=16, help="Number of drafted tokens that training simulates.")
     ] = EAGLE3.depth,
     layers: ReadLayers = None,
     intermediate: Intermediate = None,
@@ -180,18 +182,19 @@ def dflash(
     held: Held = None,
     test: TestText = None,
     start: Annotated[
-        Path | None, typer.Option("--from", help="Folder of a draft model to go on with. Default: a new one.")
+        Path | None,
+        typer.Option("--from", help="Folder of a draft model whose training continues. Default: a new one."),
     ] = None,
     block: Annotated[int, typer.Option(min=2, max=64, help="Tokens drafted in one pass.")] = DFLASH.block,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Decoder layers of the draft model.")] = DFLASH.depth,
     layers: ReadLayers = None,
     intermediate: Intermediate = None,
     rank: Annotated[
-        int, typer.Option(min=0, help="Rank of the head that fits each token to the one before it. 0: no head.")
+        int, typer.Option(min=0, help="Rank of the head, which scores tokens by the token before. 0: no head.")
     ] = DFLASH.rank,
     head: Annotated[
         str,
-        typer.Option(help="vanilla: it looks at the token before. rnn: at all before, and at the place."),
+        typer.Option(help="vanilla: scores by the token before. rnn: by all tokens before, and by the place."),
     ] = DFLASH.head,
     draft_vocab: DraftVocab = None,
     tokens: Tokens = DFLASH.tokens,
@@ -242,7 +245,9 @@ def draft(
     out: Output = Path("draft-model"),
     origin: Annotated[
         str,
-        typer.Option("--from", help="layers: some of the target's own, kept. scratch: a smaller model of its kind."),
+        typer.Option(
+            "--from", help="layers: some of the target's own layers. scratch: a smaller model of the same class."
+        ),
     ] = DRAFT.origin,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the draft model. Default: a sixth of the target's.")
@@ -257,7 +262,7 @@ def draft(
     held: Held = None,
     test: Annotated[
         list[Path] | None,
-        typer.Option(help="Text that acceptance is measured on, for the card. Default: that held out."),
+        typer.Option(help="Text for measuring acceptance, for the card. Default: the held-out text."),
     ] = None,
     tokens: Tokens = DRAFT.tokens,
     length: Length = DRAFT.length,
@@ -296,7 +301,7 @@ def draft(
 
 
 def conclude(figures: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Prints what training came to."""
+    """Prints the results of a training."""
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
         return
@@ -307,7 +312,7 @@ def conclude(figures: dict[str, Any], out: Path, as_json: bool) -> None:
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
-    """How often drafts are right: those of heads and layers by text, those of a model by how tokens are drawn."""
+    """The acceptance of drafts: for heads and draft networks by kind of text, for a draft model by sampling."""
     if "parameters" in figures:
         beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
         yield f"{figures['parameters']:,} parameters{beside}"

@@ -1,4 +1,4 @@
-"""What the commands that train share: options, the texts they name, and the command as it was typed."""
+"""Shared by the training commands: options, reading the texts, and the command line for cards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .models import known_dtype
 if TYPE_CHECKING:
     from ..demo.data import Source
 
-#: So many make about a quarter of the demo models' text, as in their own training.
+#: Number of edit tasks, which make about a quarter of the demo models' text, as in their own training.
 EDIT_TASKS = 8000
 
 Data = Annotated[
@@ -28,7 +28,7 @@ Output = Annotated[
 ]
 Held = Annotated[
     list[Path] | None,
-    typer.Option(help="Text to judge by (early stop); may be repeated. Default: a twentieth of the data."),
+    typer.Option(help="Held-out text (early stop); may be repeated. Default: a twentieth of the data."),
 ]
 TestText = Annotated[
     list[Path] | None, typer.Option(help="Text to measure on at the end, for the card; may be repeated.")
@@ -38,27 +38,32 @@ Length = Annotated[int, typer.Option(min=16, help="Tokens per row.")]
 OwnShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the rows that the model continues itself.")]
 ReadLayers = Annotated[
     str | None,
-    typer.Option(help="Layers of the model that are read, such as 1,15,28; -1 is the last. Default: by its depth."),
+    typer.Option(
+        help="Layers of the model that are read, such as 1,15,28; -1 is the last. Default: chosen by the model's depth."
+    ),
 ]
 Intermediate = Annotated[int | None, typer.Option(min=1, help="Width of each layer's MLP. Default: the model's.")]
 DraftVocab = Annotated[
-    int | None, typer.Option(min=1, help="Tokens that can be proposed: the data's most frequent. Default: all.")
+    int | None,
+    typer.Option(min=1, help="Size of the draft vocabulary, the data's most frequent tokens. Default: all tokens."),
 ]
 Epochs = Annotated[int, typer.Option(min=1, help="Most passes over the text.")]
 RowsPerStep = Annotated[int, typer.Option(min=1, help="Rows per step.")]
 Rate = Annotated[float, typer.Option(min=0, help="Peak learning rate.")]
 Patience = Annotated[int, typer.Option(min=1, help="Checks without a gain before training stops.")]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of the data order.")]
-ModelType = Annotated[str, typer.Option(callback=known_dtype, help="Of the model: float32, bfloat16, float16 or auto.")]
+ModelType = Annotated[
+    str, typer.Option(callback=known_dtype, help="Dtype of the model: float32, bfloat16, float16 or auto.")
+]
 Bf16 = Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")]
-Resume = Annotated[bool, typer.Option(help="Continue what lies under the folder.")]
+Resume = Annotated[bool, typer.Option(help="Continue an interrupted run in the folder.")]
 CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, no progress.")]
 
 
 @dataclass(frozen=True)
 class TrainingTexts:
-    """What is learnt from, and what judges and tests it, where there are texts for that."""
+    """Training texts, held-out texts and test texts; the last two may be missing."""
 
     texts: Sequence[str]
     held: Sequence[str] = ()
@@ -71,10 +76,10 @@ def texts_of(
     """The texts of files, or of the demo model.
 
     Args:
-        edit_tasks: that the demo model's own text has beside files, where no `data` is given.
+        edit_tasks: number of edit tasks in the demo model's own texts, which are used without `data`.
 
-    Raises:
-        TrainingError: a path that does not exist, or no text.
+        Raises:
+            TrainingError: a path does not exist, or there is no text.
     """
     from ..training.texts import read_files
 
@@ -85,11 +90,11 @@ def texts_of(
 
 
 def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
-    """The demo models' training files to learn from; of the files that no model has seen those that the prompts come from to
-    test on, the others to judge by.
+    """The demo models' texts: their training files; their held-out files, those of the prompts as test texts and the others as
+    held-out texts.
 
     Args:
-        edit_tasks: of them, as the demo models' training has, beside the files to learn from; a twentieth as many beside the others.
+        edit_tasks: number of edit tasks among the training texts; the other two sets have a twentieth as many.
     """
     from ..demo import data, prompts
 
@@ -121,7 +126,7 @@ def indices(layers: str | None) -> tuple[int, ...] | None:
     """``"1,15,28"`` as numbers.
 
     Raises:
-        SettingsError: it is none of the kind.
+        SettingsError: the text has another form.
     """
     if layers is None:
         return None
@@ -132,5 +137,5 @@ def indices(layers: str | None) -> tuple[int, ...] | None:
 
 
 def command_line() -> str:
-    """This command as it was typed, for a card."""
+    """The command line of this process, for a card."""
     return shlex.join(["decoders", *sys.argv[1:]])

@@ -22,7 +22,7 @@ class GgufError(DecodersError, ImportError):
 
 
 def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
-    """The causal language model at `path`, or one that sees, in evaluation mode. The weights of a GGUF file are dequantized.
+    """The causal language model or vision-language model at `path`, in evaluation mode. The weights of a GGUF file are dequantized.
     options: further arguments of ``from_pretrained``.
 
     Raises:
@@ -44,7 +44,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
     with without_progress_bars():
         try:
             return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
-        except ValueError:  # it may be one that sees
+        except ValueError:  # it may be a vision model
             with contextlib.suppress(ValueError):
                 return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
             raise

@@ -43,7 +43,7 @@ def host_reads(tensor: Tensor) -> bool:
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
 
-#: Held while a step is recorded, and by whoever waits for a whole device: CUDA gives a recording up when another thread does that.
+#: A lock for recording a step and for waiting for a whole device: CUDA abandons a recording if another thread waits for the device.
 RECORDING = threading.RLock()
 
 
@@ -54,7 +54,7 @@ def current(device: torch.device) -> AbstractContextManager:
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of small `tensors` of the host on `device`, made by one copy: views of one buffer. The host does not wait for a GPU."""
-    # The widest first, so that each begins where its type may.
+    # Wider types first, so that each tensor is aligned for its type.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
     # Copied, because a view of one element may have any stride, which reshape and contiguous leave as it is.
     flat = [tensors[place].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for place in ordered]

@@ -50,9 +50,7 @@ class FileConfig(BaseModel):
             SettingsError: it is no object, lacks fields, or has one of another type or out of range.
         """
         if not isinstance(raw, dict):
-            raise SettingsError(
-                f"{place} is no {kind}: it holds {shortened(json.dumps(raw))}, and names with values are looked for"
-            )
+            raise SettingsError(f"{place} is no {kind}: it holds {shortened(json.dumps(raw))} instead of an object")
         try:
             return cls.model_validate({name: value for name, value in raw.items() if value is not None})
         except ValidationError as error:
@@ -148,10 +146,10 @@ class WindowedLayerConfig(LlamaLayerConfig):
     use_sliding_window: bool = True
 
     def windows(self, place: str, everywhere: bool) -> tuple[int | None, ...]:
-        """Of each layer its ``sliding_window``, None for those without; empty: none has one.
+        """Each layer's ``sliding_window``, None for layers without a window; empty if no layer has one.
 
         Args:
-            everywhere: whether a window without ``layer_types`` is one of all layers.
+            everywhere: whether a window without ``layer_types`` holds for all layers.
 
         Raises:
             UnsupportedError, SettingsError: the fields do not fit each other; `place` as in :meth:`of`.
@@ -186,12 +184,12 @@ def find_network(named: str | None, config: Any, kind: str, what: str, argument:
 
     Args:
         named: a path; ``demo`` is the network of this `kind` that comes with the demo model.
-        kind: the folder's name there, "eagle3", which is the strategy's.
+        kind: the name of the strategy and of that folder, such as "eagle3".
         what: the network, for messages: "a head".
-        argument: of the strategy that names it.
+        argument: the strategy's setting that names the folder.
 
     Raises:
-        UnsupportedError: none is named, and none lies beside the model.
+        UnsupportedError: no folder is named, and there is none beside the model.
     """
     if named == DEMO:
         return Path(__file__).parent.parent / "demo" / "models" / "target" / kind

@@ -36,7 +36,7 @@ class TextPieces:
         shown: special tokens that are written by their names. Each ends a piece, and the rest of the text is what it is without them.
 
     Attributes:
-        held: the text that was held back the last time; the next piece begins with it, or with what it turns out to be.
+        held: the text that was held back; the next piece begins with it, possibly changed by later tokens.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TextPieces:
         return bool(BYTE_TOKEN.fullmatch(self.tokenizer.convert_ids_to_tokens([token])[0] or ""))
 
     def name(self, token: int) -> str:
-        """Of a special token that is written by its name; of others nothing."""
+        """The name of a special token in `shown`; "" for other tokens."""
         name: str = self.tokenizer.convert_ids_to_tokens([token])[0] if token in self._special else ""
         return name
 
@@ -119,7 +119,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
-    """Those of the tokens `special` whose whole names are in one of `texts`."""
+    """The tokens of `special` whose full names occur in one of `texts`."""
     texts = tuple(texts)
     return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 

@@ -1,4 +1,4 @@
-"""Private parts of transformers that we use: each with why, and what would replace it. Nothing else reads them.
+"""All private parts of transformers that we use, each with the reason and with what would replace it.
 
 It is in this package, not in the engine, because drafting networks read configs as well and must not import the engine.
 tests/engine/test_compat.py tries every part, so that a version of transformers that moves one fails there by name.
@@ -39,9 +39,9 @@ def is_of_training(hook: Any) -> bool:
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """A field of a config, None where there is no such field; where layers differ in it, a tuple of their values.
+    """A field of a config; None if it has no such field; a tuple of the layers' values if layers differ in it.
 
-    From 5.24 on transformers raises RuntimeError for the latter: Gemma 4 has two widths of heads.
+    From 5.24 on transformers raises RuntimeError if layers differ: Gemma 4 has two widths of heads.
     """
     try:
         return getattr(config, name, None)
@@ -103,7 +103,7 @@ def rope_type_of(module: nn.Module) -> Any:
 
 
 def set_rope_type(module: nn.Module, kind: Any) -> None:
-    """Sets it; a name for all types of layers."""
+    """Sets the kind of table of a rotary module, for all types of layers."""
     present = rope_type_of(module)
     several = isinstance(present, dict) and isinstance(kind, str)
     vars(module)["rope_type"] = dict.fromkeys(present, kind) if several else kind
@@ -116,8 +116,9 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: members of the outermost list each of which holds attention of one layer index; else, where
-    attention is numbered in another way (GPT-Neo), of the only list that has as many as the config says.
+    """The decoder layers of `model`: the outermost list of modules each of which contains attention of a single layer index.
+
+    If attention is numbered differently (GPT-Neo), it is the only list whose length is the config's number of layers.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     for module in lists:
@@ -197,11 +198,12 @@ def cache_of(output: Any) -> Any:
 
 
 def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """The positions with which ``generate`` begins, None for a design that makes them itself. Designs whose images take other positions
-    than tokens say so in a private method.
+    """The positions with which ``generate`` begins; None for a design that computes them itself.
+
+    Designs whose images take other positions than tokens have a private method for them.
 
     Args:
-        arguments: what else the first forward pass is given.
+        arguments: the other arguments of the first forward pass.
     """
     prepare = getattr(model, "_prepare_position_ids_for_generation", None)
     if prepare is None or "position_ids" not in inspect.signature(type(model).forward).parameters:
@@ -211,8 +213,8 @@ def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[
 
 
 def without_position_ids(model: Any) -> None:
-    """Makes ``generate`` of a shallow copy of a model prepare no positions: designs note in modules, which it shares, how far images
-    shift them.
+    """Makes ``generate`` of a shallow copy of a model prepare no positions, because designs would store the shift by images in
+    modules that the copy shares.
     """
     model._prepare_position_ids_for_generation = lambda *args, **kwargs: None
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: Share of its weight that the past keeps when a draft token is judged: half is forgotten after about four tokens of a kind. Of the
-#: deepest kind many are judged at once, and only where all before them were right: it forgets slowly.
+#: The factor by which the past's weight shrinks with each judged draft token: half is forgotten after about four tokens of a kind.
+#: The deepest kind forgets slowly, because many of its tokens are judged at once, and only after all tokens before them were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
 #: The prior rate of a first token, and how many draft tokens it counts as. It may be low, because drafts are judged at no cost.
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
@@ -47,8 +47,8 @@ class AcceptanceRates:
         self.grade_rates = dict(grade_rates or {})
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
-        self._graded_right: dict[int, float] = {}  # by drafter, graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter, how many were expected to be by its declared rates
+        self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
+        self._graded_expected: dict[int, float] = {}  # by drafter: number that its declared rates had predicted
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability for a draft token of these `sources`."""

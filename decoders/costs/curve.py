@@ -26,12 +26,12 @@ class Subject(_Stored):
 
     Attributes:
         model: class and sizes of the model; weights do not matter.
-        dtype: of its weights.
+        dtype: dtype of its weights.
         quantization: method of a quantised checkpoint, precision of quantized copies and of the cache; "" for the model's own.
         device: name of the processor, with its instructions and our kernels for them, or of the GPU.
-        threads: of torch, within an operation; 0 on a GPU.
-        attention: of the loop, "sdpa" or "triton".
-        torch: version.
+        threads: number of torch's threads within an operation; 0 on a GPU.
+        attention: the loop's attention, "sdpa" or "triton".
+        torch: torch's version.
         package: version of this package; "" in older files.
     """
 
@@ -54,9 +54,9 @@ class CostPoint(_Stored):
     """One measured size.
 
     Attributes:
-        rows: of the batch.
-        context: tokens per row that attention looks at.
-        nodes: of the block, root included.
+        rows: number of rows.
+        context: number of tokens per row to which attention looks back.
+        nodes: number of nodes in the block, root included.
         compiled: whether the step ran compiled.
         seconds: median of several steps: forward, verification and commit.
     """

@@ -1,7 +1,7 @@
-"""Prompts: what people ask of chat models, made-up ones at the two ends of what drafting can meet, and files.
+"""Prompts: ready instructions for chat models, made-up prompts, and files.
 
-Text whose continuation is obvious and random bytes ask how a strategy behaves where every draft token is right and where none
-is; instructions lie in between.
+The made-up prompts are extremes: text with an obvious continuation, where every draft token is right, and random characters, where
+none is. Instructions lie in between.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ..server.templates import prompt_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: A text to go on with, or what was said so far, for a chat template.
+#: The content of a prompt: a text to continue, or the messages so far, for a chat template.
 Content = str | list[dict[str, str]]
-#: Prompts as they are read: name, kind, text or messages.
+#: A prompt that was read: name, kind, text or messages.
 Texts = list[tuple[str, str, Content]]
 
-#: Kinds that are made up: texts that go on in an obvious way, each cut off within a line; random printable characters; and the same
-#: edit asked for ten times, each time of the file as it is then, which is what an agent does that works on one file.
+#: Made-up kinds: texts with an obvious continuation, each cut off within a line; random printable characters; and ten successive
+#: versions of a file with the same edit to make, as an agent meets them that works on one file.
 MADE_UP = ("predictable", "random", "agent")
 #: Kinds of instructions. The answer to a story repeats neither the prompt nor itself: lookups have little to find.
 INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
 
 
 def instructions(kind: str) -> Texts:
-    """Those of a kind that come with this package; of :data:`MADE_UP`, too."""
+    """The package's prompts of a kind, those of :data:`MADE_UP` included."""
     with resources.as_file(resources.files(__package__).joinpath("prompts.jsonl")) as path:
         return [(item["id"], kind, _prompt(item, kind)[1]) for item in read_rows(path) if item["kind"] == kind]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """Tokens of a prompt: messages through the chat template, or as bare text where the tokenizer has none."""
+    """The tokens of a prompt: messages go through the chat template, or become bare text if the tokenizer has none."""
     if isinstance(content, str) or not tokenizer.chat_template:
         return list(tokenizer(bare(content))["input_ids"])
     # The template writes the special tokens itself.
@@ -47,13 +47,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
 
 
 def bare(content: Content) -> str:
-    """What is said in a prompt, without a template."""
+    """The text of a prompt, without a template."""
     if isinstance(content, str):
         return content
     return "\n\n".join(message["content"] for message in content) + "\n\n"
 
 
-#: All kinds of instructions; one of them is ``instruct:edit``.
+#: Selects all kinds of instructions; ``instruct:edit`` selects one.
 INSTRUCT = "instruct"
 
 
@@ -128,7 +128,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         text = (gzip.decompress(content) if path.suffix.lower() == ".gz" else content).decode()
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    return [json.loads(line) for line in text.split("\n") if line.strip()]  # texts hold other ends of lines
+    # Not splitlines(), since texts may contain other line separators.
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _prompt(item: dict[str, Any], kind: str) -> tuple[str, Content]:

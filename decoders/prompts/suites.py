@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import SettingsError, UnknownNameError
 from .reading import Content, Texts, read_rows
 
-#: What SPEED-Bench's file holds in the place of texts that other data sets have to give.
+#: The placeholder in SPEED-Bench's file for texts that must be fetched from other data sets.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
@@ -22,8 +22,8 @@ class Suite:
     Attributes:
         source: where its file is published.
         files: its file in a folder, the first of these patterns that is met.
-        turns: the fields that may hold what is asked, in turns or at once.
-        completes: whether that is a text to go on with, for models without a chat template.
+        turns: the fields that may hold the question, as a list of turns or as one text.
+        completes: whether that is a text to continue, for models without a chat template.
     """
 
     source: str
@@ -55,7 +55,7 @@ SUITES: dict[str, Suite] = {
 
 @dataclass(frozen=True)
 class Question:
-    """What a suite asks, turn by turn. kind: its category."""
+    """A question of a suite, turn by turn. kind: its category."""
 
     name: str
     kind: str
@@ -126,10 +126,10 @@ def _question(suite: Suite, name: str, number: int, row: dict[str, Any]) -> Ques
 def conversations(
     suite: Suite, questions: Sequence[Question], answer: Callable[[Content], str], template: bool
 ) -> Texts:
-    """The prompts of all turns. What was answered stands before the turns that follow it.
+    """The prompts of all turns; a later turn's prompt contains the earlier answers.
 
     Args:
-        answer: to a prompt.
+        answer: returns the answer to a prompt.
         template: whether prompts go through a chat template.
     """
     texts: Texts = []

@@ -1,4 +1,6 @@
-"""What a call did, measured: :class:`Report`, returned as ``out.report``; and :class:`Observer`, told of calls while they run."""
+"""The figures of a call: :class:`Report`, returned as ``out.report``; and :class:`Observer`, whose methods are called while calls
+run.
+"""
 
 from .figures import GrammarUse, Stage, Stopwatch, Timings
 from .report import BUSY, ObservedCall, Observer, Report

@@ -1,10 +1,10 @@
-"""The bars of ``report.plot()``, each with its number and with what it is."""
+"""Draws the labelled bars of ``report.plot()``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: What seconds went into, by part of :class:`~decoders.report.figures.Timings`.
+#: The labels of the parts of :class:`~decoders.report.figures.Timings`.
 PARTS = {
     "prepare": "reading the arguments",
     "wait": "waiting for the model",

@@ -1,4 +1,4 @@
-"""Parts of a report: seconds, what draft models did, what grammars cost."""
+"""Parts of a report: seconds, the work of draft models, the cost of grammars."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Timings:
-    """Seconds spent in each part of a call. All but the last are one after the other, and together they are the call.
+    """Seconds spent in each part of a call. All parts but the last follow one another and add up to the call.
 
     Attributes:
         prepare: reading the arguments, transformers' own preparation of the inputs, compiling the grammars.
-        wait: until the model is free: for calls of other threads, in a scheduler's queue, and between the steps of its own there.
+        wait: until the model is free: during calls of other threads; for a scheduler's request in the queue, and between its steps.
         pack: making the model ready in the first call, and quantizing its weights again after they were written to.
         check: comparing it with a plain forward pass before its first call.
         start: buffers, and the strategy's ``start``, which makes a draft model ready and reads the prompt with it.
@@ -22,9 +22,9 @@ class Timings:
         mask: walking the grammars of the rows.
         core: forward, verify and commit.
         observe: in the strategy's ``observe``.
-        host: what is left of the steps: stopping criteria, streamers, observers, the report.
+        host: the rest of the steps: stopping criteria, streamers, observers, the report.
         compile: compilations that the call waited for.
-        finish: after the last step: what is kept, and making the result.
+        finish: after the last step: storing keys and values for later calls, and making the result.
         background: compiling beside the steps.
     """
 
@@ -44,7 +44,7 @@ class Timings:
     background: float = 0.0
 
     def since(self, before: Timings) -> dict[str, float]:
-        """Seconds by part that were booked after `before`, without those that there were none of."""
+        """The seconds added since `before`, by part; parts without any are left out."""
         return {part: seconds for part, now in vars(self).items() if (seconds := now - getattr(before, part))}
 
     @property
@@ -54,12 +54,12 @@ class Timings:
 
     @property
     def call(self) -> float:
-        """Seconds of the call: all parts but what ran beside it."""
+        """Seconds of the call: all parts but the background."""
         return sum(vars(self).values()) - self.background
 
 
 class Stopwatch:
-    """A stopwatch that does not count compilation, which is booked by itself."""
+    """A stopwatch that leaves out compilation, which has its own entry."""
 
     def __init__(self, timings: Timings) -> None:
         self._timings = timings
@@ -80,18 +80,18 @@ def mean_length(histogram: Sequence[int]) -> float:
 
 @dataclass
 class Stage:
-    """What a draft model did in a call, and the drafter that helps it, if it has one.
+    """The work of a draft model in a call, and of the drafter that helps it, if it has one.
 
     Attributes:
         model: name or path.
         drafter: strategy that drafts for this model, None if it writes token by token.
         passes: forward passes of this model, its prefill excluded.
         tokens: tokens it wrote with its drafter's help, all rows.
-        drafted: draft tokens of the drafter that were put to it.
-        accepted: those that it confirmed.
+        drafted: number of the drafter's tokens that the model verified.
+        accepted: number of them that it accepted.
         accepted_lengths: histogram of tokens per row and pass, as in the report.
-        forward_seconds: in its passes.
-        drafter_seconds: in its drafter, which holds the passes of `stages`.
+        forward_seconds: seconds in its passes.
+        drafter_seconds: seconds in its drafter, including the passes of `stages`.
         stages: the draft models of its drafter.
         weights: "int8" or "int4" where it computed with quantized copies of its weights; "keep": the model's own.
     """
@@ -111,18 +111,18 @@ class Stage:
 
 @dataclass
 class GrammarUse:
-    """The grammar of a row, and what became of the text.
+    """A row's grammar, and whether its text is complete and valid.
 
     Attributes:
-        name: of the language.
-        backend: what compiled it.
-        policy: which tokens may spell it.
+        name: name of the language.
+        backend: name of the backend that compiled it.
+        policy: which tokens may spell a text.
         source: where the compiled grammar came from: "compiled", "memory", "disk" or "given".
-        seconds: it took to get it.
+        seconds: time for getting it.
         nbytes: its memory.
-        warnings: what it leaves out, or lets pass, of what was asked for.
-        complete: whether the text is a whole one of the language; otherwise the call ended before it did.
-        invalid: what a complete text breaks of a specification that is narrower than the language; None: nothing.
+        warnings: how the language differs from the specification, one sentence each.
+        complete: whether the text is complete; otherwise the call ended before the text did.
+        invalid: the rule that a complete text breaks, if the specification is narrower than the language; None: it breaks none.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a call did, measured, and shown: as lines, in a notebook, as a plot. And what is told of calls while they run."""
+"""The figures of a call, shown as lines, in a notebook or as a plot; and the base class of observers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .written import Tree, Written, bars
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Share of the time of steps from which on waiting makes comparisons worthless, and the fewest steps that show it.
+#: Share of waiting in the steps' time from which comparisons are worthless, and the fewest steps to judge it by.
 BUSY, FEW_STEPS = 0.5, 4
 
 
@@ -30,42 +30,42 @@ class Report:
         strategy: registry name.
         settings: the settings in force; of merged strategies those of every part under its name, and of the merging itself.
         exact: False if the strategy or verifier may change the distribution.
-        verifier: how drafts are accepted ("coupled").
-        verifier_settings: the rule's own settings.
+        verifier: name of the verifier ("coupled").
+        verifier_settings: the verifier's settings.
         compiled_steps: how many of `steps` ran compiled, the others uncompiled.
-        threads: of the processor, that its last step computed with: fewer than torch's own number where other processes take the cores;
-            0 on another device.
-        waiting: share of its steps' time in which the thread that decodes had no processor, or waited for threads that had none: other
-            processes take the cores, see :attr:`busy`. 0 on another device.
-        replayed_steps: how many of `steps` were replays of what had been recorded, in part or as a whole (CUDA).
-        unrecorded: why steps ran one by one that should have been recorded, which is slow (CUDA); it is tried again. "": none.
-        reused: per row, prompt tokens that were not read, since an earlier call had left their keys and values.
-        same_bits: in low precision, whether a token has the same bits in every block, so that drafts change nothing
-            at near-ties either: a brief check when the model was made ready. None where it is not checked.
-        checked: the day, as ISO has it, on which a model like this one was compared with transformers' own passes here: today's, or an
-            earlier one whose verdict was kept.
-        weights: "int8" or "int4" where the engine was told to compute with quantized copies of the model's weights; "keep": the
-            model's own.
-        kv_cache: "int8" where it was told to keep keys and values in lower precision; "keep": in the model's own.
+        threads: number of processor threads of the last step: fewer than torch's own number if other processes take the cores; 0 on
+            another device.
+        waiting: share of the steps' time in which the decoding thread had no processor, or waited for threads without one, because
+            other processes take the cores (see :attr:`busy`); 0 on another device.
+        replayed_steps: how many of `steps` replayed a recording, in part or as a whole (CUDA).
+        unrecorded: why steps that should have been recorded ran one by one (CUDA, slow); recording is tried again. "": none did.
+        reused: per row, number of prompt tokens that were not read because an earlier call left their keys and values.
+        same_bits: in low precision, whether a token has the same bits in every block, so that drafts do not decide near-ties
+            otherwise, by a brief check when the model was made ready; None if it was not checked.
+        checked: the ISO date on which this design was compared with transformers' own passes: today, or an earlier day whose
+            verdict was kept.
+        weights: "int8" or "int4" for quantized copies of the weights; "keep" for the model's own weights.
+        kv_cache: "int8" for keys and values in int8; "keep" for the model's own dtype.
         rows: batch size.
         prompt_tokens: per row.
         new_tokens: per row.
         steps: target forwards that commit tokens.
         prefill_steps: how many of them, 0 or 1, read the end of the prompt as well; their core is timed as
             ``timings.prefill``.
-        drafted: draft tokens put to the target, all rows.
-        accepted: those that it confirmed.
+        drafted: number of draft tokens that the target verified, all rows.
+        accepted: number of them that it accepted.
         accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
         nodes: largest block that was verified.
         timings: see :class:`Timings`.
         time_to_first_token: seconds from the call to the first committed token.
         peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
-        recorded_memory: bytes of what recordings keep for replays, those of earlier calls included (CUDA).
+        recorded_memory: bytes that recordings keep for replays, including recordings of earlier calls (CUDA).
         compilations: graphs compiled during this call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
-        details: what the strategy says of the call, JSON-safe; see :meth:`decoders.Strategy.details`.
+        details: the strategy's own figures, JSON-safe; see :meth:`decoders.Strategy.details`.
         grammars: per row, None for rows that may write anything; empty without ``grammar=``.
-        written: the tokens, who drafted them, and with the setting ``trace`` the tree of every step. No part of :meth:`as_dict`.
+        written: the tokens, their drafters, and with the setting ``trace`` the tree of every step. It is not part of
+            :meth:`as_dict`.
     """
 
     strategy: str
@@ -103,22 +103,22 @@ class Report:
     written: Written | None = field(default=None, repr=False, compare=False)
 
     def waited(self, seconds: float) -> None:
-        """Books a compilation that the call has waited for."""
+        """Adds a compilation for which the call waited."""
         self.timings.compile += seconds
         self.compilations += 1
 
     def waits(self, wall: float, computing: float) -> None:
-        """Books a step of `wall` seconds, in `computing` of which its thread had a processor."""
+        """Adds a step of `wall` seconds; its thread had a processor for `computing` of them."""
         share = max(1 - computing / wall, 0.0) if wall > 0 else 0.0
         self.waiting += (share - self.waiting) / (self.steps + 1)
 
     def finished(self, begun: float | None) -> None:
-        """Books what came after the steps of a call that has `begun` then; said again, what has come since."""
+        """Adds the time after the last step to `timings.finish`; called again, it adds the time since. begun: when the call began."""
         if begun is not None:
             self.timings.finish += time.perf_counter() - begun - self.timings.call
 
     def share(self, spent: Mapping[str, float], nodes: int, compiled: bool, replayed: bool) -> None:
-        """Books a step that was shared with others: all of its time, the largest block so far, and how it was run."""
+        """Adds a step that was shared with other requests: its whole time, its block size, and how it ran."""
         own = vars(self.timings)
         for part, seconds in spent.items():
             own[part] += seconds
@@ -133,22 +133,22 @@ class Report:
 
     @property
     def busy(self) -> bool:
-        """Whether its steps waited for processors for more than half of their time: speeds then say nothing of others' speeds."""
+        """Whether the steps waited for processors for more than half of their time, so that speeds cannot be compared."""
         return self.waiting > BUSY and self.steps >= FEW_STEPS
 
     @property
     def busy_line(self) -> str:
-        """What is said of it."""
+        """The line about waiting, for messages."""
         return f"other processes take the cores: steps waited {self.waiting:.0%} of their time"
 
     @property
     def seconds(self) -> float:
-        """Of the whole call; each of them has a name in `timings`."""
+        """Seconds of the whole call, which `timings` divides into parts."""
         return self.timings.call
 
     @property
     def same_tokens(self) -> str:
-        """Whether the tokens are those of plain decoding; bits are not checked in float32, nor where layers are recurrent."""
+        """Whether the tokens equal plain decoding's, as text. Bits are not checked in float32, nor for recurrent layers."""
         if not self.exact:
             return f"no: {self.strategy if self.verifier == 'coupled' else f'verifier {self.verifier}'} is lossy"
         if self.same_bits is None:
@@ -183,7 +183,7 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows per second of start, prefill and steps: what is done once for a model is excluded."""
+        """New tokens of all rows per second of start, prefill and steps. Work that is done once per model is excluded."""
         seconds = self.timings.start + self.timings.prefill + self.timings.steps
         return sum(self.new_tokens) / seconds if seconds else 0.0
 
@@ -203,7 +203,7 @@ class Report:
         }
 
     def lines(self) -> list[tuple[str, str]]:
-        """The figures that matter: about ten names, each with its figures."""
+        """The main figures: about ten names, each with its figures."""
         share = f" ({self.acceptance_rate:.0%})" if self.drafted else ""
         compiled = f"{self.compiled_steps} of {self.steps} steps"
         if self.compilations:
@@ -280,7 +280,7 @@ class Report:
 
 
 def seconds_line(timings: Timings) -> str:
-    """All seconds of a call, the parts that took most of them first; what took less than a hundredth is one part."""
+    """A call's seconds by part, the longest first; parts below a hundredth are summed."""
     whole = timings.call
     parts = {name: value for name, value in vars(timings).items() if name != "background"}
     large = sorted((n for n, v in parts.items() if v >= whole / 100 and v), key=lambda n: -parts[n])
@@ -290,7 +290,7 @@ def seconds_line(timings: Timings) -> str:
 
 
 def grammar_line(use: GrammarUse, seconds: float) -> str:
-    """What a row's grammar cost, and whether its text is complete."""
+    """The line about a row's grammar: its cost, and whether the text is complete."""
     outcome = "complete" if use.complete else "not complete"
     if use.invalid:
         outcome = f"invalid: {use.invalid}"
@@ -299,7 +299,7 @@ def grammar_line(use: GrammarUse, seconds: float) -> str:
 
 
 def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """A draft model's figures; those of its drafter's models follow, further in."""
+    """The lines about a draft model; its drafter's models follow, indented."""
     quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
     text = f"{stage.model}{quantized}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:
@@ -317,8 +317,8 @@ class ObservedCall:
     """One call of ``generate``, or one request of a scheduler. The same object in every method of an observer.
 
     Attributes:
-        model: that decodes.
-        strategy: registry name, ``a+b`` of merged ones.
+        model: the model that decodes.
+        strategy: registry name, ``a+b`` for merged strategies.
         prompt_tokens: per row.
         max_new_tokens: per row.
         sampled: whether tokens are drawn; greedy otherwise.
@@ -332,10 +332,10 @@ class ObservedCall:
 
 
 class Observer(ABC):
-    """Base class of all observers: methods that do nothing, for subclasses to replace those that they need.
+    """Base class of all observers. Its methods do nothing; subclasses override the ones that they need.
 
-    An observer is made once, without arguments, and told of the calls of all models, in the thread that decodes. What a method
-    raises is a warning; the call goes on. Time spent here is part of the call's ``timings.host``.
+    An observer is created once, without arguments. Its methods are called for the calls of all models, in the decoding thread. An
+    exception in a method becomes a warning, and the call goes on. Time spent here is part of the call's ``timings.host``.
 
     Class attributes:
         name: registry name, ``snake_case``.
@@ -346,10 +346,10 @@ class Observer(ABC):
     summary: ClassVar[str] = ""
 
     def start(self, call: ObservedCall) -> None:
-        """Before anything is read or decoded."""
+        """Called before anything is read or decoded."""
 
     def step(self, call: ObservedCall, tokens: list[list[int]]) -> None:
-        """After every step. tokens: the new ones of each row, none of rows that have ended."""
+        """Called after every step. tokens: each row's new tokens; empty for rows that have ended."""
 
     def end(self, call: ObservedCall, report: Report, error: BaseException | None) -> None:
-        """When the call is over, however it went. error: what ended it, None of calls that came to their end or were cancelled."""
+        """Called when the call is over. error: the error that ended it; None if it was completed or cancelled."""

@@ -1,4 +1,4 @@
-"""What a call wrote, for people: the text in the colours of who drafted it, and the tree of a step."""
+"""The output of a call for readers: the text coloured by drafter, and the tree of a step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-#: Of drafters, in the order in which they come.
+#: The colours of drafters, in order of first appearance.
 COLOURS = ("#2e7d32", "#1565c0", "#ad1457", "#e65100", "#6a1b9a", "#00838f")
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The block of a step, of one row.
+    """One row's block in a step.
 
     Attributes:
-        tokens: of every node; the first is the last token before the step, -1 stands for no token.
-        parents: of every node; -1 for the first, and for nodes that are never accepted.
-        path: the nodes that were accepted, the first node included.
-        own: the target's own token behind them; None where the row has ended before.
-        drafters: who drafted each node, "" for the first.
+        tokens: token of every node; the first is the last token before the step, -1 is no token.
+        parents: parent of every node; -1 for the first, and for nodes that are never accepted.
+        path: the accepted nodes, the first node included.
+        own: the target's own token behind the path; None if the row ended before.
+        drafters: the drafter of each node, "" for the first.
     """
 
     tokens: list[int]
@@ -38,14 +38,14 @@ class TracedStep:
 
 @dataclass
 class Written:
-    """What was written, by row. The lists are those of the call, and grow with it.
+    """The tokens of a call, by row. The lists are shared with the call and grow with it.
 
     Attributes:
-        prompts: 1-D int64, without padding; -1 where the call named no token.
-        tokens: the new ones.
-        drafters: who drafted each of them, "" for those that are the target's own.
-        steps: of rows that are traced, every step.
-        tokenizer: None where the call had none; it is left behind by pickles, which keep the texts.
+        prompts: the prompts, 1-D int64, without padding; -1 where the call gave no token.
+        tokens: the new tokens.
+        drafters: the drafter of each new token, "" for the target's own.
+        steps: every step, for traced rows.
+        tokenizer: the call's tokenizer or None. It is not pickled; pickles keep the texts.
     """
 
     prompts: Sequence[Tensor]
@@ -63,13 +63,13 @@ class Written:
         return vars(self) | {"tokenizer": None, "_texts": texts, "_pieces": pieces}
 
     def text_of(self, token: int) -> str:
-        """A token as it is shown by itself."""
+        """The text of a single token."""
         if self._texts is not None and token in self._texts:
             return self._texts[token]
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
 
     def pieces(self, row: int = 0) -> list[tuple[str, str]]:
-        """The new text in pieces, each with who drafted its last token, "" for the target's own. Ids where there is no tokenizer."""
+        """The new text in pieces, each with the drafter of its last token, "" for the target's own. Without a tokenizer, ids."""
         if self._pieces is not None:
             return self._pieces[row]
         tokens, drafters = self.tokens[row], self.drafters[row]
@@ -87,7 +87,7 @@ class Written:
         return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
 
     def html(self) -> str:
-        """The text of every row, what was drafted in colour, below a legend."""
+        """The text of every row with drafted tokens in colour, below a legend."""
         colours = self.colours()
 
         def span(text: str, who: str) -> str:
@@ -99,7 +99,7 @@ class Written:
         return f"<p>drafted by {legend}</p>" + "".join(f"<pre style='white-space:pre-wrap'>{row}</pre>" for row in rows)
 
     def tree(self, step: int, row: int) -> Tree:
-        """The tree of a step that was traced."""
+        """The tree of a traced step."""
         traced = self.steps[row][step]
         texts = [self.text_of(token) if token >= 0 else "" for token in traced.tokens]
         return Tree(traced, texts, self.text_of(traced.own) if traced.own is not None else "")
@@ -110,9 +110,9 @@ class Tree:
     """The draft tree of a step: ``print`` draws it as text, :meth:`svg` and notebooks as a picture.
 
     Attributes:
-        step: what is drawn.
-        texts: of its nodes.
-        own: text of the target's own token behind the path.
+        step: the step that is drawn.
+        texts: the texts of its nodes.
+        own: the text of the target's own token behind the path.
     """
 
     step: TracedStep
@@ -126,7 +126,7 @@ class Tree:
         return "\n".join(self._lines(0, "", ""))
 
     def _lines(self, node: int, lead: str, below: str) -> Iterator[str]:
-        """The node and what continues it. A chain whose tokens have one fate is one line."""
+        """The lines of a node and its descendants. A chain whose tokens are all accepted, or all rejected, is one line."""
         chain, path = [node], self.step.path
         while len(children := self._children(chain[-1])) == 1 and node and (children[0] in path) == (node in path):
             chain.append(children[0])
@@ -141,14 +141,14 @@ class Tree:
             yield f"{below}└─= [{self.own}]  (the model's own)"
 
     def svg(self) -> str:
-        """A picture: what was accepted is filled, what was not is pale, and the target's own token has an edge of its own."""
+        """A picture: accepted nodes are filled, rejected ones pale, and the target's own token has its own edge."""
         width, height, gap = 8.0, 34, 26
         boxes: list[tuple[float, float, str, str]] = []
         lines: list[str] = []
         lowest = 0
 
         def place(node: int, x: float) -> float:
-            """Draws a node and all that continues it, and gives its height."""
+            """Draws a node and its descendants, and returns their height."""
             nonlocal lowest
             text, path = self.texts[node], self.step.path
             wide = width * max(len(text), 1) + 14
@@ -195,7 +195,7 @@ class Tree:
 
 
 def bars(histogram: Sequence[int]) -> str:
-    """How many steps brought how many tokens, as a small SVG."""
+    """A small SVG: the number of steps by their number of tokens."""
     if not histogram:
         return ""
     most, wide, drawn = max(histogram), 26, ""

@@ -1,6 +1,6 @@
 """Many requests at a time: a queue, a thread that decodes, and the handles of requests that callers hold.
 
-:class:`decoders.Scheduler` and its results are exported by the package itself; here is what a server of one's own needs besides.
+:class:`decoders.Scheduler` and its results are exported by `decoders`; this package has what your own server needs in addition.
 """
 
 from ..common.pieces import TextPieces

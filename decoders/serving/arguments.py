@@ -1,4 +1,4 @@
-"""What a scheduler and its requests may be given beside the arguments of ``generate``."""
+"""The arguments of a scheduler and its requests that ``generate`` does not have, and their checks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 
 _PROMPT = "the prompt is the first argument of submit(), and its token ids are all of it"
-_CACHE = "a scheduler keeps what it has read and goes on with it; generate(strategy=…) takes a cache"
-#: Arguments of ``generate`` that a request says otherwise: name → how.
+_CACHE = "a scheduler keeps the caches of texts itself; generate(strategy=…) takes a cache"
+#: Arguments of ``generate`` that requests do not take, each with what to do instead.
 SAID_OTHERWISE = {
     "input_ids": _PROMPT,
     "inputs": _PROMPT,
@@ -27,7 +27,7 @@ SAID_OTHERWISE = {
 
 
 def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments` of ``generate`` for a request, or for all of them. Raises UnsupportedError: one of :data:`SAID_OTHERWISE`."""
+    """`arguments` of ``generate`` for one request or all requests. Raises UnsupportedError for one in :data:`SAID_OTHERWISE`."""
     for name, advice in SAID_OTHERWISE.items():
         if arguments.get(name) is not None:
             raise UnsupportedError(f"{name} is no argument of a request: {advice}")
@@ -41,13 +41,13 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_pause(value: Any) -> None:
-    """Raises SettingsError unless `value` is a time that reading a prompt may take."""
+    """Raises SettingsError unless `value` is a positive number of seconds."""
     if not _is_number(value) or value <= 0:
         raise SettingsError(f"longest_pause must be more than 0 seconds, not {value!r}")
 
 
 def check_turn(priority: Any, deadline: Any) -> None:
-    """Raises SettingsError unless these say when a request is served."""
+    """Raises SettingsError unless priority and deadline are valid."""
     if not _is_number(priority):
         raise SettingsError(f"priority must be a number (higher ones go first, 0 is the default), not {priority!r}")
     if deadline is not None and not _is_number(deadline):
@@ -55,7 +55,7 @@ def check_turn(priority: Any, deadline: Any) -> None:
 
 
 def check_salt(value: Any) -> None:
-    """Raises SettingsError unless `value` can keep requests apart."""
+    """Raises SettingsError unless `value` is a text."""
     if not isinstance(value, str):
         raise SettingsError(f'cache_salt must be a text ("" is the default), not {value!r}')
 
@@ -64,7 +64,8 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
     """`prompt`, text or token ids, as ``[1, P]``.
 
     Raises:
-        InputError: neither, several prompts, or text with half of a surrogate pair. ContextLengthError: there is nothing in it.
+        InputError: it is neither text nor ids, holds several prompts, or is text with half of a surrogate pair. ContextLengthError:
+            it is empty.
         UnsupportedError: text, without `tokenizer`.
     """
     if isinstance(prompt, str):

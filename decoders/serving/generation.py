@@ -28,12 +28,12 @@ log = logging.getLogger("decoders")
 class Generation:
     """A request of a :class:`~decoders.Scheduler`; safe to use from any thread, and in any event loop.
 
-    Iterating gives what is written as soon as it is: pieces of text for a prompt that was text, else token ids. ``await``
-    gives the result, and ``async for`` iterates.
+    Iterating yields new output as soon as it is there: pieces of text if the prompt was text, else token ids. ``await`` returns the
+    result, and ``async for`` iterates.
 
     Attributes:
-        submitted: when it was, in seconds of ``time.monotonic()``.
-        waited: seconds that it stood in the queue; None while it does.
+        submitted: time of submission, by ``time.monotonic()``.
+        waited: seconds in the queue; None while it waits there.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Generation:
         self._on_cancel = on_cancel
         self._unjudged = False
         self._renew_conditions()
-        self._count = 0  # tokens that the scheduler has shown
+        self._count = 0  # the tokens that readers may see
         self._times: list[tuple[float, int]] = []
         self._done = False
         self._value: Any = None
@@ -59,12 +59,12 @@ class Generation:
         self._callbacks: list[Callable[[Generation], None]] = []
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the end: the new text for a prompt that was text, else what ``generate`` returns for that prompt.
+        """Waits for the end and returns the new text if the prompt was text, else the result of ``generate`` for that prompt.
 
         Raises:
-            TimeoutError: it is not done within `timeout` seconds; it goes on.
-            CancelledError, DeadlineError: it was ended before. Whatever ``generate`` raises. ``partial`` of the error is what was
-                written.
+            TimeoutError: it is not done within `timeout` seconds; the request continues.
+            CancelledError, DeadlineError: it was cancelled, or its deadline passed. Errors of ``generate`` are raised as they are.
+                The error's ``partial`` is the output so far.
         """
         with self._over:
             self._wait_for_end(timeout)
@@ -74,7 +74,7 @@ class Generation:
         return self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the end and gives what :meth:`result` would raise, None if nothing.
+        """Waits for the end and returns the error that :meth:`result` would raise; None if there is none.
 
         Raises:
             TimeoutError: as :meth:`result`.
@@ -93,9 +93,9 @@ class Generation:
         return self._done
 
     def add_done_callback(self, function: Callable[[Generation], None]) -> None:
-        """Calls `function` with this generation once it is done, in the thread that decodes: it must be quick.
+        """Calls `function` with this generation when it is done, in the decoding thread, so it must be quick.
 
-        What it raises is logged by the logger ``decoders``, and nothing else: other requests go on.
+        An exception in `function` is logged by the logger ``decoders``; other requests continue.
         """
         with self._changed:
             if not self._done:
@@ -110,7 +110,7 @@ class Generation:
             log.exception("decoders: a callback of a request raised (add_done_callback(%r))", function)
 
     def cancel(self) -> bool:
-        """Ends it: its row is free after the step that is running. False if it has ended before."""
+        """Cancels the request; its row is free after the running step. Returns False if the request had already ended."""
         with self._changed:
             if self._done:
                 return False
@@ -125,7 +125,7 @@ class Generation:
 
     @property
     def drafted(self) -> list[bool]:
-        """Whether a draft had it, for each of :attr:`tokens`; the others are the model's own."""
+        """For each of :attr:`tokens` whether it was drafted; the others are the model's own."""
         return [drafter != "" for drafter in self._so_far("drafters")]
 
     @property
@@ -135,7 +135,7 @@ class Generation:
 
     @property
     def times(self) -> list[tuple[float, int]]:
-        """When tokens came, in seconds of ``time.monotonic()``, and how many there were then: once per step."""
+        """For each step its time, by ``time.monotonic()``, and the total number of new tokens after it."""
         with self._changed:
             return list(self._times)
 
@@ -150,7 +150,7 @@ class Generation:
         return self.text_by(self.tokenizer)
 
     def text_by(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """The new text so far, as `tokenizer` has it."""
+        """The new text so far, decoded by `tokenizer`."""
         return text_behind(tokenizer, self.prompt, self.tokens)
 
     @property
@@ -163,8 +163,8 @@ class Generation:
     def report(self) -> Report | None:
         """Figures of this request, once it is done. Times are those of steps that it shared.
 
-        Whoever asks first for it, or for the result, judges the text, where its grammar does not say all of what was asked for: that
-        may take long, and would hold up others in the thread that decodes.
+        If the grammar is wider than its specification, the first thread that asks for the report or the result validates the text.
+        This may take long, so the decoding thread does not do it.
         """
         self._judge()
         return self._report
@@ -175,7 +175,7 @@ class Generation:
                 assert self.member is not None
                 try:
                     self.call.judge(self.member)
-                except Exception as error:  # of a grammar of a plugin, say
+                except Exception as error:  # such as an error in a plugin's grammar
                     error.partial, self._error = self._value, error  # type: ignore[attr-defined]
                 self._unjudged = False
 
@@ -200,7 +200,7 @@ class Generation:
                 seen = len(tokens)
 
     async def batches(self) -> AsyncGenerator[list[int]]:
-        """The new token ids, those that came together in one list. Otherwise as ``async for``."""
+        """Iterates like ``async for``, but yields lists of the token ids that arrived together."""
         seen = 0
         async with aclosing(self._progress()) as progress:
             async for tokens, _ in progress:
@@ -209,7 +209,9 @@ class Generation:
                 seen = len(tokens)
 
     async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
-        """All tokens so far and whether they are all there will be, whenever there are more; raises the error at the end, if any."""
+        """Yields all tokens so far and whether the request has ended, whenever there are new tokens; raises the request's error at
+        the end.
+        """
         news = asyncio.Event()
         try:
             with self.telling(news.set):
@@ -245,7 +247,7 @@ class Generation:
 
     @contextmanager
     def telling(self, function: Callable[[], object]) -> Iterator[None]:
-        """Within it, the running event loop calls `function` once per step that wrote tokens, and at the end."""
+        """A context in which the running event loop calls `function` after each step with new tokens, and at the end."""
         loop = asyncio.get_running_loop()
 
         def listener() -> None:
@@ -264,15 +266,15 @@ class Generation:
         return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
     def _wait(self, seen: int) -> tuple[list[int], bool]:
-        """All tokens and whether they are all there will be, once there are more than `seen`."""
+        """Waits for more than `seen` tokens; returns all tokens and whether the request has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._count > seen)
             return self.tokens, self._done
 
-    # What the scheduler says:
+    # Called by the scheduler:
 
     def _show(self) -> None:
-        """A step is over: what it has written for this request is shown."""
+        """Shows a step's new tokens to readers."""
         assert self.member is not None
         count = len(self.member.generated[0])
         if count == self._count:
@@ -286,7 +288,7 @@ class Generation:
         self._tell()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """It has ended: completed, or by `error`."""
+        """Ends the request: completed, or with `error`."""
         value: Any = None
         if self.member is not None:
             self._show()
@@ -296,7 +298,7 @@ class Generation:
                 value = self.call.result(self.member) if error is None else self.call.partial(self.member)
                 if self.tokenizer is not None:
                     value = self.text
-            except Exception as own:  # a streamer, say
+            except Exception as own:  # such as a streamer's error
                 error = error or own
         elif error is None:
             error = CancelledError("the request was never decoded")
@@ -307,7 +309,7 @@ class Generation:
                 return
             self._value, self._error, self._done = value, error, True
             self._unjudged = error is None and self.call.grammars.any
-            # A caller that keeps the result does not keep the scheduler and the callbacks alive.
+            # So that a kept result does not keep the scheduler and the callbacks alive.
             self._on_cancel, callbacks, self._callbacks = _nothing, self._callbacks, []
             self._changed.notify_all()
             self._over.notify_all()
@@ -316,14 +318,16 @@ class Generation:
             self._call_back(function)
 
     def _abandon(self, error: BaseException) -> None:
-        """In a forked child, `error` is its end; who listened does so in the parent."""
+        """Ends the request in a forked child with `error`. Its listeners belong to the parent process."""
         self._renew_conditions()
         self._listeners, self._callbacks = [], []
         if not self._done:
             self._error, self._done, self._on_cancel = error, True, _nothing
 
     def _renew_conditions(self) -> None:
-        """Makes the conditions that readers of tokens, woken by every step, and of the result, woken at the end, wait for."""
+        """Creates the two conditions: readers of tokens wait for the first (every step), readers of the result for the second (the
+        end).
+        """
         lock = threading.RLock()
         self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
         self._judging = threading.RLock()
@@ -339,7 +343,7 @@ def _nothing(generation: Generation) -> None: ...
 
 
 def _cut(tokens: list[int], seen: int, done: bool, pieces: TextPieces | None) -> Iterator[Any]:
-    """What is new in `tokens`: ids, or a piece of text."""
+    """The new part of `tokens`, as ids or as a piece of text."""
     if pieces is None:
         yield from tokens[seen:]
     elif piece := pieces.next(tokens, done):

@@ -1,4 +1,4 @@
-"""The lanes of a scheduler: requests that can share a step are in one, and lanes take turns."""
+"""The lanes of a scheduler. Requests that can share steps are in one lane; lanes take turns."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..engine.decode.lane import Lane
 from ..errors import CancelledError, DeadlineError, DecodersError
 from .generation import Generation
 
-#: Lanes without requests that stay open, with the texts in them.
+#: Number of lanes without requests that stay open, with their kept texts.
 IDLE_LANES = 2
 
 
 class Lanes:
-    """Used by the scheduler's thread; others may ask how many are running.
+    """The lanes of a scheduler, for its thread only; other threads may read how many requests are running.
 
     Args:
-        rows: most requests that are decoded at a time.
-        longest_pause: seconds that reading a prompt may hold up those that are being decoded, per step.
+        rows: greatest number of requests that are decoded at a time.
+        longest_pause: seconds by which reading a prompt may delay a step of the running requests.
     """
 
     def __init__(self, rows: int, longest_pause: float) -> None:
@@ -30,7 +30,7 @@ class Lanes:
 
     @property
     def running(self) -> int:
-        """Requests that have a row."""
+        """The number of requests that have a row."""
         return sum(len(generations) for generations in list(self._active.values()))
 
     @property
@@ -43,14 +43,15 @@ class Lanes:
         return [generation for several in list(self._active.values()) for generation in several]
 
     def admit(self, generation: Generation) -> None:
-        """Gives a request a row, in a lane whose requests it can share steps with.
+        """Gives a request a row in a lane with which it can share steps, or in a new lane.
 
-        One whose requests began before its passes were compiled takes no more: they end there, uncompiled, beside a new lane.
+        A lane that began before its passes were compiled takes no more requests: its requests end there, uncompiled, beside a new
+        lane.
         """
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
         current = [lane for lane in alike if not lane.outdated]
-        if len(alike) - len(current) > 1:  # each has a cache of its own: no third one
+        if len(alike) - len(current) > 1:  # each lane has its own cache, so there is no third one
             current = alike
         lane = max((lane for lane in current if lane.free), key=lambda lane: len(lane.seats), default=None)
         if lane is None:
@@ -60,31 +61,31 @@ class Lanes:
         generation.member = lane.offer(call.request)
         generations = self._active[lane]
         generations.append(generation)
-        # The last one was used last. In one piece, for threads that look at all of them.
+        # The most recently used lane comes last. Replaced in one assignment, since other threads read it.
         self._active = {other: there for other, there in self._active.items() if other is not lane} | {
             lane: generations
         }
 
     def sweep(self, now: float) -> None:
-        """Ends requests that were cancelled or whose time is over."""
+        """Ends requests that were cancelled or whose deadline has passed."""
         for lane, generations in list(self._active.items()):
             for generation in [g for g in generations if is_over(g, now)]:
                 assert generation.member is not None
                 generations.remove(generation)
                 try:
                     lane.remove(generation.member)
-                except Exception as error:  # the lane cannot go on; other lanes can
+                except Exception as error:  # only this lane is closed
                     self._fail(lane, generations, error)
                     generation._end(reason(generation))
                     break
                 generation._end(reason(generation))
 
     def step(self) -> int:
-        """A step of every lane that has requests; gives how many succeeded."""
+        """Makes a step of every lane with requests; returns how many succeeded."""
         return sum(self._step(lane, generations) for lane, generations in list(self._active.items()) if generations)
 
     def _step(self, lane: Lane, generations: list[Generation]) -> bool:
-        """One step of a lane; what it raises ends all requests in it."""
+        """Makes one step of a lane; an error ends all requests in the lane."""
         try:
             ended = lane.advance(self.longest_pause)
         except Exception as error:
@@ -104,7 +105,7 @@ class Lanes:
         return True
 
     def _fail(self, lane: Lane, generations: list[Generation], error: Exception) -> None:
-        """Gives a lane up, and the requests in it, even if it cannot be closed."""
+        """Drops a lane and ends its requests with `error`, even if it cannot be closed."""
         del self._active[lane]
         try:
             with ExitStack() as stack:
@@ -116,7 +117,7 @@ class Lanes:
                 generation._end(copied(error))
 
     def close_idle(self, kept: int = IDLE_LANES) -> None:
-        """Closes lanes without requests, all but the few that were used last."""
+        """Closes lanes without requests, except the `kept` most recently used."""
         idle = [lane for lane, generations in self._active.items() if not generations]
         for lane in idle[: max(len(idle) - kept, 0)]:
             del self._active[lane]
@@ -131,9 +132,9 @@ class Lanes:
 
 
 def copied(error: BaseException) -> BaseException:
-    """`error` for one of several requests that it ends: each has a ``partial`` of its own.
+    """A copy of `error` for one of several requests that it ends, so that each has its own ``partial``.
 
-    An exception that cannot be made again is chained to one that says so.
+    If the exception cannot be copied, a new one is chained to it.
     """
     try:
         own = copy.copy(error)
@@ -145,13 +146,13 @@ def copied(error: BaseException) -> BaseException:
 
 
 def is_over(generation: Generation, now: float) -> bool:
-    """Whether a request was cancelled or its time is over."""
+    """Whether a request was cancelled or its deadline has passed."""
     return generation.cancelled or now >= generation.expires
 
 
 def reason(generation: Generation) -> Exception:
-    """Why a request that is over was not done."""
+    """The error of a request that was cancelled or whose deadline has passed."""
     if generation.cancelled:
         return CancelledError("the request was cancelled")
     seconds = generation.expires - generation.submitted
-    return DeadlineError(f"the request was not done within the {seconds:.3g} seconds that it was given")
+    return DeadlineError(f"the request was not finished within its {seconds:.3g} seconds")

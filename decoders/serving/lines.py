@@ -17,13 +17,13 @@ PLAIN_SUFFIX = ".txt"
 
 @dataclass(frozen=True)
 class InputLine:
-    """A line that is not empty.
+    """A nonempty line.
 
     Attributes:
         path: the file.
-        number: from 0, among the lines that are not empty.
-        line: from 1, among all lines.
-        text: without the line's end; bytes that are no UTF-8 as half surrogates.
+        number: its number among the nonempty lines, from 0.
+        line: its number among all lines, from 1.
+        text: without the line's end; bytes that are not UTF-8 appear as lone surrogates.
     """
 
     path: Path
@@ -33,17 +33,17 @@ class InputLine:
 
     @property
     def mark(self) -> str:
-        """Tells one prompt from another, in few characters."""
+        """A short hash of the prompt."""
         return hashlib.sha256(self.text.encode(errors="surrogateescape")).hexdigest()[:12]
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """File and line, for messages."""
         return f"{self.path}, line {self.line}"
 
 
 def is_json(path: Path) -> bool:
-    """Whether its lines are JSON, by its name. Raises SettingsError: the name does not tell."""
+    """Whether the lines of a file are JSON, by its suffix. Raises SettingsError: another suffix."""
     suffix = path.suffix.lower()
     if suffix not in (*JSON_SUFFIXES, PLAIN_SUFFIX):
         raise SettingsError(
@@ -54,7 +54,7 @@ def is_json(path: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raises SettingsError unless `path` is a file that can be read twice, with a name that tells what its lines are."""
+    """Raises SettingsError unless `path` is a regular file, which can be read twice, with a known suffix."""
     if path.exists() and not path.is_file():
         raise SettingsError(
             f"{path} is no regular file: prompts are read twice, and a run that goes on reads them again. Write them to a file first"
@@ -66,10 +66,9 @@ def input_lines(path: Path) -> Iterator[InputLine]:
     """The lines of a file that are not empty. A byte order mark is not part of them.
 
     Raises:
-        SettingsError: it cannot be read, or its name does not tell what its lines are, or its first line shows that they are
-            something else.
+        SettingsError: it cannot be read, its suffix is unknown, or its first line does not have the suffix's format.
     """
-    whole = "" if is_json(path) else "\r\n"  # blanks around JSON mean nothing, around a prompt they do
+    whole = "" if is_json(path) else "\r\n"  # blanks around JSON have no meaning, but blanks around a plain prompt do
     try:
         with path.open("rb") as file:
             number = 0
@@ -96,10 +95,10 @@ def _check_first(line: InputLine) -> None:
 
 
 def parsed(line: InputLine) -> dict[str, Any]:
-    """What a line asks for: an object with ``prompt``, ``text`` or ``messages``, and arguments; in a .txt file, a prompt.
+    """A line as an object with ``prompt``, ``text`` or ``messages``, and arguments; in a .txt file the line is the prompt.
 
     Raises:
-        SettingsError: neither, or several prompts.
+        SettingsError: the line has another form, or several prompts.
     """
     text = _text(line)
     if not is_json(line.path):

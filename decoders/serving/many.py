@@ -1,4 +1,4 @@
-"""Any number of prompts, decoded together as they fit, with memory for a few of them at a time."""
+"""Decodes any number of prompts, as many at a time as fit, with memory for a few of them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Prompt = str | list[int] | Tensor | Mapping[str, Any] | Exception
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one prompt.
+    """The result of one prompt.
 
     Attributes:
         index: its place among the prompts.
-        prompt: as it was given.
+        prompt: the prompt as given.
         tokens: new token ids.
         text: new text, None without a tokenizer.
         report: figures of the request; None if it was refused.
-        error: what went wrong, None if nothing.
+        error: the error that ended it; None if it was completed.
     """
 
     index: int
@@ -60,21 +60,21 @@ def generate_many(
 ) -> Generator[Completion, None, None]:
     """Decodes `prompts` with in-flight batching: a row that ends makes room for the next prompt at once.
 
-    Prompts are taken from the iterable as there is room for them, and completions are given as they come, so that a million
-    of them need the memory of a few. Each has the tokens of a call of its own (float32).
+    Prompts are taken from the iterable when there is room, and completions are yielded as they end, so a million prompts need the
+    memory of a few. Each completion has the tokens of a separate call (in float32).
 
     Args:
         model, tokenizer, strategy, strategy_config, rows, slots: as of :class:`decoders.Scheduler`.
         prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
             a prompt that could not be read: it is that prompt's error.
-        ordered: give completions in the order of the prompts; otherwise as they end. In order, one that takes very long
-            holds the next ones up once 16 times `rows` wait behind it.
-        errors: raise the first error, or keep it in its completion and go on.
-        arguments: of ``generate``, for all prompts.
+        ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. In order, a
+            very long one delays the others once 16 times `rows` wait behind it.
+        errors: "raise" the first error, or "keep" it in its completion and go on.
+        arguments: arguments of ``generate`` for all prompts.
 
-    Raises:
-        SettingsError: `errors` is something else. InputError: `prompts` is one prompt. Whatever a request raises, unless it is kept.
-            Whatever taking a prompt from the iterable raises, once those that were taken before are completed and given.
+        Raises:
+            SettingsError: `errors` has another value. InputError: `prompts` is a single prompt. Errors of requests, unless they are
+                kept. Errors of the iterable, after all prompts taken before have been completed and yielded.
     """
     if isinstance(prompts, str | bytes | Mapping):
         raise InputError(
@@ -98,9 +98,9 @@ def _completions(
     with Scheduler(model, tokenizer=tokenizer, queue=18 * rows, **options, **arguments) as scheduler:
         line: deque[_Request] = deque()  # in order
         running, numbers, more = 0, count(), True
-        failure: Exception | None = None  # of the iterable
+        failure: Exception | None = None  # an error of the iterable
         while more or running or line:
-            # Two prompts per row stand ready; in order, what has ended waits for its turn as well.
+            # Two prompts per row are prepared ahead; with `ordered`, ended ones also wait for their turn.
             while more and running < 3 * rows and len(line) < 16 * rows:
                 try:
                     prompt = next(prompts)
@@ -116,7 +116,7 @@ def _completions(
                 if ordered:
                     line.append(request)
             if running:
-                scheduler._check_process()  # a forked child would wait for ever
+                scheduler._check_process()  # a forked child would wait forever
                 request = ended.get()
                 running -= 1
                 if not ordered:
@@ -128,7 +128,7 @@ def _completions(
 
 
 class _Request:
-    """A prompt that has been submitted, or refused."""
+    """A prompt that was submitted or refused."""
 
     def __init__(self, index: int, prompt: Prompt) -> None:
         self.index, self.prompt = index, prompt

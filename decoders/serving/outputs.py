@@ -1,4 +1,4 @@
-"""Completions in a file of one JSON object per line, written so that a run that was killed goes on where it stood."""
+"""Writes completions to a file with one JSON object per line, so that a run that was killed can be continued."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from .lines import InputLine
 log = logging.getLogger("decoders.serving")
 
 _MARK = re.compile("[0-9a-f]{12}")
-#: How a line begins: a number and a mark stand behind these.
+#: The beginning of a line, in front of its number and its mark.
 _FIRST, _SECOND = b'{"index": ', b', "input": "'
-#: What a lock that another process holds raises.
+#: Errors that mean that another process holds the lock.
 _TAKEN = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 _ELSE = "name another --output, or move it away"
 
 
 class OutputLines:
-    """A file of completions that grows line by line, locked while it is open. What is in it already is not written again.
+    """A file of completions that grows line by line and is locked while it is open. Existing completions are not written again.
 
-    Every line holds ``index`` and ``input``, the number and the mark of the prompt, ``options``, which decide its text beside the
-    prompt, and ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed
-    may have another line further down: then that one counts, and takes the first one's place when the file is closed after a
-    run without an exception. Nothing is changed before the first :meth:`write`, which also drops a line that was cut off.
+    Every line holds ``index`` and ``input`` (the prompt's number and mark), ``options`` (the settings that decide its text), and
+    ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further down,
+    which counts; it replaces the first line when the file is closed after a run without an exception. The file is not changed
+    before the first :meth:`write`, which also drops an incomplete last line.
 
     Attributes:
         path: the file.
-        done: mark of every prompt that is completed, by number.
-        failed: mark and error of every prompt that has only failed, by number.
-        options: of the prompts that are completed, as JSON, the same ones once.
+        done: the mark of every completed prompt, by number.
+        failed: mark and error of every prompt that failed and was not completed since, by number.
+        options: the different options of completed prompts, as JSON.
 
     Raises:
         SettingsError: the file holds something else, cannot be written, or another process writes it.
@@ -52,12 +52,12 @@ class OutputLines:
         self.done: dict[int, str] = {}
         self.failed: dict[int, tuple[str, str]] = {}
         self.options: set[str] = set()
-        # Of prompts that failed: where their lines begin, and which of these counts.
+        # For prompts that failed: where their lines begin, and which line counts.
         self._places: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
-        self._whole = 0  # bytes of whole lines
-        self._cut = self._open = False  # whether half a line follows, or the last one lacks its end
-        self._target = Path(os.path.realpath(path))  # a link is written through, not replaced
+        self._whole = 0  # size of the complete lines
+        self._cut = self._open = False  # whether an incomplete line follows, or the last line has no line end
+        self._target = Path(os.path.realpath(path))  # a link's target is written, the link is not replaced
         try:
             self._file, self._new = _opened(self._target, path)
         except OSError as error:
@@ -70,10 +70,11 @@ class OutputLines:
 
     def _read(self) -> None:
         self._file.seek(0)
-        if self._file.read(1) not in (b"", b"{"):  # before gigabytes are taken for its first line
+        if self._file.read(1) not in (b"", b"{"):  # checked before gigabytes are read as its first line
             raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
         self._file.seek(0)
-        reader = io.BufferedReader(self._file)  # of the locked descriptor: not all locks outlive a second one's close
+        # Reads through the locked descriptor, since closing a second one releases some locks.
+        reader = io.BufferedReader(self._file)
         for number, line in enumerate(reader, 1):
             ended = line.endswith(b"\n")
             item = _ours(line)
@@ -102,10 +103,10 @@ class OutputLines:
             self._counts[number] = place
 
     def check(self, line: InputLine) -> bool:
-        """Whether the prompt is completed already. One that failed is not, and may have been changed.
+        """Whether the prompt is already completed. Prompts that failed are not, and may have been changed since.
 
         Raises:
-            SettingsError: another prompt with this number is.
+            SettingsError: another prompt is completed under this number.
         """
         mark = self.done.get(line.number)
         if mark is not None and mark != line.mark:
@@ -113,7 +114,7 @@ class OutputLines:
         return mark is not None
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises SettingsError if prompts were completed with others than `options`."""
+        """Raises SettingsError if prompts were completed with other options."""
         for earlier in map(json.loads, self.options):
             different = [name for name in {**earlier, **options} if options.get(name) != earlier.get(name)]
             if different:

@@ -98,16 +98,16 @@ class Scheduler:
             )
         self.rows, self.slots, self.queue, self.longest_pause, self.first = rows, slots, queue, longest_pause, first
         self._changed = threading.Condition()
-        self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the least is next
-        self._coming = 0  # that are being prepared, and are in the queue in a moment
+        self._waiting: list[tuple[int, int, Generation]] = []  # a heap: the smallest comes next
+        self._coming = 0  # requests that are being prepared and will soon be in the queue
         self._serial = itertools.count()
-        self._expiry = math.inf  # before this moment none that waits is over
+        self._expiry = math.inf  # no waiting request's deadline passes before this time
         self._lanes = Lanes(rows, longest_pause)
-        self._admitting: Generation | None = None  # neither waiting nor active
+        self._admitting: Generation | None = None  # requests that are neither waiting nor active
         self._closing = self._forked = False
-        self._error: BaseException | None = None  # what has ended it, outside of any request
+        self._error: BaseException | None = None  # an error outside of any request, which ended the scheduler
         self.steps = 0
-        # Not asked of the thread: where Ctrl-C interrupts Thread.join, Python before 3.13 believes that it has ended.
+        # Thread.is_alive is not used: after Ctrl-C interrupts Thread.join, Python before 3.13 reports that the thread has ended.
         self._ended = threading.Event()
         self._generate.share(self)
         release_threads()
@@ -128,16 +128,16 @@ class Scheduler:
             priority: requests with a higher one go first; ties are served in order of arrival.
             deadline: seconds from now after which it is given up.
             wait: whether to wait for room in a full queue.
-            top_logprobs: note the log probability of every token and of that many likeliest ones, in
-                :attr:`Generation.logprobs`; 0 or more.
-            cache_salt: requests with another one share nothing that tells of their texts: neither keys and values of prompts that
-                begin alike, nor what strategies learn from texts.
-            arguments: as of ``generate``.
+            top_logprobs: keep the log probability of every token and of this many likeliest tokens, in :attr:`Generation.logprobs`;
+                0 or more.
+            cache_salt: requests with different salts share nothing that reveals their texts: neither keys and values of common
+                prompt beginnings, nor what strategies learn from texts.
+            arguments: arguments of ``generate``.
 
         Raises:
-            QueueFull: as many requests wait as may. CancelledError: it is closed, or of another process. ContextLengthError: more
-                tokens than `slots`.
-            SettingsError, InputError: a value of the wrong kind. Whatever ``generate`` raises for the arguments.
+            QueueFull: the queue is full. CancelledError: the scheduler is closed, or belongs to another process.
+                ContextLengthError: prompt and new tokens exceed `slots`.
+            SettingsError, InputError: a wrong value. Errors of ``generate`` for the arguments are raised as they are.
         """
         check_turn(priority, deadline)
         check_salt(cache_salt)
@@ -153,7 +153,7 @@ class Scheduler:
             call = replace(call, request=replace(call.request, top_logprobs=top_logprobs, salts=(cache_salt,)))
             text_of = tokenizer if isinstance(prompt, str) else None
             generation = Generation(call, text_of, priority, deadline, self._cancel)
-            release_threads()  # loading, checking, other calls: from here on the scheduler's thread decodes
+            release_threads()  # frees the threads of loading and checking, since from here on the scheduler's thread decodes
         with self._changed:
             while wait and len(self._waiting) >= self.queue and not self._closing:
                 self._changed.wait()
@@ -165,8 +165,8 @@ class Scheduler:
         return generation
 
     def close(self, cancel: bool = False) -> None:
-        """Takes no more requests, waits until those that it has are done, or cancels them, and frees everything."""
-        if not self.alive:  # nothing to wait for, and where the interpreter ends, nothing to wait with
+        """Refuses new requests, waits for the present ones or cancels them, and frees everything."""
+        if not self.alive:  # nothing to wait for, and at interpreter exit waiting is impossible
             return
         with self._changed:
             self._closing = True
@@ -186,17 +186,17 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs: not after :meth:`close`, nor where an error outside of any request has ended it."""
+        """Whether its thread runs. It ends with :meth:`close`, or with an error outside of any request."""
         return not self._ended.is_set()
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """The number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that have a row."""
+        """The number of requests that have a row."""
         return self._lanes.running
 
     def _check_process(self) -> None:
@@ -214,7 +214,7 @@ class Scheduler:
     def _check_room(self) -> None:
         if len(self._waiting) >= self.queue:
             raise QueueFull(
-                f"{len(self._waiting)} requests are waiting, which is all that the queue takes (queue={self.queue}): try again later, "
+                f"{len(self._waiting)} requests are waiting, and the queue takes no more (queue={self.queue}): try again later, "
                 "or submit(…, wait=True)"
             )
 
@@ -237,7 +237,7 @@ class Scheduler:
 
     @contextmanager
     def _comes(self) -> Iterator[None]:
-        """Within it, a request is about to be in the queue."""
+        """A context in which a request is being prepared for the queue."""
         with self._changed:
             self._coming += 1
         try:
@@ -247,7 +247,7 @@ class Scheduler:
                 self._coming -= 1
 
     def _cancel(self, generation: Generation) -> None:
-        """A request in the queue ends at once, one that has a row when its step is over."""
+        """Cancels a request: at once if it is in the queue, after the running step if it has a row."""
         with self._changed:
             place = next((i for i, entry in enumerate(self._waiting) if entry[2] is generation), None)
             if place is not None:
@@ -263,7 +263,7 @@ class Scheduler:
         return [entry[2] for entry in self._waiting] + admitting + active
 
     def _abandon(self) -> None:
-        """In a forked child, where its thread does not exist and its lock may be held by one of the parent's."""
+        """Ends the scheduler in a forked child, in which its thread does not exist and a thread of the parent may hold its lock."""
         self._changed = threading.Condition()
         self._closing = self._forked = True
         self._ended = threading.Event()
@@ -273,10 +273,10 @@ class Scheduler:
         for generation in left:
             generation._abandon(CancelledError(_FORKED))
 
-    # What the thread does:
+    # Run by the scheduler's thread:
 
     def _idle(self, seconds: float) -> bool:
-        """Waits for something to do; false once there is nothing to do any more."""
+        """Waits for work; returns False once the scheduler is closed and idle."""
         with self._changed:
             if not (self._waiting or self.running or self._closing):
                 release_threads()
@@ -284,7 +284,7 @@ class Scheduler:
             return bool(self._waiting or self.running or not self._closing)
 
     def _turn(self) -> None:
-        """A round; where it goes first, as many as take twice the time that others had the model before."""
+        """A round; with `first` as many rounds as take twice the time for which others had the model before."""
         self._gather()
         if not self.first:
             self._round()
@@ -296,7 +296,7 @@ class Scheduler:
                 self._round()
 
     def _round(self) -> None:
-        """Ends what is to end, admits what waits, and gives every lane a step."""
+        """Ends cancelled and late requests, admits waiting ones, and makes a step of every lane."""
         self._sweep()
         self._admit()
         self.steps += self._lanes.step()
@@ -306,7 +306,7 @@ class Scheduler:
         now = time.monotonic()
         over = []
         with self._changed:
-            # Else one that waits was not cancelled, or its cancel() takes it out.
+            # Otherwise no waiting request was cancelled, or its cancel() removes it from the queue.
             if now >= self._expiry or self._closing:
                 over = [entry for entry in self._waiting if is_over(entry[2], now)]
                 self._waiting = [entry for entry in self._waiting if not is_over(entry[2], now)]
@@ -318,7 +318,7 @@ class Scheduler:
         self._lanes.sweep(now)
 
     def _gather(self) -> None:
-        """Where no request runs yet, waits a moment for others that come together; an empty row costs more than that."""
+        """If no request runs yet, waits a moment for others that arrive together, since an empty row costs more than this wait."""
         until = time.monotonic() + LONGEST_GATHERING
         with self._changed:
             while not (self.running or self._closing) and 0 < (count := len(self._waiting)) < self.rows:
@@ -328,14 +328,14 @@ class Scheduler:
                     return
 
     def _admit(self) -> None:
-        """Gives free rows to those that wait."""
+        """Gives free rows to waiting requests."""
         while self.running < self.rows:
             with self._changed:
                 if not self._waiting:
                     break
                 generation = heapq.heappop(self._waiting)[2]
                 self._changed.notify_all()
-                cancelled = generation.cancelled  # its cancel() did not find it any more
+                cancelled = generation.cancelled  # its cancel() no longer found it in the queue
                 self._admitting = None if cancelled else generation
             if cancelled:
                 generation._end(reason(generation))
@@ -349,7 +349,7 @@ class Scheduler:
         self._lanes.close_idle()
 
     def _shut(self, error: BaseException | None = None) -> None:
-        """Frees everything and ends the requests that are left."""
+        """Frees everything and ends the remaining requests."""
         with self._changed:
             self._closing, self._error = True, error
             left = self._all()
@@ -364,7 +364,7 @@ class Scheduler:
 
 
 def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
-    """The thread. It holds the scheduler while there is something to do, so that a forgotten one can go."""
+    """The thread's function. It references the scheduler only while there is work, so that an unused scheduler can be freed."""
     error: BaseException | None = None
     try:
         try:
@@ -394,6 +394,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that decodes while the interpreter ends would crash it."""
+    """Closes all schedulers at interpreter exit, where a decoding thread would crash."""
     for scheduler in list(_open):
         scheduler.close(cancel=True)

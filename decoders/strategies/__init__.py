@@ -28,7 +28,7 @@ __all__ = [
     "TokenRecyclingSettings",
 ]  # fmt: skip
 
-#: In the order in which they are listed.
+#: The built-in strategies, in the order of listings.
 BUILT_IN: tuple[type[Strategy], ...] = (
     Auto, Autoregressive, Speculative, EarlyExit, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, TokenRecycling,
     Medusa, Mtp, Eagle3, DFlash, Grammar,

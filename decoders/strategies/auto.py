@@ -70,7 +70,7 @@ class Auto(Strategy):
         self._made: dict[str, Strategy] = {}
 
     def compose(self, resolve: Callable[..., Strategy]) -> None:
-        """Makes the candidates, so that the loop knows whether one reads prompts or layers of the target."""
+        """Creates the candidates, so that the loop knows whether any of them reads prompts or layers of the target."""
         if self._made:
             return
         self._check_config()
@@ -90,7 +90,9 @@ class Auto(Strategy):
         return union(self._layers_of(part, config, count) for part in self._made.values())
 
     def _layers_of(self, candidate: Strategy, config: Any, count: int) -> tuple[int, ...]:
-        """Those that a candidate reads; none of one that cannot start, a head without its files, say, unless the user has set it."""
+        """The layers that a candidate reads. If it cannot start, for instance because its head's files are missing, there are none,
+        unless the user has configured it.
+        """
         if not candidate.reads_layers:
             return ()
         try:
@@ -154,7 +156,7 @@ class Auto(Strategy):
             if name in self.settings.config:
                 raise
             return str(error)
-        bit = 1 << self.settings.candidates.index(name)  # the same in every call
+        bit = 1 << self.settings.candidates.index(name)  # the reason is the same in every call
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers
@@ -224,7 +226,7 @@ class Auto(Strategy):
             worth += weight * count
             if count:
                 follower.follow(proposals)
-                # A token that several proposed counts for the first of them.
+                # A token that several drafters proposed counts for the first of them.
                 for sources in proposals.path(tokens[:drafted]):
                     credit[sources & -sources] += weight
             for token in tokens:
@@ -236,7 +238,7 @@ class Auto(Strategy):
             if candidate.bit & right:
                 candidate.was_right()
         state.history[-1].tokens += sum(emitted)
-        # Clipped, because a step that was interrupted or compiled something says nothing about the rate.
+        # Clipped, because an interrupted or compiling step has no meaning for the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + plan.chosen - plan.begun)
         state.memory.seconds += seconds
         once = sum(candidate.preparing for candidate in state.candidates)

@@ -31,7 +31,8 @@ class Experience:
         runs: how often it was asked.
         cost: mean seconds of a run; per token of its draft if it is limited.
         learning: mean seconds of `observe`, if it can be left out with the draft.
-        lost: seconds of runs that brought nothing, over all calls, so that later calls afford what one cannot.
+        lost: seconds of runs that brought nothing, over all calls, so that several calls together can afford a trial that one call
+            cannot.
         looks: the gains of runs, and how often it is asked.
     """
 
@@ -57,9 +58,9 @@ class Candidate:
     Attributes:
         limited: whether it drafts to a requested depth, because deeper drafts take more time.
         runs: how often it was asked.
-        proposed: its draft tokens.
-        right: its draft tokens that were written.
-        seconds: of all its runs, and of observing steps that it may miss.
+        proposed: number of its draft tokens.
+        right: number of its draft tokens that were written.
+        seconds: time of all its runs, and of observing steps that it may miss.
         preparing: seconds of its run in this step, if that was the first one of this call.
         requested_depth: depth requested in this step; 1 if it has no limit, 0 if it was left out.
     """
@@ -89,7 +90,7 @@ class Candidate:
         known = self.experience
         cost = known.cost + known.learning
         most = affordable(rate * cost, DEAREST_WAIT)
-        if self.limited:  # whether it pays is known without asking it: this is a trial
+        if self.limited:  # it is known not to pay, so asking it is a trial
             due = self._waited >= most
         else:
             due = (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
@@ -167,7 +168,7 @@ class Candidate:
             known.lost += max(price - benefit, 0.0) / rate
 
     def was_right(self) -> None:
-        """One of its draft tokens was written: a cheap drafter is asked again in the next steps."""
+        """Called when one of its draft tokens was written: a cheap drafter is asked again in the next steps."""
         self.right += 1
         self._patience = PATIENCE
 

@@ -19,12 +19,12 @@ class Phase:
     """Consecutive steps with draft tokens of the same strategies.
 
     Attributes:
-        step: the first of them.
-        steps: how many.
-        strategies: names, "+" between them; "" for none.
-        nodes: draft tokens per row, all steps.
-        expected: expected tokens, all rows and steps.
-        tokens: written tokens, all rows and steps.
+        step: number of its first step.
+        steps: number of its steps.
+        strategies: the strategies' names, joined by "+"; "" for none.
+        nodes: number of draft tokens per row, over all steps.
+        expected: number of expected tokens, over all rows and steps.
+        tokens: number of written tokens, over all rows and steps.
     """
 
     step: int

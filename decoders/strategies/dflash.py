@@ -49,25 +49,27 @@ class DFlashSettings(Settings):
 
 @dataclass
 class _State(FeatureState):
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
-        of_head: which of the layers read is the target's last: of that one the hidden states behind the final norm count.
+        of_head: for each layer that is read whether it is the target's last, whose hidden states are taken after the final norm.
     """
 
     of_head: tuple[bool, ...]
 
 
 class DFlash(ReadsFeatures):
-    """What some layers of the target have computed of every token becomes the keys and values of a small network. The network
-    reads the last token and masks, which see each other, and says in one pass what stands in the place of every mask. A head, if the
-    draft model has one, chooses tokens that fit the token before: a path selector (DFlash2), a Markov head (DSpark), a recurrent
-    correction (Domino), a correlator (LiLiCorr). Embedding and output head are the target's where the draft model has none.
+    """A small network drafts a block of tokens. Its keys and values are made of the target's hidden states of every token.
+
+    The network reads the last token and masks, which see each other, and predicts in one pass the token in the place of every mask.
+    A head, if the draft model has one, chooses tokens that fit the token before: a path selector (DFlash2), a Markov head (DSpark),
+    a recurrent correction (Domino), a correlator (LiLiCorr). Embedding and output head are the target's where the draft model has
+    none.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
 
     Attributes:
-        heads: classes of heads that a draft model may have; the first that its config describes is taken.
+        heads: classes of heads that a draft model may have; the first that its config describes is used.
     """
 
     name = "dflash"
@@ -116,11 +118,12 @@ class DFlash(ReadsFeatures):
 
 
 class DFlashDrafter(BlockDrafter):
-    """The network with keys and values of its own. Slot ``j`` is made of what the target computed for token ``j``; the block
-    begins at the last token, for which it has computed nothing yet, and is forgotten afterwards.
+    """The network with its own cache. Slot ``j`` is made of the target's hidden states of token ``j``. The block begins at the last
+    token, which the target has not read yet, and is dropped from the cache afterwards.
 
-    Without a head, the tokens of one level of a tree are the same under every parent: a place of the block knows no other's token.
-    For a rejection rule this is sound: what is drawn at a level is independent of what was drawn, and accepted, above it.
+    Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend
+    on the tokens of other places. Rejection rules allow this: the draws of a level are independent of the draws and acceptances
+    above it.
     """
 
     def __init__(self, context: Context, files: DFlashFiles, length: int, children: int) -> None:
@@ -137,7 +140,7 @@ class DFlashDrafter(BlockDrafter):
         self.module: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
 
     def _make_block(self, rows: int, block: int) -> None:
-        """What is run for every row: the last token and masks, which see each other."""
+        """The block of every row: the last token and masks, which see each other."""
         device = self.window.device
         self.masks = torch.full((rows, block - 1), self.mask_token, device=device)
         offsets = torch.arange(block, device=device).expand(rows, block)
@@ -163,7 +166,7 @@ class DFlashDrafter(BlockDrafter):
             return self.opened(logits)
         self.drafted = DraftedBlock(logits, states, self.context, self.sequences.length > 1, self.embed)
         self.level, self.begun = 0, self.chooser.begin(self.drafted)
-        self.paths: Tensor | None = None  # of all nodes that have been continued
+        self.paths: Tensor | None = None  # states of all nodes that have been continued
         return self._chosen(self.sequences.last, None)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
@@ -177,7 +180,7 @@ class DFlashDrafter(BlockDrafter):
         return self._chosen(nodes.clamp(0, self.most_id), above)
 
     def _chosen(self, nodes: Tensor, above: Tensor | None) -> Expansion:
-        """What the head says of the present level, for `nodes` of the level before and the states of their parents."""
+        """The head's scores for the present level, given the `nodes` of the level before and the states of their parents."""
         assert self.chooser is not None
         choice = self.chooser.choose(self.drafted, self.begun, self.level, nodes, above)
         if choice.state is not None:
@@ -185,7 +188,7 @@ class DFlashDrafter(BlockDrafter):
         expansion = self.best(choice.logits, self.level)
         if choice.confidence is None:
             return expansion
-        # The best continuation is as likely as the head says; the others keep their ratio to it.
+        # The best continuation gets the head's confidence as its probability; the others keep their ratio to it.
         sure = choice.confidence.clamp(1e-6, 1)[..., None].log()
         return replace(expansion, weights=expansion.weights - expansion.weights[..., :1] + sure)
 

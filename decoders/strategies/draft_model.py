@@ -75,7 +75,7 @@ class TreeSettings(Settings):
 
 
 class DraftTreeSettings(TreeSettings, DraftModelSettings):
-    """The same for strategies with a draft model."""
+    """Settings of strategies with a draft model whose drafts may be trees."""
 
 
 class DraftModelStrategy(Strategy):
@@ -93,7 +93,7 @@ class DraftModelStrategy(Strategy):
         """The model to draft with.
 
         Raises:
-            UnsupportedError: as a stage it needs a draft model in its settings: the call's own one is its target.
+            UnsupportedError: the strategy is a stage and has no draft model in its settings; the call's draft model is its target.
         """
         if self.settings.draft_model is not None:
             return self.settings.draft_model
@@ -152,7 +152,7 @@ class DraftTree(ABC):
 
     @abstractmethod
     def of_rows(self, rows: int, device: torch.device) -> DraftTree:
-        """The same tree for so many rows."""
+        """The tree for `rows` rows."""
 
 
 class StaticTree(DraftTree):
@@ -171,7 +171,7 @@ class StaticTree(DraftTree):
         self.depth = self.topology.max_depth
         self.ahead = len(self.topology)
         parents, offsets = self.topology.parents, self.topology.offsets
-        inner = [0, *sorted(set(parents[1:]) - {0})]  # by depth, as the nodes are
+        inner = [0, *sorted(set(parents[1:]) - {0})]  # in order of depth, like the nodes
         inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
         self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
         for depth in range(self.depth):
@@ -275,7 +275,7 @@ class DynamicTree(DraftTree):
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         shape = TreeTensors(*tree)
         above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
-        # Where nothing counts, the node above does not either.
+        # If no continuation of a node counts, the node itself does not count either.
         own = (weights - above).nan_to_num(nan=float("-inf"))
         return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
 
@@ -295,8 +295,8 @@ def require_coupled(context: Context, strategy: str) -> None:
 
 
 def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
-    """Levels of a draft, which are passes of a network that drafts level by level: those `chosen`, else `otherwise`, and not more
-    than a step has draft tokens by its measured costs.
+    """Number of levels of a draft, each a pass of the drafting network: `chosen` by the user, else `otherwise`, but at most the
+    number of draft tokens that the measured costs of a step allow.
     """
     return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
 

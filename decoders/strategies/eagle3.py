@@ -50,9 +50,11 @@ class Eagle3Settings(Settings):
 
 
 class Eagle3(ReadsFeatures):
-    """One decoder layer reads the embedding of every token and, fused, what three layers of the target made of the token before.
-    From the second drafted token on its own output stands in for what the target has not computed; a P-EAGLE head reads masks
-    there and drafts all tokens in one pass. Its vocabulary may be a part of the target's.
+    """One decoder layer reads the embedding of every token, and the fused hidden states of three layers of the target for the token
+    before.
+
+    From the second drafted token on, the head's own output replaces the hidden states that the target has not computed; a P-EAGLE
+    head reads masks instead and drafts all tokens in one pass. The head's vocabulary may be a part of the target's.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
     """
@@ -104,7 +106,7 @@ class Eagle3(ReadsFeatures):
         return FeatureState(drafter, tree)
 
     def features(self, state: FeatureState, given: Step | PromptChunk) -> Tensor:
-        """The layers side by side; where none are asked for, what the target's output head reads."""
+        """The hidden states of the layers side by side; without layers, the input of the target's output head."""
         return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
@@ -141,7 +143,7 @@ class Eagle3Drafter(FeatureDrafter):
         count = nodes.shape[1]
         above = self.states.gather(1, tree.parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
         base = self.sequences.length - 2
-        # As in training, the windows of drafted tokens end with the last one that the target has computed.
+        # As in training, the windows of drafted tokens end with the last token that the target has read.
         ends = (base[:, None].expand(-1, count),) if self.windowed else ()
         states, last = self.module(base, self.embed(nodes), above, *ends, tree=tree, logits=count, fuse=False)
         self.states = torch.cat([self.states, states], dim=1)
@@ -149,7 +151,9 @@ class Eagle3Drafter(FeatureDrafter):
 
 
 class ParallelDrafter(BlockDrafter, Eagle3Drafter):
-    """P-EAGLE (arXiv:2602.01469): masks with one learned state in the place of what the target has not computed, all in one pass."""
+    """P-EAGLE (arXiv:2602.01469): drafts in one pass, from masks with a learned state in place of hidden states that the target has
+    not computed.
+    """
 
     def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
         super().__init__(context, files, depth, children, max(ahead, depth + 1))

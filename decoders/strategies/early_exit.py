@@ -42,4 +42,4 @@ class EarlyExit(Speculative):
         return context.first_layers(max(context.decoder_layers // 4, 1) if layer is None else layer)
 
     def other_vocabulary(self, context: Context) -> None:
-        """The first layers have the target's."""
+        """Always None: the first layers have the target's vocabulary."""

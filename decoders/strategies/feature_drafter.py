@@ -40,16 +40,16 @@ class FeatureWindow(ABC):
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
-        # Most tokens of the window that were never read, and whether this step has a draft of this network.
+        # Greatest number of tokens in the window that were never read, and whether this step has a draft of this network.
         self.unread, self.asked = 0, False
         assert context.sequences is not None
-        self.prompts = context.sequences  # the rows, where prompts are read
+        self.prompts = context.sequences  # the row numbers, for reading prompts
         # The features of the last slots of every row, [B, W, F].
         self.window = torch.zeros(context.rows, self.width, features, dtype=dtype_of(context), device=context.device)
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """What a recorded step reads and writes; everything else is computed in every round."""
+        """The tensors that a recorded step reads and writes; all others are computed in every round."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -57,7 +57,7 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def own_parts(self) -> Any:
-        """The same of the network."""
+        """The network's own tensors that a recorded step reads and writes."""
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
@@ -155,7 +155,7 @@ class BlockDrafter(FeatureWindow):
         return self._level(nodes.shape[1])
 
     def _level(self, nodes: int) -> Expansion:
-        """The block's continuations of the present level, for so many nodes."""
+        """The block's continuations of the present level, repeated for `nodes` nodes."""
         here, places = slice(self.level, self.level + 1), self.places
         scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
         return Expansion(

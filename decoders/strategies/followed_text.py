@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ..strategy import Sequences
 
-#: Of a text that only grows, so many tokens are read again to check that it is the same text.
+#: Number of tokens of a growing text that are read again to check that it is still the same text.
 OVERLAP = 16
 
 
@@ -65,11 +65,11 @@ def follow_rows(
 
     Args:
         append_only: whether texts only grow, so that only their ends are read.
-        another: returns an empty text for a row that has another text now.
+        another: returns a new empty text, for rows whose text was replaced.
     """
     known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]
-    # Rows that were read to their end, such as padding, are left out: for them all rows would be read from near the begin on.
+    # Rows that were read to their end, such as padding, are left out; otherwise all rows would be read from near their beginning.
     ended = [
         append_only and over and length == len(row.index.tokens)
         for row, over, length in zip(rows, known.finished, known.lengths, strict=True)

@@ -32,14 +32,14 @@ class Grammar(Strategy):
     needs_grammar = True
 
     def start(self, context: Context) -> Forced:
-        if context.guide is None:  # as a part of another strategy; alone it requires grammar=
+        if context.guide is None:  # only as a part of another strategy: alone, generate requires grammar=
             raise UnsupportedError("strategy 'grammar' needs grammar=")
         if context.sequences is not None:
             context.guide.expect(context.sequences)
         return context.guide
 
     def rebatch(self, state: Forced, rows: Tensor, context: Context) -> Forced:
-        """The new context's guide has the whole state."""
+        """Returns the state of the new context, whose guide holds everything."""
         return self.start(context)
 
     def propose(self, state: Forced, sequences: Sequences) -> Draft:

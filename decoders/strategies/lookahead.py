@@ -207,9 +207,9 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         length: Tensor,
         emitted: Tensor,
     ) -> None:
-        """Shifts the window by one, whatever was accepted, stores its n-grams and looks the new root up.
+        """Shifts the window by one, whatever was accepted, stores its n-grams, and looks up the new root.
 
-        The first two are written in place. Shapes are those of :class:`LookaheadState` and :class:`Step`.
+        `block` and `pool` are changed in place. Shapes are those of :class:`LookaheadState` and :class:`Step`.
         """
         size = window * (ngram - 1)
         per_key = (block.shape[1] + 1 - size) // (ngram - 1)
@@ -252,8 +252,8 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
     """The pool with `new` in front.
 
-    An n-gram that it has already moves to the front. The oldest n-grams beyond `per_key` per key, and beyond the capacity, are
-    dropped.
+    An n-gram that is already in the pool moves to the front. The oldest n-grams beyond `per_key` per key, and beyond the capacity,
+    are dropped.
 
     Args:
         pool: ``[B, n + 1, C]`` int64.

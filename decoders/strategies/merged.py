@@ -197,12 +197,13 @@ class Merged(Strategy):
 
     def observe(self, state: MergedState, step: Step) -> None:
         count = step.own_nodes
-        owned = state.owned if count != 0 else [range(1, 1)] * len(self.parts)  # nobody's nodes can be told apart
+        # Without nodes of its own there is nothing to separate.
+        owned = state.owned if count != 0 else [range(1, 1)] * len(self.parts)
         for part, own, mine in zip(self.parts, state.parts, owned, strict=True):
             if not part.observes:
                 continue
             part_step = replace(step, layers=self._layers(state, part, step.layers))
-            if count:  # the block has been cut behind its first nodes
+            if count:  # the block was cut after its first nodes
                 mine = range(min(mine.start, count), min(mine.stop, count))
                 part_step = replace(part_step, own_nodes=len(mine) + 1)
             part.observe(own, _first(part_step, mine))

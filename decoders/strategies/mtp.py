@@ -45,9 +45,9 @@ class MtpSettings(Settings):
 
 
 class Mtp(ReadsFeatures):
-    """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of a further token, and
-    predicts the token behind that one. The layers are those of the model's checkpoint, by transformers' ``MtpModel``, or those given
-    to :func:`use_mtp_layers`.
+    """Layer k of the model's multi-token prediction reads the hidden state of layer k-1 and the embedding of the next token, and
+    predicts the token after it. The layers are those of the model's checkpoint, by transformers' ``MtpModel``, or those given to
+    :func:`use_mtp_layers`.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
     """
@@ -159,7 +159,7 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: By model: what its prepared layers depend on, and the prepared layers.
+#: For each model its prepared layers, and the values on which they depend.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 

@@ -82,7 +82,7 @@ class Ngram(Strategy):
     summary = "Proposes the likeliest followers by n-gram counts of the text so far, a saved table, or both."
     settings_class = NgramSettings
     on_device = True
-    grade_rates = (0.05, 0.3, 0.75)  # by the tokens before it that were looked up
+    grade_rates = (0.05, 0.3, 0.75)  # by the number of context tokens that were looked up
 
     def start(self, context: Context) -> NgramState:
         s: NgramSettings = self.settings
@@ -153,7 +153,7 @@ def mini_tree(
 
 
 def _best_first(depths: list[Tensor]) -> Tensor:
-    """The first of each depth, then the others. depths: ``[B, width]`` each."""
+    """Reorders nodes: the first node of each depth, then all others. depths: ``[B, width]`` for each depth."""
     return torch.cat([*(depth[:, :1] for depth in depths), *(depth[:, 1:] for depth in depths)], 1)
 
 

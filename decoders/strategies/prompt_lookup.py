@@ -41,13 +41,13 @@ class PromptLookup(Strategy):
     settings_class = PromptLookupSettings
     hints = {"prompt_lookup_num_tokens": "length", "max_matching_ngram_size": "max_ngram"}
     on_device = True
-    grade_rates = (0.0, 0.35, 0.7, 0.87)  # by the match's length
+    grade_rates = (0.0, 0.35, 0.7, 0.87)  # by the length of the match
 
     def start(self, context: Context) -> Callable[..., tuple[Tensor, Tensor]]:
         return context.compile(continuations)
 
     def rebatch(self, state: Callable[..., tuple[Tensor, Tensor]], rows: Tensor, context: Context) -> Any:
-        return state  # everything is looked up in the rows themselves
+        return state  # no state: the rows themselves are searched
 
     def propose(self, state: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings

@@ -28,7 +28,8 @@ from .draft_model import (
 )
 from .text_drafter import TextDrafter
 
-#: Share of the target's tokens from which on a draft model drafts through these: then its texts have the target's token borders.
+#: Share of the target's tokens that a draft model must have to draft through common tokens, since its texts then have the target's
+#: token borders.
 NEARLY_ALL = 0.98
 
 
@@ -71,15 +72,15 @@ class SpeculativeSettings(ShapeSettings, DraftModelSettings):
 
 @dataclass
 class _State:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
         drafter: the draft model.
         tree: the shape of drafts, None for chains.
         lengths: ``[B]`` int64, tokens that each row drafts (schedule heuristic).
-        own_nodes: of the last draft, root included.
+        own_nodes: number of nodes in the last draft, root included.
         limit: most tokens of the next draft, None for no limit.
-        other: what the draft model's tokens are, where they are others than the target's.
+        other: how the draft model's tokens correspond to the target's, if they differ.
         mask: the mask token of a model that drafts a chain in one pass; None: token by token.
     """
 
@@ -113,7 +114,8 @@ class Speculative(DraftModelStrategy):
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
-        self.on_device = self.settings.schedule == "constant"  # others say on the host how long the next draft is
+        # The heuristic schedule sets the next draft's length on the host.
+        self.on_device = self.settings.schedule == "constant"
 
     def start(self, context: Context) -> _State:
         s: ShapeSettings = self.settings
@@ -141,7 +143,7 @@ class Speculative(DraftModelStrategy):
         return _State(drafter, tree, lengths, other=other, mask=mask)
 
     def other_vocabulary(self, context: Context) -> OtherVocabulary | None:
-        """What the draft model's tokens are, if they are not the target's."""
+        """How the draft model's tokens correspond to the target's; None if they are the same."""
         return context.vocabulary_of(self.draft_model(context))
 
     def _alignment(self, other: OtherVocabulary) -> str:
@@ -160,7 +162,7 @@ class Speculative(DraftModelStrategy):
         return "strings" if s.tree == "none" and other.shared < NEARLY_ALL else "tokens"
 
     def keeps_rows(self, state: _State) -> bool:
-        return not isinstance(state.drafter, TextDrafter)  # its cache is of the rows that there were
+        return not isinstance(state.drafter, TextDrafter)  # its cache belongs to the rows before the change
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings
@@ -185,7 +187,7 @@ class Speculative(DraftModelStrategy):
         own_nodes = state.own_nodes if step.own_nodes is None else step.own_nodes
         if not isinstance(state.drafter, TextDrafter):
             displaced = state.tree.depth if state.tree is not None else 0
-            if state.mask is not None:  # the model has read masks there
+            if state.mask is not None:  # the model's cache holds masks there
                 displaced = state.own_nodes - 1
             state.drafter.observe(step, own_nodes, displaced=displaced)
         if s.schedule == "heuristic":
@@ -205,7 +207,7 @@ class Speculative(DraftModelStrategy):
         """Draft passes of the next round."""
         s: ShapeSettings = self.settings
         length = s.length
-        if s.schedule == "heuristic":  # the host decides how many passes to make
+        if s.schedule == "heuristic":  # the number of passes is decided on the host
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
         return length if state.limit is None else min(length, state.limit)
 
@@ -227,7 +229,7 @@ class Speculative(DraftModelStrategy):
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
-    """What a parallel draft model says of places 1 … `length` - 1 of a chain, in one pass over masks."""
+    """A parallel draft model's logits for places 1 … `length` - 1 of a chain, in one pass over masks."""
     if length == 1:
         return []
     rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)

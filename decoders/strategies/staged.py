@@ -78,7 +78,7 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
         nodes = draft_budget(context.costs, s.nodes, NODES)
-        # Unless coupled, the leaves must not depend on what was drawn: every node has the same number.
+        # Without coupling the leaves must not depend on the draws, so every node has the same number of leaves.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
         children, fixed = drafter.children, None  # a small vocabulary has fewer

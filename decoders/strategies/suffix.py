@@ -57,18 +57,18 @@ class SuffixSettings(Settings):
 
 @dataclass
 class _State:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
         rows: the text of each row.
-        memory: of earlier calls; empty where nothing is remembered.
-        given: texts that the user gave; None without.
-        append_only: whether a row's text is never taken back.
-        matches: drafts that a match gave.
-        matched: tokens of these matches.
-        drafted: draft tokens of these drafts.
+        memory: texts of earlier calls; empty if nothing is remembered.
+        given: texts that the user gave; None if there are none.
+        append_only: whether the rows' texts only grow.
+        matches: number of drafts that came from a match.
+        matched: total number of tokens in these matches.
+        drafted: total number of tokens in these drafts.
         used: numbers of the remembered texts that gave draft tokens.
-        used_given: of the given ones.
+        used_given: numbers of the given texts that gave draft tokens.
     """
 
     rows: list[RowText]
@@ -83,12 +83,12 @@ class _State:
 
 
 class Suffix(Strategy):
-    """Drafts the tree of what followed the longest suffix that was met before: in the row itself, in what earlier calls wrote, or in
-    texts that :func:`decoders.remember` was given.
+    """Drafts the tree of continuations of the longest suffix that occurred before: in the row itself, in outputs of earlier calls,
+    or in texts given to :func:`decoders.remember`.
 
-    Of all lengths ``p`` of the match that have different occurrences, the one whose tree has the best score is taken: the sum of its
-    nodes' probabilities, at most ``α p`` nodes (the paper's MAX_SPEC). A match that runs into the end of the row is
-    continued periodically, so that loops of any period are drafted whole.
+    Among all lengths ``p`` of the match with different occurrences, the one whose tree has the best score is used: the sum of the
+    probabilities of at most ``α p`` nodes (the paper's MAX_SPEC). A match that runs into the end of the row is continued
+    periodically, so that loops of any period are drafted whole.
 
     Everything happens on the host; the search for a row takes 10 to 30 microseconds.
     """
@@ -100,7 +100,8 @@ class Suffix(Strategy):
     rests = True
     rows_apart = False
     on_device = False
-    #: By the match's length, each with siblings that are as frequent, with rarer ones, and without (:func:`_grade`).
+    #: Usual rates by grade: for each length of the match with equally frequent siblings, with rarer siblings, and without siblings
+    #: (:func:`_grade`).
     grade_rates = (
         0.0, 0.0, 0.0, 0.1, 0.35, 0.6, 0.15, 0.65, 0.95, 0.25, 0.8, 0.9, 0.3, 0.9, 0.95, 0.5, 0.95, 0.98,
     )  # fmt: skip
@@ -108,7 +109,7 @@ class Suffix(Strategy):
     def start(self, context: Context) -> _State:
         s: SuffixSettings = self.settings
         memory: TextMemory = context.memory("texts", partial(TextMemory, s.remember))
-        # What a draft model writes is taken back where the target disagrees.
+        # A draft model's tokens are removed again where the target disagrees.
         rows = [RowText() for _ in range(context.rows)]
         state = _State(rows, memory, context.texts, append_only=context.level == 0)
         if context.sequences is not None:
@@ -124,11 +125,11 @@ class Suffix(Strategy):
         return _draft(trees)
 
     def observe(self, state: _State, step: Step) -> None:
-        if any(step.sequences.read().finished):  # the rows that go on are read before the next draft
+        if any(step.sequences.read().finished):  # the remaining rows are read before the next draft
             _read(state, step.sequences)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows have come or gone: those that stay keep their texts, what the others wrote is remembered."""
+        """Rows that stay keep their texts; the outputs of rows that left are remembered."""
         before, places = state.rows, rows.tolist()
         state.rows = [before[place] if place >= 0 else RowText() for place in places]
         if state.append_only:
@@ -137,7 +138,7 @@ class Suffix(Strategy):
         return state
 
     def finish(self, state: _State) -> None:
-        """Remembers what the rows wrote."""
+        """Remembers the rows' outputs."""
         if state.append_only:
             for row in state.rows:
                 state.memory.add(row.output())
@@ -157,22 +158,24 @@ class Suffix(Strategy):
         best_score, best_length = 0.0, 0
         for count, match in enumerate(matches, 1):
             if count < len(matches) and matches[count].length == match.length:
-                continue  # a shorter length that the same occurrences match
+                continue  # a shorter match with the same occurrences
             most = min(int(s.alpha * match.length) or 1, s.nodes)
             if most <= best_score:
-                break  # no node is worth more than 1
+                break  # a node is worth at most 1
             nodes, score = expand([m.continuation for m in matches[:count]], most, s.min_probability)
             if score > best_score:
                 best, best_score, best_length = nodes, score, match.length
         if best:
             state.matches, state.matched = state.matches + 1, state.matched + best_length
             state.drafted += len(best)
-        if len(state.rows) == 1:  # in several rows the first nodes are those that a cut leaves
+        if len(state.rows) == 1:  # with several rows the first nodes are kept when the draft is cut
             best = path_first(best)
         return best, [_grade(best_length, node) for node in best]
 
     def _matches(self, state: _State, row: RowText) -> list[_Match]:
-        """What followed the occurrences of the row's end, the longest match first, then the row's own, then the latest."""
+        """The continuations of the occurrences of the row's end: longer matches first, then occurrences in the row itself, then
+        later ones.
+        """
         s: SuffixSettings = self.settings
         own = row.index
         suffix = own.tokens[-s.depth :]
@@ -196,14 +199,14 @@ class Suffix(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """length: of the match, in tokens. continuation: what followed."""
+    """An occurrence. length: tokens of the match. continuation: the tokens that followed."""
 
     length: int
     continuation: array[int]
 
 
 def _continued(text: ChainedText, end: int, most: int) -> array[int]:
-    """What follows the place `end` of a row's own text; where that is too short, the same stretch again and again."""
+    """The tokens behind the place `end` of a row's own text, repeated periodically if they are fewer than `most`."""
     following = text.tokens[end + 1 : end + 1 + most]
     if len(following) < most:
         following = (following * (most // len(following) + 1))[:most]
@@ -211,7 +214,9 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 
 
 def _grade(length: int, node: DraftedNode) -> int:
-    """How sure a draft token is: by the match's length (1, 2-3, 4-7, 8-15, more), and whether its siblings were rarer or none."""
+    """The grade of a draft token: by the length of the match (1, 2-3, 4-7, 8-15, more), and by whether it has equally frequent
+    siblings, rarer ones or none.
+    """
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed
 
@@ -227,7 +232,7 @@ def _read(state: _State, sequences: Sequences) -> list[bool]:
 
 
 def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]]) -> Draft:
-    """The rows' trees as one draft; shorter ones are filled up."""
+    """The rows' trees as one draft; smaller trees are padded."""
     width = max(len(nodes) for nodes, _ in trees)
     tokens, grades, parents, chains = [], [], [], True
     for nodes, own in trees:

@@ -1,4 +1,4 @@
-"""Where the end of a text occurred before, and what followed there, kept from step to step and from call to call."""
+"""An index of the places where the end of a text occurred before, kept from step to step and from call to call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .followed_text import FollowedText
 
-#: Lengths of the n-grams that are chained, the longest first. What matches the longest is not looked up by the others.
+#: Lengths of the chained n-grams, the longest first. If a longer n-gram matches, shorter ones are not looked up.
 ORDERS = (4, 2, 1)
 #: Bits of a token in a key.
 BITS = 22
@@ -19,7 +19,7 @@ _MASKS = tuple((1 << BITS * order) - 1 for order in ORDERS)
 
 
 class Occurrence(NamedTuple):
-    """A place where the suffix was met before. end: index of its last token. length: how many tokens match, in tokens."""
+    """A place where the suffix occurred before. end: index of its last token. length: number of matching tokens."""
 
     length: int
     end: int
@@ -29,7 +29,7 @@ class ChainedText:
     """A text that grows and shrinks at its end, with the n-grams of every length in :data:`ORDERS` chained, the latest first.
 
     Attributes:
-        tokens: the text. Negative ones separate texts: no n-gram goes across.
+        tokens: the text. Negative tokens separate texts; no n-gram contains them.
     """
 
     __slots__ = ("_chains", "_heads", "_key", "_run", "tokens")
@@ -38,7 +38,7 @@ class ChainedText:
         self.tokens = array("i")
         self._heads: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
         self._chains = tuple(array("i") for _ in ORDERS)
-        self._key, self._run = 0, 0  # of the last tokens, and how many of them belong to one text
+        self._key, self._run = 0, 0  # the key of the last tokens, and how many of them belong to one text
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,7 +65,7 @@ class ChainedText:
         self._key, self._run = key, run
 
     def truncate(self, length: int) -> None:
-        """Takes back what was added behind the first `length` tokens."""
+        """Removes all tokens behind the first `length`."""
         text = self.tokens
         while len(text) > length:
             for order, mask, heads, chain in zip(ORDERS, _MASKS, self._heads, self._chains, strict=True):
@@ -79,7 +79,7 @@ class ChainedText:
             self._restore()
 
     def _restore(self) -> None:
-        """Key and run of the present end."""
+        """Recomputes the key and the run for the present end."""
         key = run = 0
         for token in self.tokens[-ORDERS[0] :]:
             if token < 0:
@@ -89,7 +89,7 @@ class ChainedText:
         self._key, self._run = key, run
 
     def occurrences(self, suffix: array[int], most: int, before: int) -> list[Occurrence]:
-        """Where the longest n-gram that ends `suffix` was met, at most `most` times, the latest first.
+        """The places where the longest known n-gram at the end of `suffix` occurred, at most `most`, the latest first.
 
         Args:
             suffix: the text looked up, its last tokens; no match is longer.
@@ -151,7 +151,7 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
         the nodes, each after its parent, nodes of the root with parent 0; and the score, the sum of their probabilities.
     """
     first = continuations[0][:most]
-    if all(c[:most] == first for c in continuations[1:]):  # also where there is one alone
+    if all(c[:most] == first for c in continuations[1:]):  # even for a single occurrence
         support = len(continuations)
         return [DraftedNode(token, at, 1.0, support) for at, token in enumerate(first)], float(len(first))
     nodes: list[DraftedNode] = []
@@ -159,7 +159,7 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
     # Open nodes: probability, token, parent, share, the continuations that go through it, depth.
     waiting = _children(continuations, 0, 0, 1.0, least)
     while waiting and len(nodes) < most:
-        best = max(range(len(waiting)), key=lambda i: waiting[i][0])  # the first of equal ones
+        best = max(range(len(waiting)), key=lambda i: waiting[i][0])  # ties go to the first
         probability, token, parent, share, through, depth = waiting.pop(best)
         nodes.append(DraftedNode(token, parent, share, len(through)))
         score += probability
@@ -189,7 +189,7 @@ _Open = tuple[float, int, int, float, Sequence[Sequence[int]], int]
 def _children(
     continuations: Sequence[Sequence[int]], depth: int, parent: int, probability: float, least: float
 ) -> list[_Open]:
-    """The nodes that continue one node, the likeliest first, of equal ones the latest."""
+    """The children of a node, the likeliest first, among equally likely ones the latest."""
     groups: dict[int, list[Sequence[int]]] = {}
     for continuation in continuations:
         if len(continuation) > depth:
@@ -204,12 +204,12 @@ def _children(
     return children
 
 
-#: Tokens of the prompt that are remembered with an output: its beginning is found by them.
+#: Number of prompt tokens that are remembered in front of an output, so that its beginning can be found.
 LEAD = 16
 SEPARATOR = -1
-#: The index may hold so many times the remembered tokens before the dropped ones are cleared out.
+#: The index is rebuilt without dropped texts when it holds this many times the remembered tokens.
 SLACK = 1.25
-#: Of a remembered token: itself and its places in the chains of every order, which are mostly Python's dictionaries.
+#: Estimated bytes of a remembered token: the token and its places in the chains of every order, mostly Python's dictionaries.
 BYTES_PER_TOKEN = 400
 
 
@@ -222,7 +222,7 @@ class RowText(FollowedText[ChainedText]):
         super().__init__(ChainedText())
 
     def output(self) -> array[int]:
-        """What was generated, with a little of the prompt; empty if nothing was."""
+        """The generated tokens with the end of the prompt; empty if nothing was generated."""
         text = self.index.tokens
         return text[max(self.prompt - LEAD, 0) :] if len(text) > self.prompt else array("i")
 
@@ -237,28 +237,28 @@ class TextMemory:
 
     Attributes:
         index: the texts, one after the other, some of them dropped already.
-        tokens: how many are remembered.
-        dropped: tokens of texts that there was no room for, or no more.
+        tokens: number of remembered tokens.
+        dropped: number of tokens in texts that were dropped, or that did not fit.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.lock = threading.RLock()
         self.index = ChainedText()
-        self._begins: list[int] = []  # of every text, in order
+        self._begins: list[int] = []  # the end of every text, in order
         self._ends: list[int] = []
         self._used: dict[int, None] = {}  # the numbers of the texts that are remembered, the least recently used first
         self.tokens = self.dropped = 0
-        self._numbers: dict[int, int] = {}  # of texts by the hash of their bytes
+        self._numbers: dict[int, int] = {}  # the numbers of texts by the hash of their bytes
 
     @property
     def nbytes(self) -> int:
-        """About: tokens, the links between their occurrences, and what Python adds."""
+        """An estimate in bytes: tokens, the links between their occurrences, and Python's overhead."""
         return len(self.index) * BYTES_PER_TOKEN
 
     @property
     def texts(self) -> int:
-        """Remembered texts."""
+        """The number of remembered texts."""
         return len(self._used)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -268,11 +268,11 @@ class TextMemory:
         vars(self).update(state, lock=threading.RLock())
 
     def add(self, text: array[int]) -> None:
-        """Remembers a text, of a long one the end; one that is known already counts as used."""
+        """Remembers a text, or the end of a long text. A known text counts as used."""
         with self.lock:
             self.dropped += max(len(text) - self.capacity, 0)
             text = text[-self.capacity :] if self.capacity else text[:0]
-            if len(text) < 2:  # nothing follows anything
+            if len(text) < 2:  # a text of one token has no continuations
                 return
             digest = hash(text.tobytes())
             known = self._numbers.get(digest)
@@ -287,16 +287,16 @@ class TextMemory:
             self._append(text)
 
     def text_at(self, place: int) -> int | None:
-        """The number of the text that this place of the index belongs to, None if it was dropped."""
+        """The number of the text to which a place of the index belongs; None if the text was dropped."""
         number = bisect_right(self._begins, place) - 1
         return number if number in self._used else None
 
     def end_of(self, number: int) -> int:
-        """Where a text ends in the index."""
+        """The index behind the last token of a text."""
         return self._ends[number]
 
     def use(self, number: int) -> None:
-        """A text was of use: it is now the last to be dropped."""
+        """Marks a text as used, so that it will be dropped last."""
         del self._used[number]
         self._used[number] = None
 
@@ -319,7 +319,7 @@ class TextMemory:
         self.dropped += length
 
     def _rebuild(self) -> None:
-        """Without the texts that were dropped."""
+        """Rebuilds the index without dropped texts."""
         texts = [self._text(number) for number in self._used]
         self.index = ChainedText()
         self._begins, self._ends, self._used, self.tokens, self._numbers = [], [], {}, 0, {}

@@ -1,8 +1,7 @@
-"""A drafter that is right as often as it is told, for planning and for load tests: what a drafter of that quality would bring.
+"""A drafter with a given acceptance rate, to find out in planning and load tests what a drafter of that quality would bring.
 
-vLLM's synthetic verification accepts drafts by chance, whatever they are, so that the text becomes theirs. Here the draft is made up:
-it is what plain decoding writes, wrong from a place that is drawn. It is verified as any other, and the tokens stay those of plain
-decoding.
+vLLM's synthetic verification accepts arbitrary drafts at random, so the output consists of the drafts. Here the draft is the text
+of plain decoding, made wrong from a random place on. It is verified like any other draft, and the output stays plain decoding's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..errors import SettingsError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Strategy
 
-#: Draft tokens where one number says how often they are right.
+#: Number of draft tokens if the acceptance is given as one number.
 LENGTH = 5
 
 
@@ -32,7 +31,7 @@ class SyntheticSettings(Settings):
         max_length=64,
         description="Share of the drafts whose first token is accepted, whose first two are …: as many draft tokens as shares.",
     )
-    seed: int = Field(0, description="Of the places where drafts are wrong.")
+    seed: int = Field(0, description="Seed of the places where drafts are wrong.")
 
     @field_validator("acceptance")
     @classmethod
@@ -44,12 +43,12 @@ class SyntheticSettings(Settings):
 
 @dataclass
 class _State:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
-        texts: what each row will write; empty where that is not known.
-        drawn: says where drafts are wrong.
-        vocabulary: size.
+        texts: the text that each row will write; empty if it is not known.
+        drawn: draws the places where drafts are wrong.
+        vocabulary: size of the vocabulary.
     """
 
     texts: list[list[int]]
@@ -58,15 +57,15 @@ class _State:
 
 
 class Synthetic(Strategy):
-    """Drafts what a prompt is known to be continued with (:meth:`learn`), wrong from a place that is drawn; else nothing.
+    """Drafts the known continuation of a prompt (:meth:`learn`), made wrong from a random place on; nothing for unknown prompts.
 
     Attributes:
-        texts: what prompts are continued with.
-        rehearsed: key of the last rehearsed call.
+        texts: the known continuations of prompts.
+        rehearsed: key of the last call whose text was learned.
     """
 
     name = "synthetic"
-    summary = "Proposes what is known to come, as often as it is told."
+    summary = "Proposes a known text at a given acceptance rate, to plan for a drafter of that quality."
     settings_class = SyntheticSettings
     rows_apart = False
 
@@ -80,10 +79,11 @@ class Synthetic(Strategy):
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Of ``0.9,0.8,0.6``, shares by position; one number ``p`` is ``p, p², …``, of five draft tokens.
+        """The strategy for a text such as ``0.9,0.8,0.6``, the shares by position; one number ``p`` stands for ``p, p², …`` of five
+        draft tokens.
 
         Raises:
-            SettingsError: they are no shares.
+            SettingsError: a number is not between 0 and 1.
         """
         try:
             shares = [float(part) for part in text.split(",")]
@@ -96,7 +96,7 @@ class Synthetic(Strategy):
         )
 
     def learn(self, prompt: Sequence[int], continuation: Sequence[int]) -> None:
-        """What plain decoding writes behind a prompt."""
+        """Stores the text that plain decoding writes after a prompt."""
         self.texts[tuple(prompt)] = list(continuation)
 
     def start(self, context: Context) -> _State:

@@ -73,11 +73,11 @@ class TranslatedText:
         return self.text[self._ends[-1] if self._ends else 0 :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens for what the draft model has added."""
+        """The target's tokens for the text that the draft model has added."""
         text = b""
         for token in drafted:
             piece = self.other.tokens[token]
-            if piece is None:  # an end, or another token that is no text
+            if piece is None:  # a stop token, or another token without text
                 break
             text += piece
         if not text.startswith(self.pending):
@@ -94,7 +94,7 @@ class TranslatedText:
             if size == len(before):
                 return tokens[count:]
             size += len(self.own.tokens[token] or b"")
-        return self.own.encoded(text)  # the tokenizer would have joined what is committed with what follows
+        return self.own.encoded(text)  # the tokenizer would have joined committed text with the text behind it
 
     def _boundary(self, place: int) -> int:
         """The last index in `ids` up to `place` at which a character begins."""
@@ -209,7 +209,7 @@ class _LikeliestTokens(nn.Module):
     def forward(
         self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, last: bool = False
     ) -> Tensor:  # fmt: skip
-        """``[B, N]`` int64; with `last` of the last node only."""
+        """The likeliest next token of every node, ``[B, N]`` int64; with `last` only of the last node."""
         logits = self.model(
             input_ids=tokens, attention_mask=attention_mask, position_ids=position_ids.clamp(max=self.positions - 1),
             use_cache=True, logits_to_keep=1 if last else 0, **{self.cache_keyword: cache},

@@ -21,7 +21,7 @@ from .draft_model import DraftModelStrategy, DraftTreeSettings, DynamicTree, req
 
 #: Most tokens of a draft without measured costs, and by measured costs.
 LENGTH, MOST_LENGTH = 16, 32
-#: Where reading the device is a sync, the host reads it once, after one of these numbers of passes.
+#: On devices where reading is a sync, the host reads once per draft, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)
 
 
@@ -59,18 +59,18 @@ class ThresholdSettings(DraftTreeSettings):
 
 @dataclass
 class _State:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
         drafter: the draft model.
         tree: the shape of drafts, None for chains.
-        calibration: of the calibrated rule.
-        threshold: ``[B]`` float32.
+        calibration: measurements for the calibrated rule.
+        threshold: ``[B]`` float32, each row's threshold.
         length: most tokens of a draft.
         waits: whether reading the rows is a sync: then the host reads once per step.
         bucket: passes before that read.
         weights: ``[B, n]``, cumulative log-probability at each node of the last draft.
-        draft: the last one.
+        draft: the last draft.
     """
 
     drafter: Drafter
@@ -228,10 +228,10 @@ class CalibratedThreshold:
         self._passes = passes
 
     def threshold(self, step: Step, expected: Tensor | None) -> float | None:
-        """The threshold from now on; None while there are too few measurements.
+        """Updates the measurements and returns the new threshold; None while there are too few.
 
         Args:
-            expected: sum of the cumulative probabilities of all draft tokens, of a chain; None leaves them as they are.
+            expected: sum of the cumulative probabilities of a chain's draft tokens; None: the probabilities are not calibrated.
         """
         now = self._clock()
         if self._first:  # the first step may include compilation

@@ -46,13 +46,13 @@ class TokenRecyclingSettings(Settings):
 
 @dataclass
 class _State:
-    """What a call keeps.
+    """The state of a call.
 
     Attributes:
         matrix: ``[V+1, k+1]`` int32, for each token its successors, likeliest first, and their grade; the last row is for no token.
-        topology: of the tree.
-        ranks: of its draft tokens among their parent's successors.
-        levels, parents: of the tree, for :func:`fill`.
+        topology: the tree.
+        ranks: for each draft token its rank among its parent's successors.
+        levels, parents: the tree's levels and parents, for :func:`fill`.
         fill, learn: the functions of this file, compiled.
     """
 
@@ -77,7 +77,7 @@ class TokenRecycling(Strategy):
     summary = "Proposes what the target thought likely when it last met the same tokens, as a static tree."
     settings_class = TokenRecyclingSettings
     on_device = True
-    grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)  # by the margin; the last one for successors from prompts
+    grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)  # by the margin; the last grade is for successors from prompts
     rests = True
     rows_apart = False
     misses_steps = True
@@ -100,7 +100,7 @@ class TokenRecycling(Strategy):
         return _State(matrix, topology, ranks, levels, parents, context.compile(fill), context.compile(learn))
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        return state  # it is independent of rows
+        return state  # the matrix is independent of rows
 
     def prefill(self, state: _State, chunk: PromptChunk) -> None:
         assert chunk.logits is not None
@@ -129,7 +129,7 @@ class TokenRecycling(Strategy):
 
 
 def _verified(step: Step) -> list[tuple[int, int, int]]:
-    """``(worth, place, token)`` of the nodes that have logits: an accepted one is worth its depth."""
+    """``(worth, place, token)`` of the nodes that have logits; an accepted node is worth its depth."""
     nodes: list[tuple[int, int, int]] = []
     parts = (part.tolist() for part in (step.nodes, step.path, step.accepted, step.emitted))
     for row, (tokens, path, accepted, emitted) in enumerate(zip(*parts, strict=True)):

@@ -2,8 +2,7 @@
 
 A block begins at an anchor, a position of the text. The anchor's token plays the last committed token, and the tokens in front of
 it are the context. One pass over a row drafts the blocks of many anchors. A block sees the context in front of its anchor and its
-own nodes. Its head gets the text's tokens as the tokens before each place, and learns the distribution that the target has after
-them.
+own nodes. Its head scores each place given the text's token before it, and learns the distribution that the target has there.
 
 Letters: ``B`` rows, ``A`` anchors of each, ``K`` places of a block, ``D`` tokens that can be drafted.
 """

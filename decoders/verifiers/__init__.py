@@ -10,5 +10,5 @@ __all__ = [
     "normalised",
 ]  # fmt: skip
 
-#: In the order in which they are listed.
+#: The built-in verifiers, in the order of listings.
 BUILT_IN: tuple[type[Verifier], ...] = (Coupled, Rejection, BlockVerification, TreeRejection, TypicalAcceptance)

@@ -39,7 +39,7 @@ class Coupled(Verifier):
             & (tokens[:, :, None] == tokens[:, None, :])
             & (index[None, :] < index[:, None])
         ).any(-1)
-        probability = parents * vocab + tokens  # where p of a node's token stands in the flattened target
+        probability = parents * vocab + tokens  # index of p of a node's token in the flattened target
         edges = torch.where(drafted & ~earlier_twin, p.flatten(1).gather(1, probability), 0.0)
         keep = torch.ones_like(p).flatten(1).scatter_reduce(1, probability, (~drafted).to(p.dtype), "amin")
         undrafted = p * keep.view(rows, n, vocab)
@@ -130,7 +130,7 @@ class TreeRejection(Verifier):
         index = torch.arange(n, device=p.device)
         vocabulary = torch.arange(p.shape[2], device=p.device)
         elder = drafted[:, None, :] & (parents[:, :, None] == parents[:, None, :]) & (index[None, :] < index[:, None])
-        rank = elder.sum(-1)  # [B, N], which of its parent's children a draft token is
+        rank = elder.sum(-1)  # [B, N], the rank of a draft token among its parent's children
         is_child = drafted[:, None, :] & (parents[:, None, :] == index[None, :, None])  # [B, parent, child]
 
         r = p
@@ -139,10 +139,10 @@ class TreeRejection(Verifier):
         edges = torch.zeros_like(stay)
         for turn in range(n - 1 if block.siblings is None else block.siblings):
             on_turn = is_child & (rank[:, None, :] == turn)
-            child = torch.where(on_turn, index, 0).sum(-1)  # [B, N] of each parent; 0: it has no further one
+            child = torch.where(on_turn, index, 0).sum(-1)  # [B, N] for each parent; 0: it has no further child
             token = block.nodes.gather(1, child).clamp(min=0)[..., None]
             q = draft.gather(1, (child - 1).clamp(min=0)[..., None].expand_as(p))
-            if turn > 0:  # before, scaling would only add rounding: p equal to q must stay equal
+            if turn > 0:  # scaled only now: earlier, scaling would add rounding, and p equal to q must stay equal
                 q = self.left(q, tried)
             drawn = q.gather(2, token)
             proposed = (child > 0)[..., None] & (drawn > 0)  # [B, N, 1]

@@ -101,7 +101,7 @@ def test_listings_and_mistakes_need_no_torch(monkeypatch: pytest.MonkeyPatch) ->
     no_file, no_command, no_option, *others = (command["stderr"] for command in done[13:])
     assert "there is no file 'nope.json'" in no_file and "geojson" not in no_file
     assert "Did you mean 'generate'?" in no_command
-    assert "Beam search is none of the strategies" in no_option
+    assert "No strategy does beam search" in no_option
     meant = ("lookahead", "float32", "float32", "lookahead", "load")
     assert "there is no such folder here" in others.pop(-2) and "has no config.json" in others.pop()
     assert [near for near, said in zip(meant, others, strict=True) if f"Did you mean '{near}'?" not in said] == []

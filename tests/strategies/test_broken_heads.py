@@ -115,7 +115,7 @@ def test_a_field_that_cannot_be_is_named(
 def test_a_config_that_is_no_object_is_said_to_be(kind: str, text: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(kind)
     (folder / "config.json").write_text(text)
-    refused(kind, folder, f"it holds {text}, and names with values are looked for")
+    refused(kind, folder, f"it holds {text} instead of an object")
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"fc.weight": 1}])

@@ -216,9 +216,9 @@ def refined(
 
     Args:
         blocks: block of each state, -1 for states that are ignored.
-        states: the others.
-        successors: of each state, symbol by symbol, the same symbols within a block.
-        predecessors: of each state.
+        states: the states that are not ignored.
+        successors: each state's successors by symbol; states of a block have the same symbols.
+        predecessors: each state's predecessors.
     """
     blocks = [*blocks]
     size = [0] * (max(blocks, default=-1) + 1)

@@ -280,7 +280,7 @@ class _Productive:
                 self.done.append(outer)
 
     def add(self, expr: Expr, outer: int | str) -> None:
-        """Counts what `expr`, a part of `outer`, needs."""
+        """Counts the parts that `expr`, itself a part of `outer`, still needs to have a text."""
         number = len(self.needs)
         self.around.append(outer)
         needs, parts = 0, tuple[Expr, ...]()

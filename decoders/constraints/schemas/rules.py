@@ -52,7 +52,7 @@ class Rules:
     """The rules written so far.
 
     Args:
-        whitespace: of the texts; or the blanks per level, for a line per member.
+        whitespace: the white space of the texts; or the number of blanks per level, for texts with a line per member.
         closed: objects that declare properties allow no others unless the schema mentions others.
 
     Attributes:
