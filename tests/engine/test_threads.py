@@ -58,6 +58,17 @@ def test_a_busy_machine_leads_to_one_thread_within_a_few_steps() -> None:
     assert torch.get_num_threads() == 4, "a call leaves torch's number as it was"
 
 
+def test_trials_are_few_where_steps_are_long() -> None:
+    def slow(number: int) -> tuple[float, float]:
+        wall, computing = busy(number)
+        return 100 * wall, 100 * computing
+
+    threads = Threads()
+    with own_number_afterwards():
+        run(threads, slow, 60)
+        assert run(threads, slow, 400).count(1) > 380
+
+
 def test_half_the_cores_are_found() -> None:
     threads = Threads()
     with own_number_afterwards():

@@ -11,31 +11,21 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..kernels import MOST_MATRICES
 from ..kernels.products import are_one_product, multiplies, product_or_none
 from ..torch_compat import own_parameters
-from .fused import Group, columns_of, outputs_of, plain_weight, same_kind, share_of
+from .fused import Group, Joint, join, plain_weight
 
 
-class _FewRows:
-    """Base of the layers below.
-
-    Attributes:
-        group: the layers that read the same input and are multiplied as one, this one among them; None: it alone.
-        columns: this layer's columns of their product.
-    """
-
-    group: tuple[Any, ...] | None = None
-    columns: tuple[int, int] = 0, 0
+class _FewRows(Joint):
+    """Base of the layers below."""
 
     def matrix(self) -> Tensor:
         """``[out, in]``, of any strides."""
         return cast(Tensor, own_parameters(cast(nn.Module, self))["weight"])  # self.weight takes ten times as long
 
     def forward(self, x: Tensor) -> Tensor:
-        group = self.group
-        out = None if group is None else share_of(x, group[0], self.columns, lambda x: product_of(x, group))
-        if out is None:
+        out = self.product(x, product_of)
+        if out is None and self.group is not None:
             out = product_of(x, (self,))
         return super().forward(x) if out is None else out  # type: ignore[misc]  # of the layer that it replaces
 
@@ -76,15 +66,9 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
     modules = dict(model.named_modules(remove_duplicate=False))
     weights = {path: plain_weight(module) for path, module in modules.items()}
     chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
-    as_one = list(same_kind(groups, lambda path: _product_kind(chosen[path]) if path in chosen else None))
+    join(modules, groups, lambda path: _product_kind(chosen[path]) if path in chosen else None)
     for module in chosen.values():
         module.__class__ = KINDS.get(type(module), type(module))  # one module may have two names
-    for paths in as_one:
-        for begin in range(0, len(paths), MOST_MATRICES):
-            group = tuple(modules[path] for path in paths[begin : begin + MOST_MATRICES])
-            if len(group) > 1:
-                for layer, columns in zip(group, columns_of([*map(outputs_of, group)]), strict=True):
-                    vars(layer).update(group=group, columns=columns)
     return len(chosen)
 
 

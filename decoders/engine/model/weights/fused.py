@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .. import torch_compat
+from ..kernels import MOST_MATRICES
 
+Product = TypeVar("Product", Tensor, Tensor | None)
 #: Paths of layers that read the same input, in the order in which they are called.
 Group = tuple[str, ...]
 
@@ -97,10 +100,34 @@ def same_kind(groups: Iterable[Group], kind: Callable[[str], object]) -> Iterato
                 end = places[-1]
 
 
-def columns_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """The columns of each layer in the joint output."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+def join(modules: Mapping[str, nn.Module], groups: Iterable[Group], kind: Callable[[str], object]) -> None:
+    """Makes layers of the same group and :func:`kind <same_kind>` one product, of up to :data:`MOST_MATRICES` matrices."""
+    for paths in same_kind(groups, kind):
+        for begin in range(0, len(paths), MOST_MATRICES):
+            group = tuple(modules[path] for path in paths[begin : begin + MOST_MATRICES])
+            ends = [0, *accumulate(map(outputs_of, group))]
+            if len(group) > 1:
+                for layer, columns in zip(group, pairwise(ends), strict=True):
+                    vars(layer).update(group=group, columns=columns)
+
+
+class Joint:
+    """Base of layers that may be multiplied as one.
+
+    Attributes:
+        group: the layers that read the same input and are multiplied as one, this one among them; None: it alone.
+        columns: this layer's columns of their product.
+    """
+
+    group: tuple[Any, ...] | None = None
+    columns: tuple[int, int] = 0, 0
+
+    def product(self, x: Tensor, multiply: Callable[[Tensor, tuple[Any, ...]], Product]) -> Product:
+        """This layer's columns of what `multiply` returns for `x` and the layers of its group."""
+        group = self.group
+        if group is None:
+            return multiply(x, (self,))
+        return share_of(x, group[0], self.columns, lambda x: multiply(x, group))
 
 
 class Latest(threading.local):
@@ -124,9 +151,6 @@ class Latest(threading.local):
 
 #: The joint product of several layers, until the last of them has taken its columns.
 _products = Latest()
-
-
-Product = TypeVar("Product", Tensor, Tensor | None)
 
 
 def share_of(x: Tensor, by: object, columns: tuple[int, int], multiply: Callable[[Tensor], Product]) -> Product:

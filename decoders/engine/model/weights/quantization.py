@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ....errors import UnsupportedError
 from .. import torch_compat
-from ..kernels import MOST_MATRICES, cpu
+from ..kernels import cpu
 from ..kernels.cpu import four_bits
-from .fused import Group, columns_of, outputs_of, plain_weight, same_kind
+from .fused import Group, join, plain_weight
 from .quantized import GROUP, KINDS, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
 from .state import values_of
 
@@ -153,12 +153,7 @@ def quantize(
             by_module[id(module)] = weight
             module.__dict__.update(weight.made)
             module.__class__ = KINDS[type(module)]
-    for paths in same_kind(groups, lambda path: product_kind(modules[path]) if path in quantized.layers else None):
-        for begin in range(0, len(paths), MOST_MATRICES):
-            group = tuple(modules[path] for path in paths[begin : begin + MOST_MATRICES])
-            if len(group) > 1:
-                for layer, columns in zip(group, columns_of([*map(outputs_of, group)]), strict=True):
-                    vars(layer).update(group=group, columns=columns)
+    join(modules, groups, lambda path: product_kind(modules[path]) if path in quantized.layers else None)
     if (seconds := time.perf_counter() - started) > LONG:
         _log.info("quantized %d matrices to %s in %.1f s", len(quantized.weights), scheme, seconds)
     return quantized

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..kernels import cpu
 from ..kernels.cpu import four_bits
-from .fused import share_of
+from .fused import Joint
 
 #: Weights of one row that share a step and an offset where we quantize: the smallest number that the kernels support.
 GROUP = 32
@@ -39,7 +39,7 @@ def has_kernels() -> bool:
     return kernels is not None
 
 
-class _Quantized:
+class _Quantized(Joint):
     """Base of the layers below.
 
     Attributes:
@@ -47,23 +47,15 @@ class _Quantized:
         scales: ``[out, groups]`` float32 of int8, ``[out, 2, groups]`` float32 or bfloat16 of 4 bits.
         after: ``[out]`` of the type of the activations: scales applied after rounding to that type, as in torchao; None: none.
         digits: numbers of 16 bits per activation: two for a library's float32 results.
-        group: the layers that read the same input and are multiplied as one, this one among them; None: it alone.
-        columns: this layer's columns of their product.
     """
 
     levels: Tensor
     scales: Tensor
     after: Tensor | None
     digits: int
-    group: tuple[Any, ...] | None = None
-    columns: tuple[int, int] = 0, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        group = self.group
-        if group is None:
-            out = _product(x, (self,))
-        else:
-            out = share_of(x, group[0], self.columns, lambda x: _product(x, group))
+        out = self.product(x, _product)
         if self.after is None:
             return out
         out = out * self.after
