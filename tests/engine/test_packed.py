@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -87,7 +86,7 @@ def test_a_librarys_levels_are_multiplied_by(form: Format, bits: int, middle: bo
     assert len(target.quantized.layers) == 2 * 7 and target.rejected is None
     assert all(type(layer) is QuantizedLinear for layer, _ in target.quantized.layers.values())
     layer = model.model.layers[0].mlp.up_proj
-    found = packed.format_of(layer, lambda layer: layer)
+    found = packed.format_of(layer)
     assert found is not None and found[1] == bits
     levels, scales, zeros = found[0].unpacked(bits, *found[0].sources(layer))
     whole = ((levels.float().unflatten(1, (4, -1)) - zeros[..., None]) * scales[..., None]).flatten(1)
@@ -127,4 +126,3 @@ def test_what_a_library_does_before_the_first_pass_is_done_to_the_twin_alone() -
     model(torch.tensor([[1]]))
     model(torch.tensor([[1]]))
     assert unpacked.count(model) == 1
-    assert copy.copy(model.first_pass) is not None

@@ -17,7 +17,7 @@ from ..torch_compat import own_parameters
 from .fused import Group, columns_of, outputs_of, plain_weight, same_kind, share_of
 
 
-class _FewRows:
+class FewRows:
     """Base of the layers below.
 
     Attributes:
@@ -50,11 +50,11 @@ def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     return product_or_none(x, matrices, biases)
 
 
-class FewRowsLinear(_FewRows, nn.Linear):
+class FewRowsLinear(FewRows, nn.Linear):
     """An ``nn.Linear`` that multiplies few rows by our kernel."""
 
 
-class FewRowsConv1D(_FewRows, Conv1D):
+class FewRowsConv1D(FewRows, Conv1D):
     """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
 
     def matrix(self) -> Tensor:

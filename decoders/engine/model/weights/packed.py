@@ -6,13 +6,14 @@ layer's own output for a random input agrees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..torch_compat import hooks_of
 from .twin import share_weights
 
 
@@ -102,11 +103,11 @@ FORMATS = (
 )
 
 
-def format_of(layer: nn.Module, prepared: Callable[[nn.Module], nn.Module]) -> tuple[Format, int] | None:
+def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
     """The format of a layer's matrix, and its bits; None for other layers.
 
     Args:
-        prepared: makes a copy of the layer ready to compute.
+        hooks: run on a copy of a layer that does not compute without; one of compressed-tensors unpacks models before their first pass.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):
@@ -116,7 +117,7 @@ def format_of(layer: nn.Module, prepared: Callable[[nn.Module], nn.Module]) -> t
     x[0] = 1  # shows zeros that are off by one
     tolerance = max(2 * torch.finfo(dtype).eps, 1e-3)
     try:
-        expected = prepared(share_weights(layer))(x).float()
+        expected = _output(layer, hooks, x).float()
         bias = getattr(layer, "bias", None)
         for each, bits in fitting:
             ours = each.unpacked(bits, *each.sources(layer)).product(x)
@@ -128,16 +129,19 @@ def format_of(layer: nn.Module, prepared: Callable[[nn.Module], nn.Module]) -> t
     return None
 
 
+def _output(layer: nn.Module, hooks: Sequence[Callable[..., object]], x: Tensor) -> Tensor:
+    try:
+        return cast(Tensor, share_weights(layer)(x))
+    except Exception:
+        copy = share_weights(layer)
+        for hook in hooks:
+            hook(copy, ())
+        return cast(Tensor, copy(x))
+
+
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Format, int]]:
     """Layers of `model`, a private tree that did not run yet, in one of :data:`FORMATS`: path, layer, format and bits."""
-    hooks = [*model._forward_pre_hooks.values()]
-
-    def prepared(layer: nn.Module) -> nn.Module:
-        for hook in hooks:  # one of compressed-tensors unpacks whole models before their first pass
-            if not hasattr(layer, "weight"):
-                hook(layer, ())
-        return layer
-
+    hooks = [*hooks_of(model)[1].values()]
     for path, layer in model.named_modules(remove_duplicate=False):
-        if (found := format_of(layer, prepared)) is not None:
+        if (found := format_of(layer, hooks)) is not None:
             yield path, layer, *found
