@@ -37,7 +37,7 @@ from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
 from .weights.fused_layers import fuse_layers
-from .weights.quantization import Precision, quantize, rounds_activations
+from .weights.quantization import Precision, quantize, rounds_activations, take_packed
 from .weights.same_bits import align_activations, replace_norms
 from .weights.state import WeightState
 from .weights.twin import share_weights
@@ -163,8 +163,10 @@ class Target:
         self.layers: tuple[int, ...] = ()
         self._layer_states: LayerStates | None = None
         self._watch_head()
+        packed = take_packed(self.model)
         self.groups = shared_inputs(self.model, len(self.kinds))
-        self.quantized = quantize(self.model, precision.weights, self.model.get_output_embeddings(), groups=self.groups)
+        head = self.model.get_output_embeddings()
+        self.quantized = quantize(self.model, precision.weights, head, groups=self.groups, given=packed)
         self.few_rows = multiply_few_rows(self.model, self.groups, precision.exact_products)
         if precision.exact_products:
             replace_norms(self.model)

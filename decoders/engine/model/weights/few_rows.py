@@ -16,7 +16,7 @@ from ..torch_compat import own_parameters
 from .fused import Group, Joint, join, plain_weight
 
 
-class _FewRows(Joint):
+class FewRows(Joint):
     """Base of the layers below."""
 
     def matrix(self) -> Tensor:
@@ -40,11 +40,11 @@ def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     return product_or_none(x, matrices, biases)
 
 
-class FewRowsLinear(_FewRows, nn.Linear):
+class FewRowsLinear(FewRows, nn.Linear):
     """An ``nn.Linear`` that multiplies few rows by our kernel."""
 
 
-class FewRowsConv1D(_FewRows, Conv1D):
+class FewRowsConv1D(FewRows, Conv1D):
     """GPT-2's linear layer, whose weight is stored as ``[in, out]``."""
 
     def matrix(self) -> Tensor:

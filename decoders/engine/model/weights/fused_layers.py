@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels import cpu
 from ..torch_compat import hooks_of
-from .few_rows import FewRowsConv1D, FewRowsLinear, product_of
+from .few_rows import FewRows, product_of
 from .fused import outputs_of
 
 #: First parameters of functions for rotary positions.
@@ -50,17 +50,13 @@ def fuse_layers(model: nn.Module) -> None:
 def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tuple] | None:
     """The class that replaces a gated feed-forward layer, ``down(activation(gate(x)) * up(x))``, and its linear layers."""
     children = list(module.children())
-    linear: list[Any] = [child for child in children if isinstance(child, FewRowsLinear | FewRowsConv1D)]
-    others = [child for child in children if not isinstance(child, FewRowsLinear | FewRowsConv1D)]
-    pair = next((child.group for child in linear if child.group is not None), None)
-    if (
-        len(linear) != 3
-        or pair is None
-        or len(pair) != 2
-        or not all(any(each is one for each in linear) for one in pair)
-    ):
+    linear: list[Any] = [child for child in children if isinstance(child, FewRows)]
+    others = [child for child in children if not isinstance(child, FewRows)]
+    pair = next((child.group for child in linear if child.group is not None), ())
+    # The two of a group have the same inputs and are stored alike.
+    if len(linear) != 3 or len(pair) != 2 or sum(child.group is pair for child in linear) != 2 or len(others) != 1:
         return None
-    if len(others) != 1 or any(True for _ in others[0].parameters()) or any(any(hooks_of(child)) for child in children):
+    if any(True for _ in others[0].parameters()) or any(any(hooks_of(child)) for child in children):
         return None
     down = next(each for each in linear if each is not pair[0] and each is not pair[1])
     if outputs_of(pair[0]) != outputs_of(pair[1]) or (kind := _activation(others[0])) is None:

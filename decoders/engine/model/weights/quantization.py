@@ -18,7 +18,8 @@ from .. import torch_compat
 from ..kernels import cpu
 from ..kernels.cpu import four_bits
 from .fused import Group, join, plain_weight
-from .quantized import GROUP, KINDS, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
+from .packed import Format, packed_layers
+from .quantized import GROUP, KINDS, QuantizedLinear, has_kernels, product_kind, rounded_to_int4, rounded_to_int8
 from .state import values_of
 
 Scheme = Literal["int8", "int4"]
@@ -121,12 +122,55 @@ class Quantized:
 
 
 @torch.no_grad()
+def take_packed(model: nn.Module) -> Quantized:
+    """Makes layers of `model`, a private tree, multiply by the very levels that a library packed (:mod:`.packed`), where a kernel
+    takes them.
+
+    It comes before the first pass, in which a library may unpack its weights.
+    """
+    quantized = Quantized()
+    for path, module, form, bits in packed_layers(model) if has_kernels() else ():
+        if (weight := _packed(module, form, bits)) is not None:
+            quantized.layers[path] = (module, weight)
+    for module, weight in quantized.layers.values():
+        for name in ("forward", "quantization_scheme"):  # of compressed-tensors, which would unpack it
+            vars(module).pop(name, None)
+        vars(module).update(weight.made)
+        module.__class__ = QuantizedLinear
+    return quantized
+
+
+def _packed(module: nn.Module, form: Format, bits: int) -> QuantizedWeight | None:
+    """The weight of a layer in a format of another library, if there is a kernel for its levels."""
+    sources = form.sources(module)
+    scales, rest = sources[1], sources[2] if len(sources) > 2 else None
+    groups = scales.shape[0 if form.inputs_first else 1]
+    group, digits = int(module.in_features) // groups, 2 if scales.dtype == torch.float32 else 1  # type: ignore[call-overload]
+    if bits == 4:
+        fits = group in (32, 64, 128, 256)
+    else:
+        fits = (groups == 1 or group % 32 == 0) and not bool((form.middles(bits, scales, rest) != 128).any())
+    if not fits:
+        return None
+
+    def make() -> dict[str, Any]:
+        levels, steps, zeros = form.unpacked(bits, *sources)
+        if bits == 8:
+            return dict(levels=(levels ^ 128).view(torch.int8), scales=steps.contiguous(), after=None, digits=digits)
+        scales = four_bits.with_room(steps, (8 - zeros) * steps)
+        return dict(levels=four_bits.packed(levels), scales=scales, after=None, digits=digits)
+
+    return _shared(sources, ("packed", form, digits), make)
+
+
+@torch.no_grad()
 def quantize(
     model: nn.Module,
     scheme: Scheme | None,
     head: nn.Module | None,
     smallest: int | None = None,
     groups: Sequence[Group] = (),
+    given: Quantized | None = None,
 ) -> Quantized:
     """Makes layers of `model`, a private tree, multiply by quantized matrices.
 
@@ -137,9 +181,10 @@ def quantize(
     Args:
         smallest: matrices with fewer elements are left alone; None: :data:`SMALLEST`.
         groups: layers that read the same input. Those that are quantized alike are multiplied as one.
+        given: of :func:`take_packed`.
     """
     smallest = SMALLEST if smallest is None else smallest
-    quantized, started = Quantized(), time.perf_counter()
+    quantized, started = given or Quantized(), time.perf_counter()
     by_module: dict[int, QuantizedWeight] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():

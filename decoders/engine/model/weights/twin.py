@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....common.transformers_compat import SET_BY_GENERATE, decoder_layers
@@ -71,7 +73,18 @@ class _Twin:
             return partial
         if isinstance(value, (list, tuple, set, dict)) and self._touches(value):
             return self._container(value)
+        if isinstance(value, RemovableHandle):
+            return self._handle(value)
         return value
+
+    def _handle(self, handle: RemovableHandle) -> RemovableHandle:
+        """The counterpart of a hook's handle, which removes the twin's hook and not the model's."""
+        hooks = self.memo.get(id(handle.hooks_dict_ref()))
+        if hooks is None:
+            return handle
+        twin = copy.copy(handle)
+        twin.hooks_dict_ref = weakref.ref(hooks)
+        return twin
 
     def _module(self, module: nn.Module) -> nn.Module:
         twin = module.__class__.__new__(module.__class__)
@@ -79,6 +92,8 @@ class _Twin:
         for name, value in list(vars(module).items()):
             internal = name in INTERNAL and isinstance(value, (dict, set))
             vars(twin)[name] = self._container(value) if internal else self.of(value)
+            if internal and name.endswith("_hooks"):
+                self.memo[id(value)] = vars(twin)[name]
         return twin
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
