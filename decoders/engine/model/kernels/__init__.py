@@ -32,7 +32,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 #: The functions that launch kernels, by the names of their operators.
-LAUNCHERS: dict[str, Callable[..., Tensor]] = {}
+LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 
 
