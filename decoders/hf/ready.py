@@ -95,7 +95,7 @@ def warm(
                 started = time.perf_counter()
                 report = _report(generate, name, count, dict(max_new_tokens=16, **(options | plan | extra)))
                 seconds, timings = time.perf_counter() - started, report.timings
-                making += timings.pack + timings.check
+                making += timings.pack + timings.kernels + timings.check
                 sampled = bool(plan["do_sample"])
                 parts.append(WarmupPart(strategy.name, count, sampled, seconds, timings.compile, report.compilations))
     return Warmup(

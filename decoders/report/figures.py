@@ -15,6 +15,7 @@ class Timings:
         prepare: reading the arguments, transformers' own preparation of the inputs, compiling the grammars.
         wait: until the model is free: during calls of other threads; for a scheduler's request in the queue, and between its steps.
         pack: making the model ready in the first call, and quantizing its weights again after they were written to.
+        kernels: compiling our kernels for CUDA before the first call, side by side, or reading them from Triton's cache.
         check: comparing it with a plain forward pass before its first call.
         start: buffers, and the strategy's ``start``, which makes a draft model ready and reads the prompt with it.
         prefill: reading the prompt, with the core of a first step that reads the prompt's end.
@@ -31,6 +32,7 @@ class Timings:
     prepare: float = 0.0
     wait: float = 0.0
     pack: float = 0.0
+    kernels: float = 0.0
     check: float = 0.0
     start: float = 0.0
     prefill: float = 0.0

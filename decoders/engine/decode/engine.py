@@ -74,7 +74,9 @@ class Engine:
         started = time.perf_counter()
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
-        self._prepared = started, time.perf_counter() - started - self.target.check_seconds, self.target.check_seconds
+        seconds, target = time.perf_counter() - started, self.target
+        making = seconds - target.kernel_seconds - target.check_seconds
+        self._prepared = started, making, target.kernel_seconds, target.check_seconds
         warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.
@@ -110,7 +112,7 @@ class Engine:
                     self.sessions.forget_recordings()
                 started = time.perf_counter()
                 self.target.renew(weights)
-                self._prepared = started, time.perf_counter() - started, 0.0
+                self._prepared = started, time.perf_counter() - started, 0.0, 0.0
                 self.sessions.forget()
             return True
 
@@ -119,10 +121,11 @@ class Engine:
         """Whether torch rounds products otherwise than when the target was checked and its steps were recorded."""
         return float32_precision(self.target.device) != self._float32_precision
 
-    def prepared_since(self, begun: float) -> tuple[float, float]:
-        """Seconds of making ready and of checking since `begun`, by ``time.perf_counter()``."""
-        started, making, checking = self._prepared
-        return (making, checking) if started >= begun else (0.0, 0.0)
+    def prepared_since(self, begun: float) -> tuple[float, float, float]:
+        """Seconds of making ready, of compiling kernels and of checking since `begun`, by ``time.perf_counter()``."""
+        started, *seconds = self._prepared
+        making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
+        return making, kernels, checking
 
     def serves(self, model: PreTrainedModel, attention: str, precision: Precision) -> bool:
         """Whether :meth:`refresh` would do nothing. Does not wait for a running call.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,6 +29,8 @@ from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
 from .invariance import brief_check
 from .kernels import attention as kernel
+from .kernels import interpreted
+from .kernels.ahead import compile_kernels
 from .layout import refusing
 from .target import Target
 from .verdicts import Verdict
@@ -79,6 +82,12 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
 
 def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
     target = Target(model, attends, precision)
+    started = time.perf_counter()
+    if target.device.type == "cuda" and not interpreted():
+        count = compile_kernels(partial(_passes_of_calls, target.sibling()))
+        target.kernel_seconds = time.perf_counter() - started
+        if target.kernel_seconds > NOTEWORTHY:
+            _log.info("compiled the kernels of %d kinds of calls in %.1f s", count, target.kernel_seconds)
     started = time.perf_counter()
     key = verdicts.key_of(target, model)
     verdict = verdicts.find(key) if key is not None else None
@@ -228,6 +237,15 @@ def _tree_logits(
             nodes[row, path] = text[count - 1 : count + length]
         inputs = target.inputs(nodes, base, tree.tensors(rows, device), buffers, view)
         yield len(tree), target.results(inputs, torch.tensor(path, device=device)).logits
+
+
+@torch.no_grad()
+def _passes_of_calls(twin: Target) -> None:
+    """The passes of a check, and those of one row. twin: nobody else's, because what modules keep of them is worth nothing."""
+    sizes = ON_CUDA.within(twin.max_positions)
+    for rows in (1, 2):
+        own = replace(sizes, texts=sizes.texts[:rows])
+        list(_tree_logits(twin, twin.layout, _texts(twin, own), own))
 
 
 #: Fields of a config that say how far layers look back, as :func:`~decoders.engine.model.attention.layer_kinds` reads them.

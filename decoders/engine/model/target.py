@@ -127,6 +127,7 @@ class Target:
             path, too: then what was accepted on a branch is run again in its own slots.
         invariance: in low precision, whether a node has the same bits in every block.
         checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
+        kernel_seconds: time of compiling kernels before the check.
         check_seconds: time of the check against the model.
         ranks: the processes that share its weights.
 
@@ -138,6 +139,7 @@ class Target:
     longest: int | None = None
     invariance: Invariance | None = None
     checked: str = ""
+    kernel_seconds: float = 0.0
     check_seconds: float = 0.0
 
     def __init__(self, model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> None:

@@ -31,6 +31,8 @@ def runs_kernels(device: torch.device) -> bool:
     return _installed() and (device.type == "cuda" or interpreted())
 
 
+#: The functions that launch kernels, by the names of their operators.
+LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 
 
@@ -45,6 +47,7 @@ def operator(schema: str, function: Callable[..., Tensor], fake: Callable[..., T
         fake: returns a result without values.
     """
     name = schema.partition("(")[0]
+    LAUNCHERS[name] = function
     _library.define(schema)
     _library.impl(name, function, "CUDA")
     if interpreted():

@@ -1,0 +1,100 @@
+"""Compiling the kernels for CUDA side by side, before a model's first pass: one after the other they take more than ten seconds.
+
+What calls will launch is found by passes over tensors without memory. The launching code then runs on such tensors and compiles only.
+Triton keeps the results on disk, so that later processes compile nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from ..torch_compat import TorchDispatchMode
+from . import LAUNCHERS
+
+_log = logging.getLogger("decoders")
+
+
+class Noted(TorchDispatchMode):
+    """Notes calls of our operators. Each kind of call is noted once: arguments on the "meta" device, with their sizes and strides.
+
+    Attributes:
+        calls: names of operators with their arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Hashable, tuple[str, list[Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if namespace == "decoders" and name in LAUNCHERS:
+            given = [_without_memory(value) for value in args]
+            self.calls.setdefault((name, *map(_kind, given)), (name, given))
+        return func(*args, **(kwargs or {}))
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_memory(each) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, list):
+        return tuple([_kind(each) for each in value])
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
+    """The calls of our operators that `passes` makes, as far as they come; it computes nothing, and must not keep tensors."""
+    noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
+    # Noted comes before FakeTensorMode, which answers the calls.
+    with mock.patch.object(fakes, "disabled", True), FakeTensorMode(allow_non_fake_inputs=True), noted:
+        try:
+            passes()
+        except Exception as error:  # a module that reads values; the layers before it are known
+            _log.info("some kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
+    return list(noted.calls.values())
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Kernels that this thread launches are compiled, and not run."""
+    from triton.runtime.jit import JITFunction
+
+    launch, ours = JITFunction.run, threading.get_ident()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=warmup or threading.get_ident() == ours, **given)
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield
+
+
+def compile_kernels(passes: Callable[[], Any]) -> int:
+    """Compiles what `passes` would launch, side by side; returns how many kinds of calls that are. What fails is left to the launch."""
+    try:
+        from triton import AsyncCompileMode
+
+        calls = calls_within(passes)
+        threads = ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "compile kernels")
+        with threads, compiling_only(), AsyncCompileMode(threads, ignore_errors=True):
+            for name, given in calls:
+                LAUNCHERS[name](*given)
+    except Exception as error:
+        _log.info("kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
+        return 0
+    return len(calls)
