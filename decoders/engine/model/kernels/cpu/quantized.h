@@ -333,7 +333,7 @@ void multiply_quantized(const T* x, long rows, long inputs, int digits, const Ma
                 round_row<S>(values, inputs, groups, to + some * ldx);
             }
         });
-        multiply_block<S>(prepared, ldx, some, digits, inputs, matrices, count, out, outputs, threads);
+        multiply_block(VectorPanels<S>{prepared, ldx, some * digits, inputs}, some, digits, matrices, count, out, outputs, threads);
     }
 }
 
