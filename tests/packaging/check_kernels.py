@@ -70,10 +70,21 @@ def neon() -> None:
     arm = mock.patch.object(build, "machine", lambda: "aarch64")
     with arm, mock.patch.dict(os.environ, CXX=CROSS_COMPILER), tempfile.TemporaryDirectory() as folder:
         for name in ("torch_cpu", "c10"):  # in place of torch's, which are not for Arm
-            subprocess.run([CROSS_COMPILER, "-shared", "-x", "c++", os.devnull, "-o", f"{folder}/lib{name}.so"], check=True)
+            subprocess.run(
+                [CROSS_COMPILER, "-shared", "-x", "c++", os.devnull, "-o", f"{folder}/lib{name}.so"], check=True
+            )
         print(f"{build.compile_into(Path(folder), 'neon', ('-Werror', f'-L{folder}')).name}: no warnings", flush=True)
         program = f"{folder}/against_float64"
-        command = [CROSS_COMPILER, *build.FLAGS, "-Werror", "-static", f"-I{build.FOLDER}", HERE / "against_float64.cpp", "-o", program]
+        command = [
+            CROSS_COMPILER,
+            *build.FLAGS,
+            "-Werror",
+            "-static",
+            f"-I{build.FOLDER}",
+            HERE / "against_float64.cpp",
+            "-o",
+            program,
+        ]
         subprocess.run(command, check=True)
         subprocess.run([EMULATOR, program], check=True)
     print("neon: right under an emulator")

@@ -1,6 +1,6 @@
 """Makes pytest run as on a processor with AVX-512's products of bfloat16 and AMX, for kernels that were compiled with ``emulated.h``.
 
-    python -m pytest -p tests.packaging.pretended_processor
+python -m pytest -p tests.packaging.pretended_processor
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ One object works with every version of torch from 2.11 on. It takes a C++ compil
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,6 +68,18 @@ def digest(variant: str) -> str:
 
 def file_name(variant: str) -> str:
     return f"kernels-{variant}-{digest(variant)}.so"
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Only one process at a time makes `path`; the others wait, until it is ready or has died. Where files have no locks, nobody waits."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def compile_into(folder: Path, variant: str, more: tuple[str, ...] = ()) -> Path:
