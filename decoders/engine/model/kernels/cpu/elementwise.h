@@ -64,28 +64,25 @@ inline Vec activated(Vec x) {
     return x * larger(small, zero_where_less(u, zeros(), broadcast(1))) / (1 + small);
 }
 
-template <int KIND, class T>
-inline void gate_vector(const T* gate, const T* up, T* out) {
-    float values[LANES];
-    store(values, activated<KIND>(load(gate)));
-    for (int i = 0; i < LANES; i++) narrow(values[i] * widen(up[i]), out[i]);
-}
-
 // activation(gate) * up, of rows [gate | up] or [up | gate]. x: [rows, 2 * width], out: [rows, width].
 template <int KIND, class T>
 void gated(const T* x, long rows, long width, bool gate_first, T* out, int threads) {
+    constexpr long PART = 256;  // numbers whose activations wait for `up`
     by_rows(rows, width, threads, [&](long begin, long end) {
-        for (long row = begin; row < end; row++) {
-            const T* gate = x + row * 2 * width + (gate_first ? 0 : width);
-            const T* up = x + row * 2 * width + (gate_first ? width : 0);
-            T* to = out + row * width;
+        alignas(64) float activations[PART];
+        for (long first = begin * width; first < end * width;) {
+            const long row = first / width, from = first % width, count = std::min(width - from, PART);
+            const T* gate = x + row * 2 * width + (gate_first ? 0 : width) + from;
+            const T* up = x + row * 2 * width + (gate_first ? width : 0) + from;
             long i = 0;
-            for (; i + LANES <= width; i += LANES) gate_vector<KIND>(gate + i, up + i, to + i);
-            T rest[3][LANES] = {};  // what is left is not read past its end
-            memcpy(rest[0], gate + i, (width - i) * sizeof(T));
-            memcpy(rest[1], up + i, (width - i) * sizeof(T));
-            gate_vector<KIND>(rest[0], rest[1], rest[2]);
-            memcpy(to + i, rest[2], (width - i) * sizeof(T));
+            for (; i + LANES <= count; i += LANES) store(activations + i, activated<KIND>(load(gate + i)));
+            if (i < count) {  // what is left is not read past its end
+                T rest[LANES] = {};
+                memcpy(rest, gate + i, (count - i) * sizeof(T));
+                store(activations + i, activated<KIND>(load(rest)));
+            }
+            for (i = 0; i < count; i++) narrow(activations[i] * widen(up[i]), out[first + i]);
+            first += count;
         }
     });
 }

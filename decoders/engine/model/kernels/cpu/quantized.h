@@ -13,8 +13,15 @@ using Sums = int32_t __attribute__((vector_size(4 * LANES)));
 
 inline Shorts load_shorts(const void* from) { return load_as<Shorts>(from); }
 inline Shorts widen(const int8_t* from) {
-    using Bytes = int8_t __attribute__((vector_size(2 * LANES)));
-    return __builtin_convertvector(load_as<Bytes>(from), Shorts);
+#if defined(__AVX512F__)
+    return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__ARM_NEON)
+    return vmovl_s8(vld1_s8(from));
+#else
+    return Shorts{from[0], from[1], from[2], from[3], from[4], from[5], from[6], from[7]};
+#endif
 }
 inline Sums no_sums() { return Sums{}; }
 inline Vec as_vector(Sums sums) { return __builtin_convertvector(sums, Vec); }

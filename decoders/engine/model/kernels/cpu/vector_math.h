@@ -7,9 +7,6 @@
 
 namespace {
 
-using Ints = int32_t __attribute__((vector_size(4 * LANES)));
-using Chars = int8_t __attribute__((vector_size(LANES)));
-
 // Numbers of every four lanes of two vectors: 0 to 3 are those of the first, 4 to 7 those of the second.
 template <int A, int B, int C, int D, size_t... LANE>
 inline Vec mixed_lanes(Vec v, Vec w, std::index_sequence<LANE...>) {
@@ -34,7 +31,15 @@ inline Vec absolute(Vec v) { return (Vec)((Bits)v & 0x7fffffff); }
 inline Vec with_sign_of(Vec v, Vec sign) { return (Vec)((Bits)v | ((Bits)sign & 0x80000000)); }
 // v · 2^n, for the integer n in the last bits of `n`.
 inline Vec times_power(Vec v, Vec n) { return (Vec)((Bits)v + ((Bits)n << 23)); }
-inline Vec load(const int8_t* from) { return __builtin_convertvector(__builtin_convertvector(load_as<Chars>(from), Ints), Vec); }
+inline Vec load(const int8_t* from) {  // compilers convert such vectors number by number
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    return Vec{float(from[0]), float(from[1]), float(from[2]), float(from[3])};
+#endif
+}
 
 // Four numbers of every fourth row.
 inline Vec load_fours(const float* from, [[maybe_unused]] long stride) {
@@ -77,10 +82,11 @@ inline Vec power_of_two(Vec x) {
 }
 inline float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
 
-// e^x for x <= 0, likewise; 0 for x < -86. ln 2 is subtracted in two parts, of which the products by the first are exact.
+// e^x for x <= 0, likewise; 0 for x < -86. What is left of the exponent is taken from the exact product, by log2(e) in two parts.
 inline Vec exponential(Vec x) {
-    Vec shifted = x * LOG2_E + MAGIC, n = shifted - MAGIC, rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    return zero_where_less(x, broadcast(-86.0f), power(shifted, rest * LOG2_E));
+    Vec shifted = multiply_add(x, broadcast(LOG2_E), broadcast(MAGIC)), rest = multiply_add(x, broadcast(LOG2_E), MAGIC - shifted);
+    rest = multiply_add(x, broadcast(1.92596303e-8f), rest);
+    return zero_where_less(x, broadcast(-86.0f), power(shifted, rest));
 }
 
 // The hyperbolic tangent.

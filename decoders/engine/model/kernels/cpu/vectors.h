@@ -31,7 +31,6 @@ constexpr int LANES = 4;
 #endif
 using Vec = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
-using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
 
 template <class V>
 inline V load_as(const void* from) {
@@ -44,7 +43,17 @@ inline Vec zeros() { return Vec{}; }
 inline Vec broadcast(float value) { return value - Vec{}; }
 inline Vec load(const float* from) { return load_as<Vec>(from); }
 inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
-inline Vec load(const bfloat16* from) { return (Vec)(__builtin_convertvector(load_as<Halves>(from), Bits) << 16); }
+inline Vec load(const bfloat16* from) {  // compilers convert such vectors in halves
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#elif defined(__ARM_NEON)
+    return (Vec)vshll_n_u16(vld1_u16((const uint16_t*)from), 16);
+#else
+    return (Vec)Bits{uint32_t(from[0].bits) << 16, uint32_t(from[1].bits) << 16, uint32_t(from[2].bits) << 16, uint32_t(from[3].bits) << 16};
+#endif
+}
 inline Bits load_pairs(const bfloat16* from) { return load_as<Bits>(from); }
 inline Vec first_of_pairs(Bits pairs) { return (Vec)(pairs << 16); }
 inline Vec second_of_pairs(Bits pairs) { return (Vec)(pairs & 0xffff0000); }
