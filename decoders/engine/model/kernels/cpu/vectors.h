@@ -32,17 +32,20 @@ constexpr int LANES = 4;
 using Vec = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 
+// A vector at any address. Copied by memcpy it would pass through registers of integers.
+template <class V>
+struct [[gnu::packed, gnu::may_alias]] Anywhere {
+    V vector;
+};
 template <class V>
 inline V load_as(const void* from) {
-    V v;
-    memcpy(&v, from, sizeof v);
-    return v;
+    return ((const Anywhere<V>*)from)->vector;
 }
 
 inline Vec zeros() { return Vec{}; }
 inline Vec broadcast(float value) { return value - Vec{}; }
 inline Vec load(const float* from) { return load_as<Vec>(from); }
-inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
+inline void store(float* to, Vec v) { ((Anywhere<Vec>*)to)->vector = v; }
 inline Vec load(const bfloat16* from) {  // compilers convert such vectors in halves
 #if defined(__AVX512F__)
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
