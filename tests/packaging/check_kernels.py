@@ -67,7 +67,7 @@ def library(name: str) -> str:
 
 def neon() -> None:
     """Compiles the variant for Arm without a warning, and compares its functions with float64."""
-    arm = mock.patch.object(build, "machine", lambda: "aarch64")
+    arm = mock.patch.object(build, "machine", return_value="aarch64")
     with arm, mock.patch.dict(os.environ, CXX=CROSS_COMPILER), tempfile.TemporaryDirectory() as folder:
         for name in ("torch_cpu", "c10"):  # in place of torch's, which are not for Arm
             subprocess.run(

@@ -72,7 +72,10 @@ def file_name(variant: str) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Only one process at a time makes `path`; the others wait, until it is ready or has died. Where files have no locks, nobody waits."""
+    """Only one process at a time makes `path`; the others wait, until it is ready or has died.
+
+    Where files have no locks, nobody waits.
+    """
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,14 @@ struct float16 {
 // Vectors are the compiler's own; an instruction is named only where no operator means it.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
+using Vec = __m512;
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
+using Vec = __m256;
 #else
 constexpr int LANES = 4;
+using Vec = float __attribute__((vector_size(16)));
 #endif
-using Vec = float __attribute__((vector_size(4 * LANES)));
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 
 // A vector at any address. Copied by memcpy it would pass through registers of integers.
@@ -44,8 +46,17 @@ inline V load_as(const void* from) {
 
 inline Vec zeros() { return Vec{}; }
 inline Vec broadcast(float value) { return value - Vec{}; }
+// By instructions: with assignments GCC 12 keeps the sums of loops in memory, too.
+#if defined(__AVX512F__)
+inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
+#elif defined(__AVX2__)
+inline Vec load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Vec v) { _mm256_storeu_ps(to, v); }
+#else
 inline Vec load(const float* from) { return load_as<Vec>(from); }
-inline void store(float* to, Vec v) { ((Anywhere<Vec>*)to)->vector = v; }
+inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
+#endif
 inline Vec load(const bfloat16* from) {  // compilers convert such vectors in halves
 #if defined(__AVX512F__)
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
