@@ -54,18 +54,15 @@ def instructions() -> str:
 
 
 def has_instructions(variant: str) -> bool:
-    """Whether the processor can run a variant of the kernels for CPUs. torch has no public names for this."""
-    needed = {
-        "avx2": (torch.cpu._is_avx2_supported,),
-        "avx512": (torch.cpu._is_avx512_supported,),
-        "avx512_vnni": (torch.cpu._is_avx512_supported, torch.cpu._is_vnni_supported),
-        "avx512_bf16": (
-            torch.cpu._is_avx512_supported,
-            torch.cpu._is_vnni_supported,
-            torch.cpu._is_avx512_bf16_supported,
-        ),
-    }
-    return all(here() for here in needed.get(variant, ()))
+    """Whether this process can run a variant of the kernels for CPUs. torch has no public names for this.
+
+    For tiles it asks Linux, which lets a process use them only if it has asked.
+    """
+    needed = {"avx2": ("_is_avx2_supported",), "avx512": ("_is_avx512_supported",)}
+    needed["avx512_vnni"] = (*needed["avx512"], "_is_vnni_supported")
+    needed["avx512_bf16"] = (*needed["avx512_vnni"], "_is_avx512_bf16_supported")
+    needed["amx"] = (*needed["avx512_bf16"], "_init_amx")
+    return all(getattr(torch.cpu, here)() for here in needed.get(variant, ()))
 
 
 class EqualOnce(CustomGraphPass):

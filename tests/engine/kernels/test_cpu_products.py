@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,3 +185,42 @@ def test_without_a_compiler_torchs_layers_stay_and_the_reason_is_told(
         warnings.simplefilter("error")
         assert not is_replaced()
     assert "no C++ compiler" in str(cpu.chosen()) and "torch multiplies" in str(cpu.chosen())
+
+
+@pytest.fixture
+def compiled(choosing: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """What was compiled, each in a moment and to nothing; the kernels that are loaded are the name of their file."""
+    done: list[Path] = []
+
+    def compile_into(folder: Path, variant: str) -> Path:
+        time.sleep(0.2)
+        done.append(folder / build.file_name(variant))
+        done[-1].touch()
+        return done[-1]
+
+    choosing.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choosing.setattr(build, "file_name", lambda variant: f"none-{variant}.so")  # a wheel brings its own
+    choosing.setattr(build, "compile_into", compile_into)
+    choosing.setattr(cpu.Kernels, "load", classmethod(lambda cls, variant, path: path.name))
+    return done
+
+
+def test_of_two_that_need_a_variant_one_compiles_and_the_other_waits(compiled: list[Path]) -> None:
+    with ThreadPoolExecutor(2) as pool:  # a lock of the file keeps threads apart as it does processes
+        loaded = list(pool.map(cpu.loaded.__wrapped__, ["portable"] * 2))
+    assert loaded == ["none-portable.so"] * 2 and len(compiled) == 1
+
+
+def test_who_waits_goes_on_when_the_process_that_compiles_dies(compiled: list[Path], tmp_path: Path) -> None:
+    lock = tmp_path / "hf-decoders" / "kernels" / "none-portable.lock"
+    lock.parent.mkdir(parents=True)
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", hold, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cpu.loaded.__wrapped__, "portable")
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        other.kill()
+        assert waiting.result(timeout=30) == "none-portable.so" and len(compiled) == 1
+    other.communicate()

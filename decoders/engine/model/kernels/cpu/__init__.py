@@ -154,18 +154,24 @@ def loaded(variant: str) -> Kernels:
     Raises:
         OSError: it is not there, and cannot be compiled.
     """
-    name = build.file_name(variant)
-    kept = cache_folder() / "kernels"
-    for folder in (build.FOLDER, kept):
-        if (folder / name).exists():
-            return Kernels.load(variant, folder / name)
+    name, kept = build.file_name(variant), cache_folder() / "kernels"
+    path = kept / name
+    if (build.FOLDER / name).exists():
+        path = build.FOLDER / name
+    elif not path.exists():
+        with build.alone(path):  # compiled by another process meanwhile, it may be
+            if not path.exists():
+                _compile(kept, variant)
+    return Kernels.load(variant, path)
+
+
+def _compile(folder: Path, variant: str) -> None:
     if build.compiler() is not None:
         _log.warning("compiling the CPU kernels for %s, once on this machine: some 20 seconds", variant)
     started = time.perf_counter()
-    path = build.compile_into(kept, variant)
+    path = build.compile_into(folder, variant)
     seconds = time.perf_counter() - started
     _log.info("compiled the CPU kernels for %s in %.1f s: %s", variant, seconds, path)
-    return Kernels.load(variant, path)
 
 
 def check(kernels: Kernels) -> str | None:

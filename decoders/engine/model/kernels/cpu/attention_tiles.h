@@ -186,8 +186,8 @@ struct Transposed {
             for (int i = 0; i < 4; i++) v[i] = load_fours(from + d + i * ld, ld);
             transpose_fours(v);
             for (int i = 0; i < 4; i++) {
-                store(to + (2 * (d + i)) * PLACES, first_of_pairs(bits_of(v[i])));
-                store(to + (2 * (d + i) + 1) * PLACES, second_of_pairs(bits_of(v[i])));
+                store(to + (2 * (d + i)) * PLACES, first_of_pairs((Bits)v[i]));
+                store(to + (2 * (d + i) + 1) * PLACES, second_of_pairs((Bits)v[i]));
             }
         }
     }

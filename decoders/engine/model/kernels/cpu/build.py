@@ -5,6 +5,7 @@ One object works with every version of torch from 2.11 on. It takes a C++ compil
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -12,17 +13,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")
+_AVX512_VNNI = (*_AVX512, "-mavx512vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16")
 #: Per kind of machine its variants, the best one first, and what the compiler is told for each.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
-        "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+        "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+        "avx512_bf16": _AVX512_BF16,
+        "avx512_vnni": _AVX512_VNNI,
         "avx512": _AVX512,
         "avx2": _AVX2,
         "portable": (),
@@ -32,7 +37,7 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
 #: The oldest version of torch whose ABI is used, 2.11.
 _TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 #: GCC takes what its own header of AVX-512 leaves undefined on purpose for uninitialized values (its bug 105593).
-_FLAGS = (
+FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
     _TARGET,
 )  # fmt: skip
@@ -58,11 +63,26 @@ def compiler() -> str | None:
 def digest(variant: str) -> str:
     """Changes when sources or options do."""
     content = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")) + sorted(FOLDER.glob("*.cpp")))
-    return hashlib.sha256(content + repr((_FLAGS, variants()[variant])).encode()).hexdigest()[:16]
+    return hashlib.sha256(content + repr((FLAGS, variants()[variant])).encode()).hexdigest()[:16]
 
 
 def file_name(variant: str) -> str:
     return f"kernels-{variant}-{digest(variant)}.so"
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Only one process at a time makes `path`; the others wait, until it is ready or has died.
+
+    Where files have no locks, nobody waits.
+    """
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def compile_into(folder: Path, variant: str, more: tuple[str, ...] = ()) -> Path:
@@ -87,7 +107,7 @@ def compile_into(folder: Path, variant: str, more: tuple[str, ...] = ()) -> Path
         objects = {source: Path(beside) / f"{source.stem}.o" for source in sorted(FOLDER.glob("*.cpp"))}
 
         def run(*arguments: str | Path) -> None:
-            command = [program, *_FLAGS, *own, *more, *map(str, arguments)]
+            command = [program, *FLAGS, *own, *more, *map(str, arguments)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise OSError(f"{program} does not compile the kernels for CPUs: {done.stderr.strip()[:2000]}")

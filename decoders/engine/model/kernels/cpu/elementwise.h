@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "parallel.h"
-#include "vectors.h"
+#include "vector_math.h"
 
 namespace {
 
@@ -55,34 +55,34 @@ void rms_norm(const T* x, long rows, long width, const T* weight, float epsilon,
     });
 }
 
-// exp(x), to two units in the last place; the same operations in scalar and vector code.
-inline float exponential(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
-    float n = std::nearbyint(x * 1.44269504f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
-    return (p * r * r + r + 1.0f) * as_float(uint32_t(int32_t(n) + 127) << 23);
-}
-
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
+// x sigmoid(u), where u is x, or what makes it the tanh-gelu.
 template <int KIND>
-inline float activated(float x) {
-    // tanh-gelu is x sigmoid(2 u)
-    float u = KIND == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
-    return x / (1.0f + exponential(-u));
+inline Vec activated(Vec x) {
+    Vec u = KIND == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x), small = exponential(absolute(u) * -1.0f);
+    return x * larger(small, zero_where_less(u, zeros(), broadcast(1))) / (1 + small);
 }
 
 // activation(gate) * up, of rows [gate | up] or [up | gate]. x: [rows, 2 * width], out: [rows, width].
 template <int KIND, class T>
 void gated(const T* x, long rows, long width, bool gate_first, T* out, int threads) {
+    constexpr long PART = 256;  // numbers whose activations wait for `up`
     by_rows(rows, width, threads, [&](long begin, long end) {
-        for (long row = begin; row < end; row++) {
-            const T* gate = x + row * 2 * width + (gate_first ? 0 : width);
-            const T* up = x + row * 2 * width + (gate_first ? width : 0);
-            T* to = out + row * width;
-            for (long i = 0; i < width; i++) narrow(activated<KIND>(widen(gate[i])) * widen(up[i]), to[i]);
+        alignas(64) float activations[PART];
+        for (long first = begin * width; first < end * width;) {
+            const long row = first / width, from = first % width, count = std::min(width - from, PART);
+            const T* gate = x + row * 2 * width + (gate_first ? 0 : width) + from;
+            const T* up = x + row * 2 * width + (gate_first ? width : 0) + from;
+            long i = 0;
+            for (; i + LANES <= count; i += LANES) store(activations + i, activated<KIND>(load(gate + i)));
+            if (i < count) {  // what is left is not read past its end
+                T rest[LANES] = {};
+                memcpy(rest, gate + i, (count - i) * sizeof(T));
+                store(activations + i, activated<KIND>(load(rest)));
+            }
+            for (i = 0; i < count; i++) narrow(activations[i] * widen(up[i]), out[first + i]);
+            first += count;
         }
     });
 }

@@ -4,8 +4,10 @@
 // Tiles, blocks and threads change which sums are computed together, never the order within one.
 #pragma once
 #include <memory>
+#include <type_traits>
 
 #include "parallel.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -257,34 +259,65 @@ void multiply_column_block(const float* x, long ldx, long rows, long inputs, con
     });
 }
 
+// All rows times some outputs of a matrix, by the vectors of one processor.
+template <class S>
+struct VectorPanels {
+    static constexpr long WIDE = PANEL<typename S::Weight>;
+    const typename S::Row* x;
+    long ldx, rows, inputs;
+
+    void begin() const {}
+    void end() const {}
+    // Up to WIDE of the `left` outputs from `o` on; y: [rows, WIDE]. Returns how many they were.
+    long operator()(const Matrix& matrix, long o, long left, float* y) const {
+        if (left >= 8 && rows <= FEW_ROWS) {
+            multiply_rows<S, 8, FEW_ROWS, true>(matrix, o, x, ldx, rows, inputs, y, WIDE);
+            return 8;
+        }
+        long wide = left >= WIDE ? WIDE : left >= 8 ? 8 : left >= 4 ? 4 : 1;
+        if (wide >= 4) multiply_outputs<S, 4>(matrix, o, x, ldx, rows, inputs, wide, y, WIDE);
+        else multiply_outputs<S, 1>(matrix, o, x, ldx, rows, inputs, 1, y, WIDE);
+        return wide;
+    }
+};
+
+#if defined(__AMX_BF16__)
+struct TilePanels : Tiles {
+    static constexpr long WIDE = OUTPUTS;
+    const uint32_t* x;
+    long rows;
+
+    void begin() const { configure(); }
+    void end() const { _tile_release(); }
+    long operator()(const Matrix& matrix, long o, long left, float* y) const {
+        multiply((const bfloat16*)matrix.weights + o * matrix.stride, matrix.stride, std::min(left, WIDE), x, rows, y);
+        return std::min(left, WIDE);
+    }
+};
+#endif
+
 // rows: at most MOST_ROWS_AT_ONCE, in all `parts`, each of which has as many. Products of parts are added.
-template <class S, class T>
-void multiply_block(const typename S::Row* x, long ldx, long rows, int parts, long inputs, const Matrix* matrices, int count, T* out, long ldo, int threads) {
-    constexpr long WIDE = PANEL<typename S::Weight>;
+template <class T, class Panels>
+void multiply_block(const Panels& panels, long rows, int parts, const Matrix* matrices, int count, T* out, long ldo, int threads) {
+    constexpr long WIDE = Panels::WIDE;
     long outputs = 0;
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     in_threads(threads, [&](int thread, int of) {
-        long begin, end, first = 0, all = rows * parts;
+        long begin, end, first = 0;
         share_of(outputs, WIDE, thread, of, begin, end);
         alignas(64) float y[MOST_ROWS_AT_ONCE * WIDE];
+        panels.begin();
         for (int m = 0; m < count; first += matrices[m].outputs, m++) {
             const Matrix& matrix = matrices[m];
             const T* bias = (const T*)matrix.bias;
             for (long o = std::max(begin - first, 0L), last = std::min(end - first, matrix.outputs); o < last;) {
-                long wide = last - o >= WIDE ? WIDE : last - o >= 8 ? 8 : last - o >= 4 ? 4 : 1;
-                if (wide >= 8 && all <= FEW_ROWS) {
-                    wide = 8;
-                    multiply_rows<S, 8, FEW_ROWS, true>(matrix, o, x, ldx, all, inputs, y, WIDE);
-                } else if (wide >= 4) {
-                    multiply_outputs<S, 4>(matrix, o, x, ldx, all, inputs, wide, y, WIDE);
-                } else {
-                    multiply_outputs<S, 1>(matrix, o, x, ldx, all, inputs, 1, y, WIDE);
-                }
+                long wide = panels(matrix, o, last - o, y);
                 for (float *to = y, *end = y + rows * WIDE; parts == 2 && to < end; to++) *to += to[rows * WIDE];
                 finish(y, WIDE, wide, bias ? bias + o : nullptr, rows, out + first + o, ldo);
                 o += wide;
             }
         }
+        panels.end();
     });
 }
 
@@ -341,8 +374,17 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
             for (int m = 0; m < count; first += matrices[m].outputs, m++)
                 multiply_column_block<T>(wide, ldx, some, inputs, matrices[m], out + first, outputs, threads);
         } else {
+#if defined(__AMX_BF16__)
+            if constexpr (std::is_same_v<T, bfloat16>) {
+                Tiles tiles(some, inputs);
+                auto* pairs = (uint32_t*)workspace(tiles.groups * tiles.of_group() * sizeof(uint32_t));
+                tiles.arrange(x, some, pairs, threads);
+                multiply_block(TilePanels{tiles, pairs, some}, some, 1, matrices, count, out, outputs, threads);
+                continue;
+            }
+#endif
             const auto* prepared = prepare_rows<typename S::Row, S::STEP, S::AS_GIVEN>(x, some, inputs, ldx, threads, S::prepare);
-            multiply_block<S>(prepared, ldx, some, 1, inputs, matrices, count, out, outputs, threads);
+            multiply_block(VectorPanels<S>{prepared, ldx, some, inputs}, some, 1, matrices, count, out, outputs, threads);
         }
     }
 }

@@ -8,102 +8,53 @@
 namespace {
 
 // Vectors of 2 LANES integers of 16 bits, and of LANES sums of 32.
+using Shorts = int16_t __attribute__((vector_size(4 * LANES)));
+using Sums = int32_t __attribute__((vector_size(4 * LANES)));
+
+inline Shorts load_shorts(const void* from) { return load_as<Shorts>(from); }
+inline Shorts widen(const int8_t* from) {
 #if defined(__AVX512F__)
+    return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__ARM_NEON)
+    return vmovl_s8(vld1_s8(from));
+#else
+    return Shorts{from[0], from[1], from[2], from[3], from[4], from[5], from[6], from[7]};
+#endif
+}
+inline Sums no_sums() { return Sums{}; }
+inline Vec as_vector(Sums sums) { return __builtin_convertvector(sums, Vec); }
+template <int PLACE>
+inline Shorts four_bits(Shorts packed) {
+    using Words = uint16_t __attribute__((vector_size(4 * LANES)));
+    Words shifted = (Words)packed >> 4 * PLACE;
+    return (Shorts)(PLACE == 3 ? shifted : shifted & 15);
+}
 
-using Shorts = __m512i;
-using Sums = __m512i;
-
-inline Shorts load_shorts(const void* from) { return _mm512_loadu_si512(from); }
-inline Shorts widen(const int8_t* from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from)); }
-inline Sums no_sums() { return _mm512_setzero_si512(); }
-inline Sums multiply_pairs(Shorts a, Shorts b) { return _mm512_madd_epi16(a, b); }
+// The products of two neighbours are added.
+inline Sums multiply_pairs(Shorts a, Shorts b) {
+#if defined(__AVX512F__)
+    return (Sums)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Sums)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__ARM_NEON)
+    return vmlal_s16(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vget_high_s16(a), vget_high_s16(b));
+#else
+    Sums x = (Sums)a, y = (Sums)b;
+    return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
 inline Sums add_products(Shorts a, Shorts b, Sums sums) {
 #if defined(__AVX512VNNI__)
     asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));  // as an intrinsic it makes GCC 12 copy all sums in every step
     return sums;
-#else
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
-#endif
-}
-inline Vec as_vector(Sums sums) { return _mm512_cvtepi32_ps(sums); }
-template <int PLACE>
-inline Shorts four_bits(Shorts packed) {
-    Shorts shifted = PLACE ? _mm512_srli_epi16(packed, 4 * PLACE) : packed;
-    return PLACE == 3 ? shifted : _mm512_and_si512(shifted, _mm512_set1_epi16(15));
-}
-
-#elif defined(__AVX2__)
-
-using Shorts = __m256i;
-using Sums = __m256i;
-
-inline Shorts load_shorts(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
-inline Shorts widen(const int8_t* from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)); }
-inline Sums no_sums() { return _mm256_setzero_si256(); }
-inline Sums multiply_pairs(Shorts a, Shorts b) { return _mm256_madd_epi16(a, b); }
-inline Sums add_products(Shorts a, Shorts b, Sums sums) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-inline Vec as_vector(Sums sums) { return _mm256_cvtepi32_ps(sums); }
-template <int PLACE>
-inline Shorts four_bits(Shorts packed) {
-    Shorts shifted = PLACE ? _mm256_srli_epi16(packed, 4 * PLACE) : packed;
-    return PLACE == 3 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi16(15));
-}
-
 #elif defined(__ARM_NEON)
-
-using Shorts = int16x8_t;
-using Sums = int32x4_t;
-
-inline Shorts load_shorts(const void* from) { return vld1q_s16((const int16_t*)from); }
-inline Shorts widen(const int8_t* from) { return vmovl_s8(vld1_s8(from)); }
-inline Sums no_sums() { return vdupq_n_s32(0); }
-inline Sums add_products(Shorts a, Shorts b, Sums sums) {
     return vmlal_s16(vmlal_s16(sums, vget_low_s16(a), vget_low_s16(b)), vget_high_s16(a), vget_high_s16(b));
-}
-inline Sums multiply_pairs(Shorts a, Shorts b) { return vmlal_s16(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vget_high_s16(a), vget_high_s16(b)); }
-inline Vec as_vector(Sums sums) { return vcvtq_f32_s32(sums); }
-template <int PLACE>
-inline Shorts four_bits(Shorts packed) {
-    return vreinterpretq_s16_u16(vandq_u16(vshlq_u16(vreinterpretq_u16_s16(packed), vdupq_n_s16(-4 * PLACE)), vdupq_n_u16(15)));
-}
-
 #else
-
-struct Shorts {
-    int16_t lane[2 * LANES];
-};
-struct Sums {
-    int32_t lane[LANES];
-};
-
-inline Shorts load_shorts(const void* from) {
-    Shorts v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-inline Shorts widen(const int8_t* from) {
-    Shorts v;
-    for (int i = 0; i < 2 * LANES; i++) v.lane[i] = from[i];
-    return v;
-}
-inline Sums no_sums() { return {}; }
-inline Sums add_products(Shorts a, Shorts b, Sums sums) {
-    for (int i = 0; i < LANES; i++) sums.lane[i] += a.lane[2 * i] * b.lane[2 * i] + a.lane[2 * i + 1] * b.lane[2 * i + 1];
-    return sums;
-}
-inline Sums multiply_pairs(Shorts a, Shorts b) { return add_products(a, b, no_sums()); }
-inline Vec as_vector(Sums sums) {
-    Vec v;
-    for (int i = 0; i < LANES; i++) v.lane[i] = float(sums.lane[i]);
-    return v;
-}
-template <int PLACE>
-inline Shorts four_bits(Shorts packed) {
-    for (int16_t& lane : packed.lane) lane = uint16_t(lane) >> 4 * PLACE & 15;
-    return packed;
-}
-
+    return sums + multiply_pairs(a, b);
 #endif
+}
 
 constexpr long SHORTS = 2 * LANES;
 constexpr long HEADER = 32;   // in front of a row of 16-bit integers: its scale, and then nothing, so that it begins a cache line
@@ -333,7 +284,7 @@ void multiply_quantized(const T* x, long rows, long inputs, int digits, const Ma
                 round_row<S>(values, inputs, groups, to + some * ldx);
             }
         });
-        multiply_block<S>(prepared, ldx, some, digits, inputs, matrices, count, out, outputs, threads);
+        multiply_block(VectorPanels<S>{prepared, ldx, some * digits, inputs}, some, digits, matrices, count, out, outputs, threads);
     }
 }
 

@@ -21,98 +21,68 @@ struct float16 {
     uint16_t bits;
 };
 
+// Vectors are the compiler's own; an instruction is named only where no operator means it.
 #if defined(__AVX512F__)
-
 constexpr int LANES = 16;
 using Vec = __m512;
-using Bits = __m512i;
-
-inline Vec zeros() { return _mm512_setzero_ps(); }
-inline Vec broadcast(float value) { return _mm512_set1_ps(value); }
-inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
-inline void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
-inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vec load(const float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
-inline Vec load(const bfloat16* from) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16)); }
-inline Bits load_pairs(const bfloat16* from) { return _mm512_loadu_si512(from); }
-inline Vec first_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-inline Vec second_of_pairs(Bits pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000))); }
 #elif defined(__AVX2__)
-
 constexpr int LANES = 8;
 using Vec = __m256;
-using Bits = __m256i;
+#else
+constexpr int LANES = 4;
+using Vec = float __attribute__((vector_size(16)));
+#endif
+using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
 
-inline Vec zeros() { return _mm256_setzero_ps(); }
-inline Vec broadcast(float value) { return _mm256_set1_ps(value); }
+// A vector at any address. Copied by memcpy it would pass through registers of integers.
+template <class V>
+struct [[gnu::packed, gnu::may_alias]] Anywhere {
+    V vector;
+};
+template <class V>
+inline V load_as(const void* from) {
+    return ((const Anywhere<V>*)from)->vector;
+}
+
+inline Vec zeros() { return Vec{}; }
+inline Vec broadcast(float value) { return value - Vec{}; }
+// By instructions: with assignments GCC 12 keeps the sums of loops in memory, too.
+#if defined(__AVX512F__)
+inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
+#elif defined(__AVX2__)
 inline Vec load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, Vec v) { _mm256_storeu_ps(to, v); }
-inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec load(const float16* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
-inline Vec load(const bfloat16* from) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16)); }
-inline Bits load_pairs(const bfloat16* from) { return _mm256_loadu_si256((const __m256i*)from); }
-inline Vec first_of_pairs(Bits pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-inline Vec second_of_pairs(Bits pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))); }
-
-#elif defined(__ARM_NEON)
-
-constexpr int LANES = 4;
-using Vec = float32x4_t;
-using Bits = uint32x4_t;
-
-inline Vec zeros() { return vdupq_n_f32(0); }
-inline Vec broadcast(float value) { return vdupq_n_f32(value); }
-inline Vec load(const float* from) { return vld1q_f32(from); }
-inline void store(float* to, Vec v) { vst1q_f32(to, v); }
-inline Vec multiply_add(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
-inline Vec load(const float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)from))); }
-inline Vec load(const bfloat16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t*)from), 16)); }
-inline Bits load_pairs(const bfloat16* from) { return vreinterpretq_u32_u16(vld1q_u16((const uint16_t*)from)); }
-inline Vec first_of_pairs(Bits pairs) { return vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16)); }
-inline Vec second_of_pairs(Bits pairs) { return vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000))); }
-
-#else  // portable: loops that any compiler turns into the vectors that it knows
-
-constexpr int LANES = 4;
-struct Vec {
-    float lane[LANES];
-};
-struct Bits {
-    uint32_t lane[LANES];
-};
-
-inline Vec zeros() { return {}; }
-inline Vec broadcast(float value) { return {{value, value, value, value}}; }
-inline Vec load(const float* from) {
-    Vec v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
+#else
+inline Vec load(const float* from) { return load_as<Vec>(from); }
 inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
-inline Vec multiply_add(Vec a, Vec b, Vec c) {
-    for (int i = 0; i < LANES; i++) c.lane[i] += a.lane[i] * b.lane[i];
-    return c;
-}
-inline Bits load_pairs(const bfloat16* from) {
-    Bits pairs;
-    for (int i = 0; i < LANES; i++) pairs.lane[i] = from[2 * i].bits | uint32_t(from[2 * i + 1].bits) << 16;
-    return pairs;
-}
-inline Vec as_floats(Bits bits) {
-    Vec v;
-    memcpy(&v, &bits, sizeof v);
-    return v;
-}
-inline Vec first_of_pairs(Bits pairs) {
-    for (uint32_t& lane : pairs.lane) lane <<= 16;
-    return as_floats(pairs);
-}
-inline Vec second_of_pairs(Bits pairs) {
-    for (uint32_t& lane : pairs.lane) lane &= 0xffff0000;
-    return as_floats(pairs);
-}
-
 #endif
+inline Vec load(const bfloat16* from) {  // compilers convert such vectors in halves
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#elif defined(__ARM_NEON)
+    return (Vec)vshll_n_u16(vld1_u16((const uint16_t*)from), 16);
+#else
+    return (Vec)Bits{uint32_t(from[0].bits) << 16, uint32_t(from[1].bits) << 16, uint32_t(from[2].bits) << 16, uint32_t(from[3].bits) << 16};
+#endif
+}
+inline Bits load_pairs(const bfloat16* from) { return load_as<Bits>(from); }
+inline Vec first_of_pairs(Bits pairs) { return (Vec)(pairs << 16); }
+inline Vec second_of_pairs(Bits pairs) { return (Vec)(pairs & 0xffff0000); }
+
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -171,10 +141,17 @@ inline void narrow(float value, float16& to) {
 #endif
 }
 
-#if !defined(__AVX2__) && !defined(__ARM_NEON)
-inline Vec load(const float16* from) { return {{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])}}; }
-inline Vec load(const bfloat16* from) { return {{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])}}; }
+inline Vec load(const float16* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__ARM_NEON)
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)from)));
+#else
+    return Vec{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
 #endif
+}
 
 // As a lane of vectors computes it.
 inline float multiply_add(float a, float b, float c) {
@@ -203,7 +180,7 @@ inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
     vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 #else
     const Vec all[] = {a, b, c, d};
-    for (int i = 0; i < 4; i++) to[i] = (all[i].lane[0] + all[i].lane[1]) + (all[i].lane[2] + all[i].lane[3]);
+    for (int i = 0; i < 4; i++) to[i] = (all[i][0] + all[i][1]) + (all[i][2] + all[i][3]);
 #endif
 }
 
