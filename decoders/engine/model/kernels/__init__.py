@@ -46,11 +46,21 @@ def operator(schema: str, function: Callable[..., Tensor], fake: Callable[..., T
     """
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, function, "CUDA")
+    _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
         _library.impl(name, _without_bfloat16(function), "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Tensor], getattr(torch.ops.decoders, name).default)
+
+
+def _on_own_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` with the device of its first argument as the current one, on which Triton launches."""
+
+    def guarded(first: Tensor, *more: Any) -> Tensor:
+        with torch.cuda.device(first.device):
+            return function(first, *more)
+
+    return guarded
 
 
 def _without_bfloat16(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

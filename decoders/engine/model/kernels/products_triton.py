@@ -5,7 +5,9 @@ only on the matrix: terms are cut into stretches at fixed places (:func:`plan`),
 16 rows at a time by the same instruction whatever the rows are, and the stretches are added in order.
 
 A program reads its part of the matrix once, for up to 128 rows, whose sums it holds in registers. Rows are read again for every block
-of outputs, mostly from the second-level cache: 32 or 64 rows are as much data as the block's part of the matrix.
+of outputs, mostly from the second-level cache: 32 or 64 rows are as much data as the block's part of the matrix. From 64 rows on blocks
+are therefore twice as large, which changes no bits. A batch's rows beyond 128 are other programs, which run beside those of the same
+part of the matrix.
 
 PyTorch's mean distributes a row of a norm to threads depending on the number of rows, and inductor chooses the loops of a reduction by
 timing. Here each row is one program, and the order of its sum depends only on its width.
@@ -28,7 +30,7 @@ from . import LARGEST_BLOCK, MOST_MATRICES
 TILE = 16
 #: Most row tiles of one program.
 MOST_TILES = 8
-#: PyTorch computes products of more rows (long texts, large batches), for which cuBLAS is as fast as the device allows.
+#: PyTorch computes products of more nodes per row of the batch (long texts), for which cuBLAS is as fast as the device allows.
 MOST_ROWS = TILE * MOST_TILES
 #: Programs that a product should have: about two for each of the 132 multiprocessors of an H100. It is the same on every device, since
 #: bits depend on it.
@@ -39,6 +41,8 @@ LEAST_STRETCH = 256
 STEP_BYTES = 128
 #: Steps that are read ahead, by number of row tiles, so that the shared memory of a multiprocessor holds two programs.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
+#: Bytes that a program may read ahead: less than the 99 KB that every card since Ampere has.
+MOST_AHEAD = 96 << 10
 
 
 class Plan(NamedTuple):
@@ -80,9 +84,9 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
     """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: it is the only stretch."""
-    block, part = tl.program_id(0), tl.program_id(1)
+    block, part = tl.program_id(1), tl.program_id(2)
     output = block * BLOCK + tl.arange(0, BLOCK)
-    row = tl.arange(0, TILE)
+    row = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILE)
     begin = part * stretch
     end = tl.minimum(begin + stretch, inputs)
     own = output
@@ -118,26 +122,27 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
         result = sums[i]  # type: ignore[var-annotated]
         if BIAS:
             result += tl.load(bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-        place = row + i * TILE
+        place = (row + i * TILE).to(tl.int64)  # large batches have 2^31 logits
         if not WHOLE:
             place += part * rows
         here = (row + i * TILE < rows)[:, None] & (output < outputs)[None, :]
         tl.store(out + place[:, None] * outputs + output[None, :], result.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["rows"])
 def _add_stretches(  # type: ignore[no-untyped-def]
-    parts, bias, second_bias, third_bias, out, count, outputs, first_outputs, second_outputs,
+    parts, bias, second_bias, third_bias, out, rows, outputs, first_outputs, second_outputs,
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """``[STRETCHES, count]`` → ``[count]``, added in order; count: rows times outputs."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = place < count
+    """``[STRETCHES, rows, outputs]`` → ``[rows, outputs]``, added in order. A program has a block of one row."""
+    own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = own < outputs
+    # Multiples of `outputs`, from which the compiler sees that numbers may be loaded four at a time.
+    place = tl.program_id(0) * outputs + own
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(STRETCHES):
-        total += tl.load(parts + part * count + place, mask=here, other=0.0)
+        total += tl.load(parts + part * rows * outputs + place, mask=here, other=0.0)
     if BIAS:
-        own = place % outputs
         of = bias + own
         if MATRICES > 1:
             of = tl.where(own < first_outputs, of, second_bias + (own - first_outputs))
@@ -150,7 +155,8 @@ def _add_stretches(  # type: ignore[no-untyped-def]
 
 def few_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     sizes, inputs = [matrix.shape[0] for matrix in matrices], x.shape[-1]
-    if not 0 < x.numel() <= MOST_ROWS * inputs:
+    # Whatever else is in the batch: a node has the bits that it has alone.
+    if not 0 < x.shape[-2:].numel() <= MOST_ROWS * inputs or not x.numel():
         return _many_rows_linear(x, matrices, biases)
     flat, outputs = x.reshape(-1, inputs).contiguous(), sum(sizes)
     rows, (block, stretches, stretch, step) = flat.shape[0], plan(outputs, inputs, x.element_size())
@@ -164,16 +170,18 @@ def few_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tens
     while tiles < MOST_TILES and tiles * TILE < rows:
         tiles *= 2
     lengths = sizes[0], sizes[1] if len(sizes) > 1 else 0
-    _multiply[(triton.cdiv(outputs, block), stretches)](
+    if tiles >= 4 and (len(sizes) == 1 or not any(size % (2 * block) for size in sizes)):
+        block *= 2
+    ahead = MOST_AHEAD // ((tiles * TILE + block) * STEP_BYTES)
+    _multiply[(triton.cdiv(rows, tiles * TILE), triton.cdiv(outputs, block), stretches)](
         flat, first, second, third, *added, parts, rows, outputs, inputs, *first.stride(), stretch, *lengths,
         TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given, MATRICES=len(matrices),
         # A warp per 16 outputs. Their number changes no bits, since no sum is shared by warps.
-        num_warps=block // 16, num_stages=STAGES[tiles], enable_fp_fusion=True,
+        num_warps=block // 16, num_stages=min(STAGES[tiles], ahead), enable_fp_fusion=True,
     )  # fmt: skip
     if not whole:
-        count = rows * outputs
-        _add_stretches[(triton.cdiv(count, 256),)](
-            parts, *added, out, count, outputs, *lengths, STRETCHES=stretches, BLOCK=256, BIAS=given, MATRICES=len(matrices),
+        _add_stretches[(rows, triton.cdiv(outputs, 256))](
+            parts, *added, out, rows, outputs, *lengths, STRETCHES=stretches, BLOCK=256, BIAS=given, MATRICES=len(matrices),
             num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip
     return out
