@@ -88,25 +88,39 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names of calls, and functions that make them."""
-    from decoders.engine.model.kernels import attention, products_triton
+    from decoders.engine.model.kernels import Norm, attention, epilogues_triton, products_triton
 
     for name, model in MODELS.items():
-        for part, (sizes, inputs) in model.products.items():
-            for kind in (kind for kind in model.types if kind != "fp32"):  # cuBLAS computes those
+        for kind, nodes in (
+            (kind, n) for kind in model.types if kind != "fp32" for n in NODES
+        ):  # cuBLAS computes those
+            for part, (sizes, inputs) in model.products.items():
                 dtype = DTYPES[kind]
+                x = empty(1, nodes, inputs, dtype=dtype)
                 matrices = [empty(size, inputs, dtype=dtype) for size in sizes]
                 biases = [empty(size, dtype=dtype) for size in sizes] if model.bias else []
-                groups = (
-                    [range(len(sizes))] if all(size % 64 == 0 for size in sizes) else [[i] for i in range(len(sizes))]
-                )
-                for group, nodes in ((group, nodes) for group in groups for nodes in NODES):
-                    x, own = empty(1, nodes, inputs, dtype=dtype), [matrices[i] for i in group]
-                    added = [biases[i] for i in group] if biases else []
-                    multiply = functools.partial(products_triton.few_rows_linear, x, own, added)
-                    yield f"{name} {part} {list(group)} {kind}, {nodes} nodes", multiply
+                call: Callable[[], Any] = functools.partial(products_triton.few_rows_linear, x, matrices, biases)
+                if part == "gate up":
+                    call = functools.partial(products_triton.gated_linear, x, matrices, biases, int(model.width == 256))
+                elif part in ("o", "down"):
+                    residual, norm = (
+                        empty(1, nodes, *sizes, dtype=dtype),
+                        Norm(empty(*sizes, dtype=dtype), 1e-6, False, True),
+                    )
+                    before = norm if model.width == 256 else Norm()
+                    call = functools.partial(
+                        products_triton.linear_to_residual, x, *matrices, None, residual, before, norm
+                    )
+                elif part == "qkv" and not model.sinks:
+                    turns, slots = empty(1, nodes, model.width, dtype=dtype), empty(1, nodes, dtype=torch.int64)
+                    cache = empty(1, model.key_heads, 512, model.width, dtype=dtype)
+                    own = Norm(empty(model.width, dtype=dtype), 1e-6, True, False) if model.width == 256 else Norm()
+                    options = x, matrices, biases, (own, own), turns, turns, slots, cache, cache
+                    call = functools.partial(products_triton.linear_to_cache, *options)
+                yield f"{name} {part} {kind}, {nodes} nodes", call
         for width in model.norms:
             x, weight = (empty(*size, width, dtype=torch.bfloat16) for size in ((1, 4), ()))
-            yield f"{name} norm", functools.partial(products_triton.rms_norm, x, weight, 1e-6, False, True)
+            yield f"{name} norm", functools.partial(epilogues_triton.normalized, x, weight, 1e-6, False, True)
         for kind in model.types:
             for nodes, view in (*((n, 512) for n in NODES), (1, 32768), (32, 2048), (512, 8192)):
                 text = view in (2048, 8192)
@@ -116,8 +130,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                 mask = empty(1, 1, nodes, (0 if text else -(-nodes // 64)) + 2, dtype=torch.int64)
                 sinks = empty(model.heads, dtype=DTYPES[kind]) if model.sinks else None
                 what = f"{name} attention {kind}, {nodes} {'tokens of text' if text else 'nodes'}, {view} slots"
-                options = query, key, value, mask, sinks, model.window, 0, 0.125, 0.0
-                yield what, functools.partial(attention._tree_attention, *options)
+                given = query, key, value, mask, sinks, model.window, 0, 0.125, 0.0
+                yield what, functools.partial(attention._tree_attention, *given)
 
 
 def resources(ptx: str, capability: int) -> tuple[int, int]:

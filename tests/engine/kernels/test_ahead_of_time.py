@@ -19,7 +19,12 @@ MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120:
 #: Bytes that a thread may spill. In float32 products are loops that are written out.
 SPILLS = {"16 bits": 64, "fp32": 512}
 #: Calls that show each of the faults that there were, compiled in seconds.
-QUICK = ("Gemma 3 1B attention bf16, 512", "Llama 8B attention fp32, 512", "SmolLM2 135M o [0] bf16, 1")
+QUICK = (
+    "Gemma 3 1B attention bf16, 512",
+    "Llama 8B attention fp32, 512",
+    "SmolLM2 135M qkv bf16, 1",
+    "Llama 1B gate up bf16, 16",
+)
 
 
 def compiled(capability: int, *words: str) -> list[dict[str, Any]]:
@@ -37,7 +42,7 @@ def check(kernels: list[dict[str, Any]], capability: int) -> None:
         assert kernel["shared"] <= MEMORY[capability], said
         assert kernel["spilled"] <= SPILLS["fp32" if "fp32" in kernel["call"] else "16 bits"], said
         # Four numbers at a time, or eight of 16 bits that are copied past the registers.
-        assert kernel["kernel"] != "_add_stretches" or "4" in kernel["widths"], said
+        assert kernel["kernel"] not in ("_add_stretches", "_add_to_residual") or "4" in kernel["widths"], said
         nodes = kernel["kernel"] == "attend_kernel" and "nodes" in kernel["call"] and "fp32" not in kernel["call"]
         assert not nodes or kernel["products"] == ["mma.sync"], said  # one instruction, however many nodes there are
         if kernel["kernel"] == "_multiply":  # a stretch from beginning to end, for every number of rows
@@ -46,7 +51,7 @@ def check(kernels: list[dict[str, Any]], capability: int) -> None:
 
 def test_wide_heads_fit_on_a_card_of_little_memory_and_nothing_spills_much() -> None:
     kernels = compiled(86, *QUICK)
-    assert {"attend_kernel", "merge_kernel", "_multiply", "_add_stretches"} == {each["kernel"] for each in kernels}
+    assert {"attend_kernel", "merge_kernel", "_multiply", "_rotate_to_cache"} == {each["kernel"] for each in kernels}
     check(kernels, 86)
 
 

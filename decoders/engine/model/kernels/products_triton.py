@@ -84,21 +84,14 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: it is the only stretch. KIND, if not negative:
-    of the activation of the first matrix's outputs, half of a block, by which the second's are multiplied."""
+    of the activation of the first of two matrices' outputs, by which the second's are multiplied; `outputs` are one matrix's."""
     block, part = tl.program_id(1), tl.program_id(2)
     output = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILE)
     begin = part * stretch
     end = tl.minimum(begin + stretch, inputs)
-    own, stored = output, output
-    if KIND >= 0:
-        half: tl.constexpr = BLOCK // 2
-        gates = tl.arange(0, BLOCK) < half
-        own = block * half + tl.arange(0, BLOCK) % half
-        output, stored = own, block * half + tl.arange(0, half)
-        outputs = first_outputs
-        matrix, bias = tl.where(gates, matrix, second)[None, :], tl.where(gates, bias, second_bias)
-    elif MATRICES > 1:
+    own = output
+    if KIND < 0 and MATRICES > 1:
         behind = block * BLOCK >= first_outputs
         matrix, bias = tl.where(behind, second, matrix), tl.where(behind, second_bias, bias)
         own -= tl.where(behind, first_outputs, 0)
@@ -107,17 +100,18 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
         matrix, bias = tl.where(behind, third, matrix), tl.where(behind, third_bias, bias)
         own -= tl.where(behind, second_outputs, 0)
     columns = matrix + own.to(tl.int64)[None, :] * matrix_output  # matrices of 2^31 elements exist
+    factors = second + own.to(tl.int64)[None, :] * matrix_output
     sums = ()
-    for _ in tl.static_range(TILES):
+    for _ in tl.static_range(TILES if KIND < 0 else 2 * TILES):
         sums += (tl.zeros([TILE, BLOCK], tl.float32),)  # type: ignore[assignment]  # one for each row tile
     for first in range(begin, end, STEP):
         term = first + tl.arange(0, STEP)
-        weights = tl.load(
-            columns + term.to(tl.int64)[:, None] * matrix_input,
-            mask=(term < end)[:, None] & (output < outputs)[None, :],
-            other=0.0,
-        )
-        added = ()
+        place = term.to(tl.int64)[:, None] * matrix_input
+        there = (term < end)[:, None] & (output < outputs)[None, :]
+        weights = tl.load(columns + place, mask=there, other=0.0)
+        if KIND >= 0:
+            others = tl.load(factors + place, mask=there, other=0.0)
+        added, more = (), ()
         for i in tl.static_range(TILES):
             values = tl.load(
                 x + (row + i * TILE)[:, None] * inputs + term[None, :],
@@ -125,20 +119,24 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
                 other=0.0,
             )
             added += (tl.dot(values, weights, sums[i], input_precision="ieee"),)  # type: ignore[assignment]
-        sums = added
+            if KIND >= 0:
+                more += (tl.dot(values, others, sums[TILES + i], input_precision="ieee"),)  # type: ignore[assignment]
+        sums = added + more
     for i in tl.static_range(TILES):
         result = sums[i]  # type: ignore[var-annotated]
         if BIAS:
             result += tl.load(bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-        place = (row + i * TILE).to(tl.int64)  # large batches have 2^31 logits
-        if not WHOLE:
-            place += part * rows
         if KIND >= 0:
-            rounded = result.to(out.dtype.element_ty).to(tl.float32)
-            gate, up = tl.split(tl.permute(tl.reshape(rounded, (TILE, 2, BLOCK // 2)), (0, 2, 1)))
-            result = activated(gate, KIND) * up
-        here = (row + i * TILE < rows)[:, None] & (stored < outputs)[None, :]
-        tl.store(out + place[:, None] * outputs + stored[None, :], result.to(out.dtype.element_ty), mask=here)
+            factor = sums[TILES + i]  # type: ignore[misc]
+            if BIAS:
+                factor += tl.load(second_bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+            gate = result.to(out.dtype.element_ty).to(tl.float32)
+            result = activated(gate, KIND) * factor.to(out.dtype.element_ty).to(tl.float32)
+        target = (row + i * TILE).to(tl.int64)  # large batches have 2^31 logits
+        if not WHOLE:
+            target += part * rows
+        here = (row + i * TILE < rows)[:, None] & (output < outputs)[None, :]
+        tl.store(out + target[:, None] * outputs + output[None, :], result.to(out.dtype.element_ty), mask=here)
 
 
 def parts_of(
@@ -168,12 +166,14 @@ def parts_of(
     lengths = sizes[0], sizes[1] if len(sizes) > 1 else 0
     if tiles >= 4 and (kind >= 0 or len(sizes) == 1 or not any(size % (2 * block) for size in sizes)):
         block *= 2
-    ahead = MOST_AHEAD // ((tiles * TILE + block) * STEP_BYTES)
+    ahead, warps = MOST_AHEAD // ((tiles * TILE + block) * STEP_BYTES), block // 16
+    if kind >= 0:  # half of a block of each matrix
+        outputs, block = sizes[0], block // 2
     _multiply[(triton.cdiv(rows, tiles * TILE), triton.cdiv(outputs, block), stretches)](
         flat, first, second, third, *added_here, parts, rows, outputs, inputs, *first.stride(), stretch, *lengths,
         TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given, MATRICES=len(matrices), KIND=kind,
         # A warp per 16 outputs. Their number changes no bits, since no sum is shared by warps.
-        num_warps=block // 16, num_stages=min(STAGES[tiles], ahead), enable_fp_fusion=True,
+        num_warps=warps, num_stages=min(STAGES[tiles], ahead), enable_fp_fusion=True,
     )  # fmt: skip
     return parts, () if whole else biases
 
