@@ -61,7 +61,7 @@ def read(target: Target, count: int = 5) -> tuple[Tensor, list[Tensor]]:
     return out.logits, [*buffers.keys, *buffers.values]
 
 
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("design", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", "gemma3"])
 def test_layers_are_known_by_what_they_compute_and_computed_likewise(
     design: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,16 +139,14 @@ class Launches(torch_compat.TorchDispatchMode):
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-    for layers in (2, 3):
-        target = Target(made(design, num_hidden_layers=layers, intermediate_size=512, hidden_size=576), "triton")
-        assert all(fused(target))
-        with monkeypatch.context() as patched, Launches(patched) as launches:
-            tokens, base, buffers = torch.arange(4)[None], torch.tensor([4]), target.buffers(1, 512)
-            with torch.no_grad():
-                target.forward(tokens, base, causal_block(1, 4, target.device), buffers, torch.arange(256))
+    target = Target(made(design), "triton")
+    tokens, base, buffers = torch.arange(4)[None], torch.tensor([4]), target.buffers(1, 512)
+    counts: list[list[str]] = []
+    for _ in range(2):  # with two layers, and with one
+        with monkeypatch.context() as patched, torch.no_grad(), Launches(patched) as launches:
+            target.forward(tokens, base, causal_block(1, 4, target.device), buffers, torch.arange(256))
         counts.append(launches.names)
-    more = [*counts[1]]
-    for name in counts[0]:
-        more.remove(name)
-    assert len(more) <= LAUNCHES, more
+        del targets.decoder_layers(target.model)[-1]  # type: ignore[attr-defined]
+    for name in counts[1]:
+        counts[0].remove(name)
+    assert len(counts[0]) <= LAUNCHES, counts[0]

@@ -106,11 +106,19 @@ def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
         norms = Norm(weights[0], *FORMULAS[formula]), Norm(weights[1], *FORMULAS[formula])
         plain[:2] = [FORMULAS[formula](part, weight) for part, weight in zip(plain, weights, strict=False)]
     turn: Callable[[Tensor], Tensor] = lambda part: part * cos[:, :, None] + half_turned(part) * sin[:, :, None]  # noqa: E731
-    query = epilogues.linear_to_cache(x, matrices, biases, norms, cos, sin, slots, keys, values)
-    assert query is not None and query.dtype == dtype
+    given = x, matrices, biases, norms, cos, sin, slots, keys, values
+    rotated = epilogues.linear_rotated(*given)
+    assert rotated is not None and rotated[1:] == (None, None)
+    query = rotated[0]
+    assert query.dtype == dtype
     close: dict[str, Any] = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(query, turn(plain[0]), **close)
     row = torch.arange(rows)[:, None]
     torch.testing.assert_close(keys[row, :, slots], turn(plain[1]), **close)
     torch.testing.assert_close(values[row, :, slots], plain[2], **close)
     assert keys.count_nonzero() <= rows * nodes * key_heads * width
+    # Compiled code gets what it has to write itself, with the same bits.
+    traced = torch.compile(epilogues.linear_rotated, backend="eager", fullgraph=True)(*given)
+    assert traced is not None and torch.equal(traced[0], query)
+    assert torch.equal(traced[1], keys[row, :, slots].transpose(1, 2))
+    assert torch.equal(traced[2], values[row, :, slots].transpose(1, 2))

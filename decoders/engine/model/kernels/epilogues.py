@@ -45,6 +45,27 @@ def _to_cache_on_cuda(
     return linear_to_cache(x, matrices, biases, norms, cos, sin, slots, keys, values)
 
 
+def _rotated_on_cuda(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], query_norm: Tensor | None, key_norm: Tensor | None, epsilon: float,
+    one_added: bool, rounded_first: bool, cos: Tensor, sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from .products_triton import linear_to_cache
+
+    norms = Norm(query_norm, epsilon, one_added, rounded_first), Norm(key_norm, epsilon, one_added, rounded_first)
+    keys, values = _new_keys(x, matrices, cos), _new_keys(x, matrices, cos)
+    return linear_to_cache(x, matrices, biases, norms, cos, sin, None, keys, values), keys, values
+
+
+def _new_keys(x: Tensor, matrices: Sequence[Tensor], cos: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], len(matrices[1]) // cos.shape[2], x.shape[1], cos.shape[2])
+
+
+def _rotated_fake(x: Tensor, matrices: Sequence[Tensor], *more: object) -> tuple[Tensor, Tensor, Tensor]:
+    cos: Tensor = more[-2]  # type: ignore[assignment]
+    query = x.new_empty(*x.shape[:2], len(matrices[0]) // cos.shape[2], cos.shape[2])
+    return query, _new_keys(x, matrices, cos), _new_keys(x, matrices, cos)
+
+
 def _to_cache_fake(x: Tensor, matrices: Sequence[Tensor], *more: object) -> Tensor:
     width = more[-1].shape[3]  # type: ignore[attr-defined]
     return x.new_empty(*x.shape[:2], len(matrices[0]) // width, width)
@@ -64,9 +85,13 @@ _to_residual = operator(
     _to_residual_on_cuda,
     _to_residual_fake,
 )
+_ROTATED = (
+    "Tensor x, Tensor[] matrices, Tensor[] biases, Tensor? query_norm, Tensor? key_norm, float epsilon, bool one_added, "
+    "bool rounded_first, Tensor cos, Tensor sin"
+)
+_rotated = operator(f"linear_rotated({_ROTATED}) -> (Tensor, Tensor, Tensor)", _rotated_on_cuda, _rotated_fake)
 _to_cache = operator(
-    "linear_to_cache(Tensor x, Tensor[] matrices, Tensor[] biases, Tensor? query_norm, Tensor? key_norm, float epsilon, "
-    "bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor",
+    f"linear_to_cache({_ROTATED}, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor",
     _to_cache_on_cuda,
     _to_cache_fake,
 )
@@ -107,10 +132,10 @@ def linear_to_residual(
     return _to_residual(x, matrix, bias, residual, *before, *after)  # type: ignore[no-any-return]
 
 
-def linear_to_cache(
-    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor,
-    keys: Tensor, values: Tensor,
-) -> Tensor | None:  # fmt: skip
+def linear_rotated(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor,
+    slots: Tensor, keys: Tensor, values: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:  # fmt: skip
     """Products with the matrices of queries, keys and values, the norms of the first two per head and their rotary positions.
 
     Args:
@@ -118,10 +143,11 @@ def linear_to_cache(
         norms: of queries and keys, with one formula.
         cos, sin: ``[B or 1, N, D]``.
         slots: ``[B, N]`` int64, negative ones counted from the end.
-        keys, values: ``[B, h, L, D]``, written in place.
+        keys, values: the cache, ``[B, h, L, D]``. Uncompiled, new ones are written to their slots.
 
     Returns:
-        Queries ``[B, N, H, D]``; None where no kernel computes it.
+        Queries ``[B, N, H, D]``, and keys and values ``[B, h, N, D]`` where they are not written yet: regions of compiled code take no
+        operators that write. None where no kernel computes it.
     """
     if (
         operator_for(x) is not few_rows_on_cuda
@@ -130,4 +156,7 @@ def linear_to_cache(
     ):
         return None
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
-    return _to_cache(x, matrices, biases, query_norm, key_norm, *formula, cos, sin, slots, keys, values)  # type: ignore[no-any-return]
+    given = x, matrices, biases, query_norm, key_norm, *formula, cos, sin
+    if torch.compiler.is_dynamo_compiling():
+        return _rotated(*given)  # type: ignore[no-any-return]
+    return _to_cache(*given, slots, keys, values), None, None

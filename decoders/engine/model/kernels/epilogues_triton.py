@@ -114,9 +114,10 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     parts, bias, second_bias, third_bias, query_norm, key_norm, cos, sin, slots, query, keys, values,
     rows, nodes, slots_length, cos_row, epsilon, kb, kh, kn, vb, vh, vn,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr,
+    NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one node: the sum, for queries and keys its norm and its rotary position; keys and values go to the cache."""
+    """One head of one node: the sum, for queries and keys its norm and its rotary position. Keys and values go to the cache, if not to
+    tensors of their own."""
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     here, outputs = d < D, (HEADS + 2 * KEY_HEADS) * D
@@ -127,8 +128,10 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
         total += _biases(bias, second_bias, third_bias, own, here, HEADS * D, KEY_HEADS * D, 3)
     total = total.to(query.dtype.element_ty).to(tl.float32)
     b, n = (row // nodes).to(tl.int64), row % nodes
-    slot = tl.load(slots + row)
-    slot = tl.where(slot < 0, slot + slots_length, slot)
+    slot = n.to(tl.int64)
+    if CACHE:
+        slot = tl.load(slots + row)
+        slot = tl.where(slot < 0, slot + slots_length, slot)
     if head < HEADS + KEY_HEADS:
         # A second time, for the numbers of the other half: halves of a row are in other threads.
         turned = tl.where(d < D // 2, d + D // 2, d - D // 2)
@@ -204,25 +207,21 @@ def added_to_residual(
 
 
 def rotated_to_cache(
-    parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor,
-    keys: Tensor, values: Tensor, dtype: torch.dtype,
+    parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
+    keys: Tensor, values: Tensor, batch: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes keys and values ``[B, h, L, d]`` and returns queries, ``[B, N, H, d]``."""
-    (stretches, rows, outputs), (batch, nodes), key_heads, width = (
-        parts.shape,
-        slots.shape,
-        keys.shape[1],
-        keys.shape[3],
-    )
+    """Writes keys and values ``[B, h, L, d]``, without slots to the first ones, and returns queries, ``[B, N, H, d]``."""
+    (stretches, rows, outputs), (_, key_heads, _, width) = parts.shape, keys.shape
+    nodes = rows // batch
     heads = outputs // width - 2 * key_heads
     query = parts.new_empty((batch, nodes, heads, width), dtype=dtype)
     first, normed = norms[0], norms[0].weight is not None
     weights = (norm.weight if normed else query for norm in norms)
     _rotate_to_cache[(rows, heads + 2 * key_heads)](
-        parts, *_three(biases, parts), *weights, cos, sin, slots, query, keys, values,
+        parts, *_three(biases, parts), *weights, cos, sin, sin if slots is None else slots, query, keys, values,
         rows, nodes, keys.shape[2], 0 if len(cos) == 1 else cos.stride(0), first.epsilon, *keys.stride()[:3], *values.stride()[:3],
         HEADS=heads, KEY_HEADS=key_heads, D=width, WIDTH=max(triton.next_power_of_2(width), 16), STRETCHES=stretches,
-        BIAS=bool(biases), NORM=normed, ONE_ADDED=first.one_added, ROUNDED=first.rounded_first,
+        BIAS=bool(biases), NORM=normed, ONE_ADDED=first.one_added, ROUNDED=first.rounded_first, CACHE=slots is not None,
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     return query

@@ -204,11 +204,13 @@ def linear_to_residual(
 
 def linear_to_cache(
     x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor,
-    slots: Tensor, keys: Tensor, values: Tensor,
+    slots: Tensor | None, keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
     parts, missing = parts_of(x, matrices, biases)
-    given = (tensor.contiguous() for tensor in (cos, sin, slots))
-    return rotated_to_cache(parts, missing, norms, *given, keys, values, x.dtype)
+    slots = None if slots is None else slots.contiguous()
+    return rotated_to_cache(
+        parts, missing, norms, cos.contiguous(), sin.contiguous(), slots, keys, values, len(x), x.dtype
+    )
 
 
 def _many_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:

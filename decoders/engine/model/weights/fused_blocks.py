@@ -82,13 +82,11 @@ class Layer(NamedTuple):
         first: the norm that it begins with.
         steps: attention and feed-forward layers.
         names: of the arguments for its input, cos and sin, the mask and the cache.
-        following: the norm that the next layer begins with.
     """
 
     first: NormOf
     steps: tuple[Step, ...]
     names: tuple[Name, Name, Name, Name]
-    following: NormOf
 
 
 #: The norm that a layer begins with, computed by the layer in front of it.
@@ -103,7 +101,12 @@ def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache]
     Args:
         run: runs the model for a few tokens, and calls its argument with the cache first.
     """
-    if any(any(hooks_of(module)) or "forward" in vars(module) for layer in layers for module in layer.modules() if module is not layer):
+    if any(
+        any(hooks_of(module)) or "forward" in vars(module)
+        for layer in layers
+        for module in layer.modules()
+        if module is not layer
+    ):
         return 0
     with _noted(layers, run) as (calls, attended):
         pass
@@ -118,17 +121,19 @@ def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache]
         tried = None if plan is None or call is None else kind.compute(plan, call.given, call.options)  # type: ignore[attr-defined]
         computes = tried is not None and call is not None and close(tried, call.result)
         if computes:
-            layer.__class__, vars(layer)["decoders_block"] = kind, plan
+            layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, plan, NO_NORM
         fused.append(call if computes else None)
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
-            own = vars(one.module)
-            own["decoders_block"] = own["decoders_block"]._replace(following=vars(other.module)["decoders_block"].first)
+            # Apart: what a region reads of another layer's would become its input.
+            vars(one.module)["decoders_following"] = vars(other.module)["decoders_block"].first
     return sum(call is not None for call in fused)
 
 
 @contextmanager
-def _noted(layers: Sequence[nn.Module], run: Callable) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
+def _noted(
+    layers: Sequence[nn.Module], run: Callable
+) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
     """The calls of all modules in `layers` while the model runs; and per attention module what our kernel and the cache were given."""
     calls: dict[nn.Module, list[Call]] = {}
     attended: dict[nn.Module, tuple] = {}
@@ -139,7 +144,9 @@ def _noted(layers: Sequence[nn.Module], run: Callable) -> Iterator[tuple[dict[nn
         order.append(Call(module, given, options, result))
         calls.setdefault(module, []).append(order[-1])
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *given: Any, **options: Any) -> Any:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *given: Any, **options: Any
+    ) -> Any:
         if updates:
             attended[module] = query, mask, options, updates[-1]
         return attention.kernel_attention(module, query, key, value, mask, *given, **options)
@@ -190,7 +197,9 @@ def _attention(
     module: nn.Module, calls: dict[nn.Module, list[Call]], query: Tensor, mask: Tensor, options: dict[str, Any], update: tuple
 ) -> Attention | None:  # fmt: skip
     call, (cache, key_states, value_states, layer) = _once(calls, module), update
-    linear: list[Any] = [m for m in module.children() if isinstance(m, FewRowsLinear | FewRowsConv1D) and _once(calls, m)]
+    linear: list[Any] = [
+        m for m in module.children() if isinstance(m, FewRowsLinear | FewRowsConv1D) and _once(calls, m)
+    ]
     group = linear[0].group if linear else None
     norms = [norm for m in module.children() if _once(calls, m) and (norm := _norm_of(m)) is not None]
     width, result = query.shape[3], call.result if call is not None else None
@@ -200,7 +209,9 @@ def _attention(
         return None
     out = next((m for m in linear if m not in group and calls[m][0].result is result[0]), None)
     reads = calls[group[0]][0].given[0] if calls[group[0]][0].given else None
-    turns = next((v for v in call.options.values() if isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], Tensor)), None)
+    turns = next(
+        (v for v in call.options.values() if isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], Tensor)), None
+    )
     names = tuple(map(call.name_of, (reads, turns, mask, cache)))
     same = key_states.shape[3] == value_states.shape[3] == width and key_states.shape[1] == value_states.shape[1]
     sizes = [len(m.matrix()) for m in group]
@@ -210,7 +221,9 @@ def _attention(
         return None
     if norms and (norms[0][1] != norms[1][1] or any(len(own_parameters(m)["weight"]) != width for m, _ in norms if m)):  # type: ignore[arg-type]
         return None
-    sinks = next((name for name, own in own_parameters(module).items() if own is not None and own is options.get("s_aux")), None)
+    sinks = next(
+        (name for name, own in own_parameters(module).items() if own is not None and own is options.get("s_aux")), None
+    )
     if sinks is None and options.get("s_aux") is not None:
         return None
     both = cast(tuple[NormOf, NormOf], tuple(norms) or (NO_NORM, NO_NORM))
@@ -222,11 +235,17 @@ def _attention(
     if tried is None or not close(product_of(tried, (out,)), result[0]):
         return None
     rows = torch.arange(len(cache.slots), device=query.device)[:, None]
-    written = (buffer[layer][rows, :, cache.slots].transpose(1, 2) for buffer in (cache.buffers.keys, cache.buffers.values))
-    return plan if all(close(own, other) for own, other in zip(written, (key_states, value_states), strict=True)) else None
+    written = (
+        buffer[layer][rows, :, cache.slots].transpose(1, 2) for buffer in (cache.buffers.keys, cache.buffers.values)
+    )
+    return (
+        plan if all(close(own, other) for own, other in zip(written, (key_states, value_states), strict=True)) else None
+    )
 
 
-def attend(module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor | None:
+def attend(
+    module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, cache: Any
+) -> Tensor | None:
     """What an attention module's last layer is given, ``[B, N, H D]``; None where the kernels do not compute it."""
     if type(cache) is not SlotCache or cache.buffers.key_scales or cache.view > cache.buffers.slots:
         return None
@@ -234,18 +253,26 @@ def attend(module: nn.Module, plan: Attention, x: Tensor, turns: tuple[Tensor, T
     matrices, group = [layer.matrix() for layer in plan.group], plan.group
     biases = [] if group[0].bias is None else [layer.bias for layer in group]
     norms = _as_norm(plan.norms[0]), _as_norm(plan.norms[1])
-    query = epilogues.linear_to_cache(x, matrices, biases, norms, *turns, cache.slots, keys, values)
-    if query is None:
+    rotated = epilogues.linear_rotated(x, matrices, biases, norms, *turns, cache.slots, keys, values)
+    if rotated is None:
         return None
+    query, new_keys, new_values = rotated
+    if new_keys is not None:
+        cache.update(new_keys, new_values, plan.layer)
     view, sinks = cache.view, None if plan.sinks is None else own_parameters(module)[plan.sinks]
     options: dict[str, Any] = dict(scaling=plan.scaling, softcap=plan.softcap, s_aux=sinks)
-    out, _ = attention.kernel_attention(module, query.transpose(1, 2), keys[:, :, :view], values[:, :, :view], mask, **options)
+    out, _ = attention.kernel_attention(
+        module, query.transpose(1, 2), keys[:, :, :view], values[:, :, :view], mask, **options
+    )
     return out.reshape(*x.shape[:-1], -1)
 
 
 def _taken(given: tuple, options: dict[str, Any], names: Sequence[Name]) -> list[Any]:
     """Arguments by their names, None for one that is not there."""
-    return [options.get(name) if isinstance(name, str) else given[name] if name < len(given) else None for name in cast(Any, names)]
+    return [
+        options.get(name) if isinstance(name, str) else given[name] if name < len(given) else None
+        for name in cast(Any, names)
+    ]
 
 
 @functools.cache
@@ -275,14 +302,20 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
     nothing = None, None
     if call is None or not isinstance(call.result, Tensor) or any(len(calls[each.module]) > 1 for each in order):
         return nothing
-    stream: Any = next((v for v in (*call.given, *call.options.values()) if isinstance(v, Tensor) and v.dim() == 3), None)
+    stream: Any = next(
+        (v for v in (*call.given, *call.options.values()) if isinstance(v, Tensor) and v.dim() == 3), None
+    )
     names: tuple[Name, ...] | None = None
     norms: list[NormOf] = []  # in front of each step
     steps: list[Step] = []
     begin, place = call.name_of(stream), 0
     while place < len(order):
         reads, norm = stream, NO_NORM
-        if (known := _norm_of(order[place].module)) is not None and order[place].given[:1] and order[place].given[0] is stream:
+        if (
+            (known := _norm_of(order[place].module)) is not None
+            and order[place].given[:1]
+            and order[place].given[0] is stream
+        ):
             reads, norm = order[place].result, known
             place += 1
         if place == len(order) or order[place].name_of(reads) is None:
@@ -296,13 +329,19 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
         elif "decoders_gated" not in own:
             return nothing
         place += 1
-        if place < len(order) and (known := _norm_of(order[place].module)) is not None and order[place].given[0] is result:
+        if (
+            place < len(order)
+            and (known := _norm_of(order[place].module)) is not None
+            and order[place].given[0] is result
+        ):
             result, before = order[place].result, known
             place += 1
         if place == len(order):
             following = call.result
         else:
-            following = next((v for v in (*order[place].given, *order[place].options.values()) if isinstance(v, Tensor)), None)
+            following = next(
+                (v for v in (*order[place].given, *order[place].options.values()) if isinstance(v, Tensor)), None
+            )
         if not isinstance(following, Tensor) or not torch.equal(stream + result, following):
             return nothing
         stream = following
@@ -311,12 +350,12 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
     if names is None or None in names:
         return nothing
     steps = [step._replace(after=norm) for step, norm in zip(steps, [*norms[1:], NO_NORM], strict=True)]
-    return Layer(norms[0], tuple(steps), cast(Any, names), NO_NORM), call
+    return Layer(norms[0], tuple(steps), cast(Any, names)), call
 
 
 @functools.cache
 def _layer_class(plain: Any) -> type[nn.Module]:
-    def compute(plan: Layer, given: tuple, options: dict[str, Any]) -> Tensor | None:
+    def compute(plan: Layer, given: tuple, options: dict[str, Any], following: NormOf = NO_NORM) -> Tensor | None:
         x, turns, mask, cache = _taken(given, options, plan.names)
         if x is None or turns is None or mask is None:
             return None
@@ -325,7 +364,6 @@ def _layer_class(plain: Any) -> type[nn.Module]:
         reads = x if first is None else first(x) if traced else _normed.of(x, first, first)
         if not traced:
             _normed.forget()  # it may be a recording's
-        following = NO_NORM if traced else plan.following  # of another region
         for step in plan.steps:
             inner, last = _inner(step.module, reads, turns, mask, cache)
             if inner is None:
@@ -342,7 +380,8 @@ def _layer_class(plain: Any) -> type[nn.Module]:
         return cast(Tensor, x)
 
     def forward(self: Any, *given: Any, **options: Any) -> Any:
-        out = compute(self.decoders_block, given, options)
+        following = NO_NORM if torch.compiler.is_dynamo_compiling() else self.decoders_following
+        out = compute(self.decoders_block, given, options, following)
         return plain.forward(self, *given, **options) if out is None else out
 
     namespace = {"forward": forward, "compute": staticmethod(compute), "__module__": plain.__module__}
