@@ -7,8 +7,7 @@ is the sum of two of these, bit for bit. Then it is tried: a layer that computes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -21,27 +20,12 @@ from ..torch_compat import hooks_of, own_parameters
 from .few_rows import FewRowsConv1D, FewRowsLinear, product_of
 from .fused import Latest
 from .fused_layers import close
+from .noted_calls import ORDER, Call, Name, noted_calls, once
 from .same_bits import Formula
 
-#: An argument: its place, or its keyword.
-Name = int | str | None
 #: A norm's module, if there is a norm, and what it computes.
 NormOf = tuple[nn.Module | None, Formula | None]
 NO_NORM: NormOf = (None, None)
-
-
-class Call(NamedTuple):
-    """One call of a module."""
-
-    module: nn.Module
-    given: tuple
-    options: dict[str, Any]
-    result: Any
-
-    def name_of(self, value: Any) -> Name:
-        """The argument that is this object, None if none is."""
-        named = [*enumerate(self.given), *self.options.items()]
-        return next((name for name, own in named if own is value and value is not None), None)
 
 
 class Attention(NamedTuple):
@@ -108,7 +92,7 @@ def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache]
         if module is not layer
     ):
         return 0
-    with _noted(layers, run) as (calls, attended):
+    with noted_calls(layers, run) as (calls, attended):
         pass
     for layer in layers:
         for module in layer.children():
@@ -130,59 +114,6 @@ def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache]
     return sum(call is not None for call in fused)
 
 
-@contextmanager
-def _noted(
-    layers: Sequence[nn.Module], run: Callable
-) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """The calls of all modules in `layers` while the model runs; and per attention module what our kernel and the cache were given."""
-    calls: dict[nn.Module, list[Call]] = {}
-    attended: dict[nn.Module, tuple] = {}
-    order: list[Call] = []
-    updates: list[tuple] = []
-
-    def note(module: nn.Module, given: tuple, options: dict[str, Any], result: Any) -> None:
-        order.append(Call(module, given, options, result))
-        calls.setdefault(module, []).append(order[-1])
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *given: Any, **options: Any
-    ) -> Any:
-        if updates:
-            attended[module] = query, mask, options, updates[-1]
-        return attention.kernel_attention(module, query, key, value, mask, *given, **options)
-
-    def watch(cache: SlotCache) -> None:
-        update = cache.update
-
-        def noted(key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **options: Any) -> Any:
-            updates.append((cache, key_states, value_states, layer_idx))
-            return update(key_states, value_states, layer_idx, *more, **options)
-
-        cache.update = noted  # type: ignore[method-assign]
-
-    handles = [m.register_forward_hook(note, with_kwargs=True) for layer in layers for m in layer.modules()]
-    attention.register(attention.NAME, attend)
-    try:
-        run(watch)
-    finally:
-        attention.register(attention.NAME, attention.kernel_attention)
-        for handle in handles:
-            handle.remove()
-    for noted in calls.values():
-        noted.sort(key=lambda call: next(i for i, other in enumerate(order) if other is call))
-    calls[_ORDER] = order
-    yield calls, attended
-
-
-#: The place of all calls, in their order.
-_ORDER = nn.Module()
-
-
-def _once(calls: dict[nn.Module, list[Call]], module: nn.Module) -> Call | None:
-    own = calls.get(module, [])
-    return own[0] if len(own) == 1 else None
-
-
 def _norm_of(module: nn.Module) -> NormOf | None:
     formula = getattr(type(module), "decoders_formula", None)
     return None if formula is None else (module, formula)
@@ -196,12 +127,12 @@ def _as_norm(norm: NormOf) -> Norm:
 def _attention(
     module: nn.Module, calls: dict[nn.Module, list[Call]], query: Tensor, mask: Tensor, options: dict[str, Any], update: tuple
 ) -> Attention | None:  # fmt: skip
-    call, (cache, key_states, value_states, layer) = _once(calls, module), update
+    call, (cache, key_states, value_states, layer) = once(calls, module), update
     linear: list[Any] = [
-        m for m in module.children() if isinstance(m, FewRowsLinear | FewRowsConv1D) and _once(calls, m)
+        m for m in module.children() if isinstance(m, FewRowsLinear | FewRowsConv1D) and once(calls, m)
     ]
     group = linear[0].group if linear else None
-    norms = [norm for m in module.children() if _once(calls, m) and (norm := _norm_of(m)) is not None]
+    norms = [norm for m in module.children() if once(calls, m) and (norm := _norm_of(m)) is not None]
     width, result = query.shape[3], call.result if call is not None else None
     if call is None or group is None or len(group) != 3 or len(norms) not in (0, 2) or type(cache) is not SlotCache:
         return None
@@ -297,8 +228,8 @@ def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tupl
 
 def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer | None, Call | None]:
     """What a decoder layer computes, and its call; None where it is something else."""
-    call, children = _once(calls, layer), set(layer.children())
-    order = [each for each in calls[_ORDER] if each.module in children]
+    call, children = once(calls, layer), set(layer.children())
+    order = [each for each in calls[ORDER] if each.module in children]
     nothing = None, None
     if call is None or not isinstance(call.result, Tensor) or any(len(calls[each.module]) > 1 for each in order):
         return nothing
