@@ -129,7 +129,7 @@ def linear_to_residual(
     """
     if operator_for(x) is not few_rows_on_cuda or not fit(x, [matrix], [] if bias is None else [bias]):
         return None
-    return _to_residual(x, matrix, bias, residual, *before, *after)  # type: ignore[no-any-return]
+    return _to_residual(x, matrix, bias, residual, *before, *after)
 
 
 def linear_rotated(
@@ -158,5 +158,5 @@ def linear_rotated(
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     given = x, matrices, biases, query_norm, key_norm, *formula, cos, sin
     if torch.compiler.is_dynamo_compiling():
-        return _rotated(*given)  # type: ignore[no-any-return]
+        return _rotated(*given)
     return _to_cache(*given, slots, keys, values), None, None

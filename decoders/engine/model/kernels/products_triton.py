@@ -127,10 +127,10 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
         if BIAS:
             result += tl.load(bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
         if KIND >= 0:
-            factor = sums[TILES + i]  # type: ignore[misc]
+            factor = sums[TILES + i]  # type: ignore[var-annotated]
             if BIAS:
                 factor += tl.load(second_bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-            gate = result.to(out.dtype.element_ty).to(tl.float32)
+            gate = result.to(out.dtype.element_ty).to(tl.float32)  # type: ignore[var-annotated]
             result = activated(gate, KIND) * factor.to(out.dtype.element_ty).to(tl.float32)
         target = (row + i * TILE).to(tl.int64)  # large batches have 2^31 logits
         if not WHOLE:
