@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -36,6 +37,7 @@ from .ranks import Ranks
 from .state_probe import adopt
 from .torch_compat import rounds_float32
 from .weights.few_rows import multiply_few_rows
+from .weights.fused_blocks import fuse_blocks
 from .weights.fused_layers import fuse_layers
 from .weights.quantization import Precision, quantize, rounds_activations, take_packed
 from .weights.same_bits import align_activations, replace_norms
@@ -194,6 +196,8 @@ class Target:
         if ours is not None:
             self._attend_by(ours)
         self.in_levels = self.attends == "cpu" and layout.as_stored
+        if ours == "triton" and self.few_rows and not self.recurrent:
+            fuse_blocks(decoder_layers(self.model), self._read_few)
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
@@ -215,6 +219,15 @@ class Target:
                 f"attention='triton' does not fit {type(self.model).__name__}: {unfit}; leave 'auto'"
             )
         return ours if unfit is None else None
+
+    def _read_few(self, watch: Callable[[SlotCache], None]) -> None:
+        """A pass over a few tokens. watch: is given its cache first."""
+        tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
+        start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
+        inputs = self.inputs(tokens, start, tree, self.buffers(1, 16), torch.arange(8, device=self.device))
+        watch(inputs[self._cache_keyword])
+        self.model(**inputs)
+        self._head.forget()
 
     def check_lengths(self, longest: int, rows: int) -> None:
         """Raises ContextLengthError if texts of up to `longest` tokens in so many rows cannot be decoded as by the model."""

@@ -58,7 +58,7 @@ def has_instructions(variant: str) -> bool:
 
     For tiles it asks Linux, which lets a process use them only if it has asked.
     """
-    needed = {"avx2": ("_is_avx2_supported",), "avx512": ("_is_avx512_supported",)}
+    needed: dict[str, tuple[str, ...]] = {"avx2": ("_is_avx2_supported",), "avx512": ("_is_avx512_supported",)}
     needed["avx512_vnni"] = (*needed["avx512"], "_is_vnni_supported")
     needed["avx512_bf16"] = (*needed["avx512_vnni"], "_is_avx512_bf16_supported")
     needed["amx"] = (*needed["avx512_bf16"], "_init_amx")

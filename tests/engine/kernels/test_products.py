@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -112,6 +109,15 @@ def test_several_matrices_are_one_product_in_which_a_row_has_the_same_bits(
     assert torch.equal(few_rows_linears(x[17:18], matrices, biases), whole[17:18])
     many = few_rows_linears(x[None], matrices, biases)  # by torch
     torch.testing.assert_close(many[0].double(), joint, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(64,), (64, 128)])
+def test_a_node_has_the_same_bits_alone_and_in_a_batch_of_more_rows_than_a_program_has(sizes: tuple[int, ...]) -> None:
+    x, matrices = random(8, 32, 530, dtype=torch.float16), [random(size, 530, dtype=torch.float16) for size in sizes]
+    whole = few_rows_linears(x, matrices, [])
+    for row in (0, 5, 7):
+        assert torch.equal(few_rows_linears(x[row : row + 1], matrices, []), whole[row : row + 1])
+        assert torch.equal(few_rows_linears(x[row, 3:4], matrices, []), whole[row, 3:4])
 
 
 def test_rows_may_have_any_shape_and_strides() -> None:
@@ -277,30 +283,3 @@ def test_a_setting_gives_exact_products_up(monkeypatch: pytest.MonkeyPatch) -> N
         target = engine(RuntimeSettings(exact_products=exact)).target
         layers = [module for module in target.model.modules() if isinstance(module, nn.Linear)]
         assert {isinstance(layer, few_rows.FewRowsLinear) for layer in layers} == {exact}
-
-
-LOWERED = """
-import re, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from decoders.engine.model.kernels.products_triton import STAGES, _multiply
-
-for tiles in STAGES:
-    constants = dict(TILES=tiles, TILE=16, BLOCK=32, STEP=64, WHOLE=False, BIAS=False, matrix_input=1, MATRICES=3)
-    pointers = dict.fromkeys(("x", "matrix", "second", "third", "bias", "second_bias", "third_bias"), "*bf16") | dict(out="*fp32")
-    types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in _multiply.arg_names}
-    aligned = (*pointers, "inputs", "outputs", "matrix_output", "stretch", "first_outputs", "second_outputs")
-    names = _multiply.arg_names
-    source = ASTSource(_multiply, types, constants, {(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=2, num_stages=STAGES[tiles]))
-    print(*sorted(set(re.findall(r"(?:mma|tcgen05)[.\\w]*", code.asm["ptx"]))))
-"""
-
-
-@pytest.mark.slow
-def test_tensor_cores_take_the_same_instruction_for_every_number_of_rows() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", LOWERED], env=environment, capture_output=True, text=True, check=True)
-    instructions = done.stdout.split("\n")[:4]
-    assert len(set(instructions)) == 1 and "mma.sync" in instructions[0]

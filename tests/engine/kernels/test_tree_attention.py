@@ -123,9 +123,20 @@ def test_a_block_attends_as_plain_attention_does(case: dict[str, Any]) -> None:
     check(**case)
 
 
-def test_long_text_is_attended_to_without_splitting_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 2)
-    check(causal_block(1, 100, CPU), [30], 192, text=True, group=2, sinks=True, kind=LayerKind(window=50))
+@pytest.mark.parametrize("kind", [LayerKind(), LayerKind(window=70)], ids=["all", "window"])
+def test_a_token_of_text_has_the_same_bits_whatever_was_read_with_it(
+    kind: LayerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a prefix that another call has read, in a shorter cache, and beside other rows."""
+    monkeypatch.setattr(kernel, "FIRST_TEXT_SPLIT", 64)
+    query, key, value = made(2, 150, 256, group=2)
+    base, text = torch.tensor([0, 7]), causal_block(2, 150, CPU)
+    whole = attend(query, key, value, pack_mask(base, text.offsets, None), None, kind)
+    check(text, base.tolist(), 256, text=True, group=2, kind=kind)
+    for begin, end, view in ((0, 40, 64), (40, 150, 256), (146, 150, 192)):
+        rest = pack_mask(base[:1] + begin, causal_block(1, end - begin, CPU).offsets, None)
+        part = attend(query[:1, :, begin:end], key[:1, :, :view], value[:1, :, :view], rest, None, kind)
+        assert torch.equal(part, whole[:1, begin:end])
 
 
 @pytest.mark.slow

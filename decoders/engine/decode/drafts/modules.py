@@ -116,8 +116,8 @@ class ModuleTwin:
             if each.is_floating_point():
                 each.normal_(generator=draws)
         try:
-            for name, attends in ((attention.NAME, "sdpa"), (kernel.CPU_NAME, "cpu")):
-                self.attends = attends
+            both: tuple[tuple[str, Literal["sdpa", "cpu"]], ...] = ((attention.NAME, "sdpa"), (kernel.CPU_NAME, "cpu"))
+            for name, self.attends in both:
                 self._attend_by(name)
                 rows = CacheBuffers.allocate(self.layout, 1, 128)
                 results.append(self._pass()(tree.offsets[:, 0], tree.offsets, tree.visible, rows, view, *inputs))

@@ -5,6 +5,7 @@ passes on unchanged. The operators are opaque to the compiler: compiled steps ca
 
 On CUDA keys are split among programs at fixed slots ("flash decoding", https://pytorch.org/blog/flash-decoding/) and the parts are
 added in a fixed order, so that a query's result depends neither on the number of queries or rows nor on the capacity of the cache.
+Text has splits of its own, longer ones.
 On the CPU (:mod:`.cpu`) keys are added in the order of their places on the query's path, so that it does not depend on the slots that
 the path is in either: a branch of a tree has the bits of the same tokens as a chain, and as text.
 """
@@ -36,10 +37,10 @@ Kernel = Literal["triton", "cpu"]
 
 #: Slots of a split in the first two octaves, and splits per octave: of 32,768 slots, a split has at most 1,024.
 FIRST_SPLIT, OCTAVE = 128, 16
+#: Likewise for text, whose queries are many: parts of shorter splits would take longer to add up than they save.
+FIRST_TEXT_SPLIT = 1024
 #: Rows of a tile: those of one tensor-core instruction, so that a query's products use the same instructions in every block.
 ROWS = 16
-#: Text whose queries make this many programs keeps a device busy without splitting keys.
-ENOUGH_PROGRAMS = 128
 #: Bytes of the parts of one launch; beyond that, rows are attended to one after the other.
 MOST_SCRATCH = 256 << 20
 
@@ -99,11 +100,11 @@ def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
     return torch.cat(columns, dim=-1)[:, None]
 
 
-def split_count(view: int) -> int:
+def split_count(view: int, first_split: int = FIRST_SPLIT) -> int:
     """The number of splits for `view` slots; see :func:`~decoders.engine.model.kernels.attention_triton.split_start`."""
-    first = FIRST_SPLIT * OCTAVE
+    first = first_split * OCTAVE
     octave = max((view - 1) // first, 0).bit_length()
-    size = FIRST_SPLIT << max(octave - 1, 0)
+    size = first_split << max(octave - 1, 0)
     start = first << (octave - 1) if octave else 0
     return octave * OCTAVE + -(-(view - start) // size)
 
@@ -153,12 +154,14 @@ class Tiles(NamedTuple):
         rows: queries times heads of one group. More for text, because the time of prompts is that of their products.
         keys: slots, at most :data:`WORD`.
         stages: tiles of keys that are read ahead.
+        warps: that share the tile.
         width: of keys, and `value_width` of values, rounded up to powers of two.
     """
 
     rows: int
     keys: int
     stages: int
+    warps: int
     width: int
     value_width: int
 
@@ -166,9 +169,13 @@ class Tiles(NamedTuple):
 def tiles_for(width: int, value_width: int, dtype: torch.dtype, *, text: bool) -> Tiles:
     """The tiles for heads of these widths. Products in float32 are loops that are written out, which compile slowly for large tiles."""
     wide, value_wide = (max(1 << (size - 1).bit_length(), 16) for size in (width, value_width))
+    narrow = max(wide, value_wide) <= 128
     if dtype == torch.float32:
-        return Tiles(32 if text else ROWS, 32 if max(wide, value_wide) <= 128 else 16, 2, wide, value_wide)
-    return Tiles(64 if text else ROWS, WORD if max(wide, value_wide) <= 128 else 32, 3, wide, value_wide)
+        rows, keys = (32, 16) if text else (ROWS, 32 if narrow else 16)
+        return Tiles(rows, keys, 2, 4, wide, value_wide)
+    if text and not narrow:  # three stages are more than 99 KB, and the registers of four warps do not hold the sums
+        return Tiles(64, 32, 2, 8, wide, value_wide)
+    return Tiles(64 if text else ROWS, WORD if narrow else 32, 3, 4, wide, value_wide)
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,8 @@ class Launch:
     Attributes:
         tile: the sizes of a tile.
         tiles: number of tiles per row of the batch and key head.
-        splits: number of splits of the keys, 0 if they are not split.
+        splits: number of splits of the keys, 0 if they are not split, which gives the same bits as one split.
+        first_split: slots of the first ones.
         window: positions that each query looks back, 0: all.
         chunk: length of the chunks beyond which queries do not look back, 0: none.
         scale: of the scores.
@@ -188,6 +196,7 @@ class Launch:
     tile: Tiles
     tiles: int
     splits: int
+    first_split: int
     window: int
     chunk: int
     scale: float
@@ -204,10 +213,12 @@ def _tree_attention(
     text = mask.shape[3] == 2
     tile = tiles_for(width, value_width, query.dtype, text=text)
     tiles = -(-queries * heads // key.shape[1] // tile.rows)
-    splits = split_count(key.shape[2])
-    if text and tiles * rows * key.shape[1] >= ENOUGH_PROGRAMS:
-        splits = 0
-    launch = Launch(tile, tiles, splits, window, chunk, scale, softcap)
+    first_split = (
+        FIRST_TEXT_SPLIT if text else FIRST_SPLIT
+    )  # bits depend on it: not on how many queries or rows there are
+    splits = split_count(key.shape[2], first_split)
+    splits = splits if splits > 1 else 0
+    launch = Launch(tile, tiles, splits, first_split, window, chunk, scale, softcap)
     at_once = max(MOST_SCRATCH // max(tiles * tile.rows * key.shape[1] * splits * (value_width + 2) * 4, 1), 1)
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
@@ -234,14 +245,14 @@ def _launch(
     )
     shared: dict[str, Any] = dict(
         HEADS=kv_heads, G=heads // kv_heads, DV=value_width, VWIDTH=tile.value_width, WORDS=columns - 2, M=tile.rows, BN=tile.keys,
-        FIRST=FIRST_SPLIT, OCTAVE=OCTAVE, TEXT=columns == 2, WINDOW=window > 0, CHUNK=chunk > 0, SINK=sinks is not None,
+        FIRST=launch.first_split, OCTAVE=OCTAVE, TEXT=columns == 2, WINDOW=window > 0, CHUNK=chunk > 0, SINK=sinks is not None,
     )  # fmt: skip
     attend_kernel[(max(splits, 1), tiles, pairs)](
         query, key, value, mask, sinks, out, part_out, part_max, part_sum,
         launch.scale, launch.softcap, window, chunk, view, nodes, queries, splits,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2), *out.stride()[:3],
         D=width, WIDTH=tile.width, SPLIT=splits > 0, CAP=launch.softcap > 0, IEEE=query.dtype == torch.float32,
-        num_warps=4, num_stages=tile.stages, enable_fp_fusion=True, **shared,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, **shared,
     )  # fmt: skip
     if splits:
         merge_kernel[(queries * heads // kv_heads, pairs)](

@@ -33,6 +33,11 @@ few_rows_on_cuda = operator(
 _operators: dict[str, Callable[..., Tensor]] = dict.fromkeys(("cuda", "cpu"), few_rows_on_cuda)
 
 
+def operator_for(x: Tensor) -> Callable[..., Tensor]:
+    """The operator of products on the device of `x`."""
+    return _operators[x.device.type]
+
+
 def few_rows_linears(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """``x @ torch.cat(matrices).T + torch.cat(biases)``, ``[…, O]``.
 
@@ -41,7 +46,7 @@ def few_rows_linears(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Ten
         matrices: up to :data:`MOST_MATRICES` of ``[O, K]``, of the same strides.
         biases: as many of ``[O]``, or none; all of one type.
     """
-    return _operators[x.device.type](x, matrices, biases)
+    return operator_for(x)(x, matrices, biases)
 
 
 def few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -51,18 +56,19 @@ def few_rows_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 def product_or_none(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor | None:
     """:func:`few_rows_linears`; None where the kernel of this device does not take these matrices or biases."""
-    operator = _operators[x.device.type]
+    operator = operator_for(x)
     if operator is not few_rows_on_cuda and not torch.compiler.is_dynamo_compiling():
         try:  # the CPU's operator checks what it is given, in a twentieth of the time that it takes here
             return operator(x, matrices, biases)
         except RuntimeError:
-            if _fit(x, matrices, biases):
+            if fit(x, matrices, biases):
                 raise
             return None
-    return operator(x, matrices, biases) if _fit(x, matrices, biases) else None
+    return operator(x, matrices, biases) if fit(x, matrices, biases) else None
 
 
-def _fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
+def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
+    """Whether the operator of this device takes these."""
     if x.dtype != matrices[0].dtype or x.dtype not in cpu.TYPES or 1 not in matrices[0].stride():
         return False
     if any(bias.dtype != x.dtype or not bias.is_contiguous() for bias in biases):
@@ -107,9 +113,9 @@ def are_one_product(matrices: Sequence[Tensor]) -> bool:
 
 
 def _norm_on_cuda(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_first: bool) -> Tensor:
-    from .products_triton import rms_norm
+    from .epilogues_triton import normalized
 
-    return rms_norm(x, weight, epsilon, one_added, rounded_first)
+    return normalized(x, weight, epsilon, one_added, rounded_first)
 
 
 def _norm_fake(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_first: bool) -> Tensor:

@@ -5,10 +5,11 @@ only on the matrix: terms are cut into stretches at fixed places (:func:`plan`),
 16 rows at a time by the same instruction whatever the rows are, and the stretches are added in order.
 
 A program reads its part of the matrix once, for up to 128 rows, whose sums it holds in registers. Rows are read again for every block
-of outputs, mostly from the second-level cache: 32 or 64 rows are as much data as the block's part of the matrix.
+of outputs, mostly from the second-level cache: 32 or 64 rows are as much data as the block's part of the matrix. From 64 rows on blocks
+are therefore twice as large, which changes no bits. A batch's rows beyond 128 are other programs, which run beside those of the same
+part of the matrix.
 
-PyTorch's mean distributes a row of a norm to threads depending on the number of rows, and inductor chooses the loops of a reduction by
-timing. Here each row is one program, and the order of its sum depends only on its width.
+What follows a product is computed by the kernel that adds its stretches (:mod:`.epilogues_triton`), or here where there is one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import LARGEST_BLOCK, MOST_MATRICES
+from . import LARGEST_BLOCK, MOST_MATRICES, Norm
+from .epilogues_triton import activated, added, added_to_residual, rotated_to_cache
 
 #: Rows that a tensor core multiplies at once. Fewer cost the same.
 TILE = 16
 #: Most row tiles of one program.
 MOST_TILES = 8
-#: PyTorch computes products of more rows (long texts, large batches), for which cuBLAS is as fast as the device allows.
+#: PyTorch computes products of more nodes per row of the batch (long texts), for which cuBLAS is as fast as the device allows.
 MOST_ROWS = TILE * MOST_TILES
 #: Programs that a product should have: about two for each of the 132 multiprocessors of an H100. It is the same on every device, since
 #: bits depend on it.
@@ -39,6 +41,8 @@ LEAST_STRETCH = 256
 STEP_BYTES = 128
 #: Steps that are read ahead, by number of row tiles, so that the shared memory of a multiprocessor holds two programs.
 STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
+#: Bytes that a program may read ahead: less than the 99 KB that every card since Ampere has.
+MOST_AHEAD = 96 << 10
 
 
 class Plan(NamedTuple):
@@ -77,35 +81,37 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
     x, matrix, second, third, bias, second_bias, third_bias, out, rows, outputs, inputs, matrix_output, matrix_input, stretch,
     first_outputs, second_outputs,
     TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: it is the only stretch."""
-    block, part = tl.program_id(0), tl.program_id(1)
+    """``TILES * TILE`` rows by a block of outputs, over one stretch of the sums. WHOLE: it is the only stretch. KIND, if not negative:
+    of the activation of the first of two matrices' outputs, by which the second's are multiplied; `outputs` are one matrix's."""
+    block, part = tl.program_id(1), tl.program_id(2)
     output = block * BLOCK + tl.arange(0, BLOCK)
-    row = tl.arange(0, TILE)
+    row = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILE)
     begin = part * stretch
     end = tl.minimum(begin + stretch, inputs)
     own = output
-    if MATRICES > 1:
+    if KIND < 0 and MATRICES > 1:
         behind = block * BLOCK >= first_outputs
         matrix, bias = tl.where(behind, second, matrix), tl.where(behind, second_bias, bias)
         own -= tl.where(behind, first_outputs, 0)
-    if MATRICES > 2:
+    if KIND < 0 and MATRICES > 2:
         behind = block * BLOCK >= first_outputs + second_outputs
         matrix, bias = tl.where(behind, third, matrix), tl.where(behind, third_bias, bias)
         own -= tl.where(behind, second_outputs, 0)
     columns = matrix + own.to(tl.int64)[None, :] * matrix_output  # matrices of 2^31 elements exist
+    factors = second + own.to(tl.int64)[None, :] * matrix_output
     sums = ()
-    for _ in tl.static_range(TILES):
+    for _ in tl.static_range(TILES if KIND < 0 else 2 * TILES):
         sums += (tl.zeros([TILE, BLOCK], tl.float32),)  # type: ignore[assignment]  # one for each row tile
     for first in range(begin, end, STEP):
         term = first + tl.arange(0, STEP)
-        weights = tl.load(
-            columns + term.to(tl.int64)[:, None] * matrix_input,
-            mask=(term < end)[:, None] & (output < outputs)[None, :],
-            other=0.0,
-        )
-        added = ()
+        place = term.to(tl.int64)[:, None] * matrix_input
+        there = (term < end)[:, None] & (output < outputs)[None, :]
+        weights = tl.load(columns + place, mask=there, other=0.0)
+        if KIND >= 0:
+            others = tl.load(factors + place, mask=there, other=0.0)
+        added, more = (), ()
         for i in tl.static_range(TILES):
             values = tl.load(
                 x + (row + i * TILE)[:, None] * inputs + term[None, :],
@@ -113,70 +119,98 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
                 other=0.0,
             )
             added += (tl.dot(values, weights, sums[i], input_precision="ieee"),)  # type: ignore[assignment]
-        sums = added
+            if KIND >= 0:
+                more += (tl.dot(values, others, sums[TILES + i], input_precision="ieee"),)  # type: ignore[assignment]
+        sums = added + more
     for i in tl.static_range(TILES):
         result = sums[i]  # type: ignore[var-annotated]
         if BIAS:
             result += tl.load(bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-        place = row + i * TILE
+        if KIND >= 0:
+            factor = sums[TILES + i]  # type: ignore[var-annotated]
+            if BIAS:
+                factor += tl.load(second_bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+            gate = result.to(out.dtype.element_ty).to(tl.float32)  # type: ignore[var-annotated]
+            result = activated(gate, KIND) * factor.to(out.dtype.element_ty).to(tl.float32)
+        target = (row + i * TILE).to(tl.int64)  # large batches have 2^31 logits
         if not WHOLE:
-            place += part * rows
+            target += part * rows
         here = (row + i * TILE < rows)[:, None] & (output < outputs)[None, :]
-        tl.store(out + place[:, None] * outputs + output[None, :], result.to(out.dtype.element_ty), mask=here)
+        tl.store(out + target[:, None] * outputs + output[None, :], result.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _add_stretches(  # type: ignore[no-untyped-def]
-    parts, bias, second_bias, third_bias, out, count, outputs, first_outputs, second_outputs,
-    STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, MATRICES: tl.constexpr,
-):  # fmt: skip
-    """``[STRETCHES, count]`` → ``[count]``, added in order; count: rows times outputs."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = place < count
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(STRETCHES):
-        total += tl.load(parts + part * count + place, mask=here, other=0.0)
-    if BIAS:
-        own = place % outputs
-        of = bias + own
-        if MATRICES > 1:
-            of = tl.where(own < first_outputs, of, second_bias + (own - first_outputs))
-        if MATRICES > 2:
-            third = own - first_outputs - second_outputs
-            of = tl.where(third < 0, of, third_bias + third)
-        total += tl.load(of, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=here)
+def parts_of(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], kind: int = -1
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """A product's parts ``[stretches, rows, outputs]``, and the biases that are not added yet.
 
-
-def few_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    Args:
+        kind: of an activation, applied here if there is one stretch: then the outputs are half as many.
+    """
     sizes, inputs = [matrix.shape[0] for matrix in matrices], x.shape[-1]
-    if not 0 < x.numel() <= MOST_ROWS * inputs:
-        return _many_rows_linear(x, matrices, biases)
+    # Whatever else is in the batch: a node has the bits that it has alone.
+    if not 0 < x.shape[-2:].numel() <= MOST_ROWS * inputs or not x.numel():
+        return _many_rows_linear(x, matrices, biases).reshape(1, -1, sum(sizes)), ()
     flat, outputs = x.reshape(-1, inputs).contiguous(), sum(sizes)
     rows, (block, stretches, stretch, step) = flat.shape[0], plan(outputs, inputs, x.element_size())
-    out = x.new_empty((*x.shape[:-1], outputs))
     whole, given = stretches == 1, bool(biases)
-    parts = out if whole else x.new_empty((stretches, rows, outputs), dtype=torch.float32)
+    kind = kind if whole else -1
+    dtype = x.dtype if whole else torch.float32
+    parts = x.new_empty((stretches, rows, outputs if kind < 0 else sizes[0]), dtype=dtype)
     # The kernels need some tensor for what there is not.
     first, second, third = (*matrices, *[matrices[0]] * (MOST_MATRICES - len(matrices)))
-    added = (*biases, *[flat] * (MOST_MATRICES - len(biases)))
+    added_here = (*biases, *[flat] * (MOST_MATRICES - len(biases)))
     tiles = 1
     while tiles < MOST_TILES and tiles * TILE < rows:
         tiles *= 2
     lengths = sizes[0], sizes[1] if len(sizes) > 1 else 0
-    _multiply[(triton.cdiv(outputs, block), stretches)](
-        flat, first, second, third, *added, parts, rows, outputs, inputs, *first.stride(), stretch, *lengths,
-        TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given, MATRICES=len(matrices),
+    if tiles >= 4 and (kind >= 0 or len(sizes) == 1 or not any(size % (2 * block) for size in sizes)):
+        block *= 2
+    ahead, warps = MOST_AHEAD // ((tiles * TILE + block) * STEP_BYTES), block // 16
+    if kind >= 0:  # half of a block of each matrix
+        outputs, block = sizes[0], block // 2
+    _multiply[(triton.cdiv(rows, tiles * TILE), triton.cdiv(outputs, block), stretches)](
+        flat, first, second, third, *added_here, parts, rows, outputs, inputs, *first.stride(), stretch, *lengths,
+        TILES=tiles, TILE=TILE, BLOCK=block, STEP=step, WHOLE=whole, BIAS=whole and given, MATRICES=len(matrices), KIND=kind,
         # A warp per 16 outputs. Their number changes no bits, since no sum is shared by warps.
-        num_warps=block // 16, num_stages=STAGES[tiles], enable_fp_fusion=True,
+        num_warps=warps, num_stages=min(STAGES[tiles], ahead), enable_fp_fusion=True,
     )  # fmt: skip
-    if not whole:
-        count = rows * outputs
-        _add_stretches[(triton.cdiv(count, 256),)](
-            parts, *added, out, count, outputs, *lengths, STRETCHES=stretches, BLOCK=256, BIAS=given, MATRICES=len(matrices),
-            num_warps=2, enable_fp_fusion=True,
-        )  # fmt: skip
-    return out
+    return parts, () if whole else biases
+
+
+def few_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    parts, missing = parts_of(x, matrices, biases)
+    sizes = [matrix.shape[0] for matrix in matrices]
+    # A single part of 16 bits is the product, and of float32 too.
+    out = added(parts, missing, sizes, x.dtype) if len(parts) > 1 else parts
+    return out.view(*x.shape[:-1], sum(sizes))
+
+
+def gated_linear(x: Tensor, pair: Sequence[Tensor], biases: Sequence[Tensor], kind: int) -> Tensor:
+    parts, missing = parts_of(x, pair, biases, kind)
+    inner = pair[0].shape[0]
+    done = parts.shape[-1] == inner
+    return (parts if done else added(parts, missing, [inner, inner], x.dtype, kind)).view(*x.shape[:-1], inner)
+
+
+def linear_to_residual(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor, before: Norm, after: Norm
+) -> tuple[Tensor, Tensor]:
+    parts, missing = parts_of(x, [matrix], [] if bias is None else [bias])
+    flat = residual.reshape(-1, residual.shape[-1]).contiguous()
+    out, normed = added_to_residual(parts, missing[0] if missing else None, flat, before, after)
+    return out.view(residual.shape), normed.view(residual.shape) if normed.numel() else normed
+
+
+def linear_to_cache(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor,
+    slots: Tensor | None, keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    parts, missing = parts_of(x, matrices, biases)
+    slots = None if slots is None else slots.contiguous()
+    return rotated_to_cache(
+        parts, missing, norms, cos.contiguous(), sin.contiguous(), slots, keys, values, len(x), x.dtype
+    )
 
 
 def _many_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -191,32 +225,3 @@ def _many_rows_linear(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Te
         else:
             torch.mm(flat, matrix.t(), out=part)
     return out
-
-
-@triton.jit
-def _normalize(  # type: ignore[no-untyped-def]  # its arguments are Triton's
-    x, weight, out, width, epsilon, BLOCK: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED_FIRST: tl.constexpr
-):
-    place = tl.arange(0, BLOCK)
-    here = place < width
-    first = tl.program_id(0).to(tl.int64) * width
-    values = tl.load(x + first + place, mask=here, other=0.0).to(tl.float32)
-    values *= tl.rsqrt(tl.sum(values * values) / width + epsilon)
-    if ROUNDED_FIRST:
-        values = values.to(x.dtype.element_ty).to(tl.float32)
-    scale = tl.load(weight + place, mask=here, other=0.0).to(tl.float32)
-    if ONE_ADDED:
-        scale += 1.0
-    tl.store(out + first + place, (values * scale).to(out.dtype.element_ty), mask=here)
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, one_added: bool, rounded_first: bool) -> Tensor:
-    width = x.shape[-1]
-    flat = x.reshape(-1, width).contiguous()
-    out = torch.empty_like(flat)
-    block = triton.next_power_of_2(width)
-    _normalize[(flat.shape[0],)](
-        flat, weight, out, width, epsilon, BLOCK=block, ONE_ADDED=one_added, ROUNDED_FIRST=rounded_first,
-        num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=True,
-    )  # fmt: skip
-    return out.view(x.shape)

@@ -140,10 +140,13 @@ class Latest(threading.local):
 
     def of(self, x: Tensor, by: object, compute: Callable[[Tensor], Any]) -> Any:
         """``compute(x)``, or the last result if `x` and `by` are the same objects as then and `x` was not written to since."""
-        writes = torch_compat.writes_counted(x)
-        if self.source is not x or self.by is not by or self.writes != writes:
-            self.source, self.writes, self.by, self.result = x, writes, by, compute(x)
+        if self.source is not x or self.by is not by or self.writes != torch_compat.writes_counted(x):
+            self.keep(x, by, compute(x))
         return self.result
+
+    def keep(self, x: Tensor, by: object, result: Any) -> None:
+        """Makes `result` the one of `x` and `by`."""
+        self.source, self.writes, self.by, self.result = x, torch_compat.writes_counted(x), by, result
 
     def forget(self) -> None:
         self.source = self.by = self.result = None

@@ -1,4 +1,4 @@
-"""Parts of layers that a kernel for CPUs computes in one call: gated feed-forward layers, and rotary positions.
+"""Parts of layers that a kernel computes in one call: gated feed-forward layers, and on CPUs rotary positions.
 
 What surrounds the products of a small layer costs as much as they do, most of it in calls. A part is recognized by what it computes:
 it is tried on random numbers, and left alone where the result differs by more than rounding.
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import cpu
+from ..kernels import cpu, epilogues
+from ..kernels.products import has_kernel
 from ..torch_compat import hooks_of
 from .few_rows import FewRows, product_of
 from .fused import outputs_of
@@ -29,10 +30,10 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial
 
 @torch.no_grad()
 def fuse_layers(model: nn.Module) -> None:
-    """Makes parts of the layers of `model`, a private twin whose linear layers are replaced already, run fused, if it is on a CPU."""
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    kernels = cpu.chosen().kernels if on_cpu else None
-    if kernels is None:
+    """Makes parts of the layers of `model`, a private twin whose linear layers are replaced already, run fused where kernels are."""
+    devices = {parameter.device for parameter in model.parameters()}
+    kernels = cpu.chosen().kernels if all(device.type == "cpu" for device in devices) else None
+    if kernels is None and not all(map(has_kernel, devices)):
         return
     rotating: dict[type[nn.Module], type[nn.Module] | None] = {}
     for module in model.modules():
@@ -40,19 +41,19 @@ def fuse_layers(model: nn.Module) -> None:
             continue
         kind = type(module)
         if kind not in rotating:
-            rotating[kind] = _rotating(kind, kernels.rotary)
-        if (gated := _gated(module, kernels)) is not None:
+            rotating[kind] = None if kernels is None else _rotating(kind, kernels.rotary)
+        if (gated := _gated(module)) is not None:
             module.__class__, vars(module)["decoders_gated"] = gated
         elif (replaced := rotating[kind]) is not None:
             module.__class__ = replaced
 
 
-def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tuple] | None:
+def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
     """The class that replaces a gated feed-forward layer, ``down(activation(gate(x)) * up(x))``, and its linear layers."""
     children = list(module.children())
     linear: list[Any] = [child for child in children if isinstance(child, FewRows)]
     others = [child for child in children if not isinstance(child, FewRows)]
-    pair = next((child.group for child in linear if child.group is not None), ())
+    pair: tuple[Any, ...] = next((child.group for child in linear if child.group is not None), ())
     # The two of a group have the same inputs and are stored alike.
     if len(linear) != 3 or len(pair) != 2 or sum(child.group is pair for child in linear) != 2 or len(others) != 1:
         return None
@@ -62,7 +63,7 @@ def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tu
     if outputs_of(pair[0]) != outputs_of(pair[1]) or (kind := _activation(others[0])) is None:
         return None
     inputs, weight = pair[0].matrix().shape[1], pair[0].weight
-    x = torch.randn(1, 4, inputs, generator=torch.Generator().manual_seed(0), device="cpu").to(weight.dtype)
+    x = torch.randn(1, 4, inputs, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)
     try:
         expected = module(x)
     except Exception:  # it has other arguments
@@ -70,26 +71,31 @@ def _gated(module: nn.Module, kernels: cpu.Kernels) -> tuple[type[nn.Module], tu
     if not isinstance(expected, Tensor):
         return None
     for gate_first in (True, False):
-        stand_in = _gated_class(cast(Hashable, type(module)), kernels.gated_activation, kind, gate_first)
+        stand_in = _gated_class(cast(Hashable, type(module)), kind, gate_first)
         tried = stand_in.compute((pair, down), x)  # type: ignore[attr-defined]
-        if tried is not None and _close(tried, expected):
+        if tried is not None and close(tried, expected):
             return stand_in, (pair, down)
     return None
 
 
 @functools.cache
-def _gated_class(plain: Any, gated_activation: Callable, kind: int, gate_first: bool) -> type[nn.Module]:
+def _gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
+    def inner(parts: tuple, x: Tensor) -> Tensor | None:
+        pair = parts[0]
+        biases = [] if pair[0].bias is None else [layer.bias for layer in pair]
+        return epilogues.gated_linear(x, [layer.matrix() for layer in pair], biases, kind, gate_first)
+
     def compute(parts: tuple, x: Tensor) -> Tensor | None:
-        pair, down = parts
-        both = product_of(x, pair)
-        return None if both is None else product_of(gated_activation(both, kind, gate_first), (down,))
+        middle = inner(parts, x)
+        return None if middle is None else product_of(middle, (parts[1],))
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
         # The parts' own calls are left out, and with them what hooks on them would do: a model with such is not fused.
         out = None if more or options else compute(self.decoders_gated, x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
-    namespace = {"forward": forward, "compute": staticmethod(compute), "__module__": plain.__module__}
+    parts = {"inner": staticmethod(inner), "compute": staticmethod(compute)}
+    namespace = {"forward": forward, **parts, "__module__": plain.__module__}
     return type(plain.__name__, (plain,), namespace)
 
 
@@ -105,7 +111,10 @@ def _activation(module: nn.Module) -> int | None:
     return next((n for n, known in enumerate(ACTIVATIONS) if torch.allclose(out, known(x), rtol=1e-6, atol=1e-7)), None)
 
 
-def _close(ours: Tensor, other: Tensor) -> bool:
+def close(ours: Tensor | None, other: Tensor) -> bool:
+    """Whether these differ by no more than rounding."""
+    if ours is None or ours.shape != other.shape:
+        return False
     error = (ours.float() - other.float()).abs().max()
     return bool(error <= 8 * torch.finfo(other.dtype).eps * other.float().abs().max().clamp(min=1e-6))
 
@@ -149,7 +158,7 @@ def _is_rotary(function: Any) -> bool:
     if not isinstance(turned, tuple) or len(turned) != 2:
         return False
     return all(
-        _close(ours, own * cos[:, None] + _half_turned(own) * sin[:, None])
+        close(ours, own * cos[:, None] + _half_turned(own) * sin[:, None])
         for ours, own in zip(turned, (q, k), strict=True)
     )
 

@@ -113,7 +113,7 @@ def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> 
     if not fitting or getattr(layer, "adapter", None):
         return None
     dtype = getattr(layer, fitting[0][0].scales).dtype
-    x = torch.randn(4, int(layer.in_features), generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)  # type: ignore[call-overload]
+    x = torch.randn(4, cast(int, layer.in_features), generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
     x[0] = 1  # shows zeros that are off by one
     tolerance = max(2 * torch.finfo(dtype).eps, 1e-3)
     try:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ def _packed(module: nn.Module, form: Format, bits: int) -> QuantizedWeight | Non
     sources = form.sources(module)
     scales, rest = sources[1], sources[2] if len(sources) > 2 else None
     groups = scales.shape[0 if form.inputs_first else 1]
-    group, digits = int(module.in_features) // groups, 2 if scales.dtype == torch.float32 else 1  # type: ignore[call-overload]
+    group, digits = cast(int, module.in_features) // groups, 2 if scales.dtype == torch.float32 else 1
     if bits == 4:
         fits = group in (32, 64, 128, 256)
     else:

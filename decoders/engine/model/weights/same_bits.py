@@ -90,7 +90,8 @@ def _stand_in(plain: Any, formula: Formula, rms_norm: Callable[..., Tensor]) -> 
             return plain.forward(self, x, *more, **options)
         return rms_norm(x, self.weight, *formula)
 
-    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+    namespace = {"forward": forward, "decoders_formula": formula, "__module__": plain.__module__}
+    return type(plain.__name__, (plain,), namespace)
 
 
 def replace_norms(model: nn.Module) -> None:

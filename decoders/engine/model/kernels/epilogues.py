@@ -1,0 +1,162 @@
+"""Products together with what follows them in a layer: activations, residuals and norms, rotary positions and writes to the cache.
+
+On CUDA what follows is computed where a product's stretches are added (:mod:`.epilogues_triton`), which saves most of a step's
+launches; on the CPU (:mod:`.cpu`) it is an operator of its own. Rows have the same bits for any number of rows on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import Norm, cpu, operator
+from .products import few_rows_on_cuda, fit, operator_for, product_or_none
+
+
+def _gated_on_cuda(x: Tensor, pair: Sequence[Tensor], biases: Sequence[Tensor], kind: int) -> Tensor:
+    from .products_triton import gated_linear
+
+    return gated_linear(x, pair, biases, kind)
+
+
+def _to_residual_on_cuda(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor, *norms: object
+) -> tuple[Tensor, Tensor]:
+    from .products_triton import linear_to_residual
+
+    return linear_to_residual(x, matrix, bias, residual, Norm(*norms[:4]), Norm(*norms[4:]))  # type: ignore[arg-type]
+
+
+def _to_residual_fake(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor, *norms: object
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(residual), residual.new_empty(residual.shape if norms[4] is not None else (0,))
+
+
+def _to_cache_on_cuda(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], query_norm: Tensor | None, key_norm: Tensor | None, epsilon: float,
+    one_added: bool, rounded_first: bool, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    from .products_triton import linear_to_cache
+
+    norms = Norm(query_norm, epsilon, one_added, rounded_first), Norm(key_norm, epsilon, one_added, rounded_first)
+    return linear_to_cache(x, matrices, biases, norms, cos, sin, slots, keys, values)
+
+
+def _rotated_on_cuda(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], query_norm: Tensor | None, key_norm: Tensor | None, epsilon: float,
+    one_added: bool, rounded_first: bool, cos: Tensor, sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from .products_triton import linear_to_cache
+
+    norms = Norm(query_norm, epsilon, one_added, rounded_first), Norm(key_norm, epsilon, one_added, rounded_first)
+    keys, values = _new_keys(x, matrices, cos), _new_keys(x, matrices, cos)
+    return linear_to_cache(x, matrices, biases, norms, cos, sin, None, keys, values), keys, values
+
+
+def _new_keys(x: Tensor, matrices: Sequence[Tensor], cos: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], len(matrices[1]) // cos.shape[2], x.shape[1], cos.shape[2])
+
+
+def _rotated_fake(x: Tensor, matrices: Sequence[Tensor], *more: object) -> tuple[Tensor, Tensor, Tensor]:
+    cos: Tensor = more[-2]  # type: ignore[assignment]
+    query = x.new_empty(*x.shape[:2], len(matrices[0]) // cos.shape[2], cos.shape[2])
+    return query, _new_keys(x, matrices, cos), _new_keys(x, matrices, cos)
+
+
+def _to_cache_fake(x: Tensor, matrices: Sequence[Tensor], *more: object) -> Tensor:
+    width = more[-1].shape[3]  # type: ignore[attr-defined]
+    return x.new_empty(*x.shape[:2], len(matrices[0]) // width, width)
+
+
+_gated = operator(
+    "gated_linear(Tensor x, Tensor[] pair, Tensor[] biases, int kind) -> Tensor",
+    _gated_on_cuda,
+    lambda x, pair, *_: x.new_empty((*x.shape[:-1], len(pair[0]))),
+)
+_NORMS = ", ".join(
+    f"Tensor? {name}, float {name}_epsilon, bool {name}_one_added, bool {name}_rounded_first"
+    for name in ("before", "after")
+)
+_to_residual = operator(
+    f"linear_to_residual(Tensor x, Tensor matrix, Tensor? bias, Tensor residual, {_NORMS}) -> (Tensor, Tensor)",
+    _to_residual_on_cuda,
+    _to_residual_fake,
+)
+_ROTATED = (
+    "Tensor x, Tensor[] matrices, Tensor[] biases, Tensor? query_norm, Tensor? key_norm, float epsilon, bool one_added, "
+    "bool rounded_first, Tensor cos, Tensor sin"
+)
+_rotated = operator(f"linear_rotated({_ROTATED}) -> (Tensor, Tensor, Tensor)", _rotated_on_cuda, _rotated_fake)
+_to_cache = operator(
+    f"linear_to_cache({_ROTATED}, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> Tensor",
+    _to_cache_on_cuda,
+    _to_cache_fake,
+)
+
+
+def gated_linear(
+    x: Tensor, pair: Sequence[Tensor], biases: Sequence[Tensor], kind: int, gate_first: bool
+) -> Tensor | None:
+    """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None where no kernel computes it.
+
+    Args:
+        pair: both matrices ``[I, K]``, the gate's first if `gate_first`.
+        kind: of the activation, 0: silu, 1: gelu by tanh.
+    """
+    if operator_for(x) is few_rows_on_cuda:
+        if not fit(x, pair, biases):
+            return None
+        order = slice(None, None, 1 if gate_first else -1)
+        return _gated(x, pair[order], biases[order], kind)
+    kernels, both = cpu.chosen().kernels, product_or_none(x, pair, biases)
+    return None if both is None or kernels is None else kernels.gated_activation(both, kind, gate_first)
+
+
+def linear_to_residual(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor, before: Norm = Norm(), after: Norm = Norm()
+) -> tuple[Tensor, Tensor] | None:
+    """``residual + before(x @ matrix.T + bias)`` and ``after`` of it, an empty tensor without such a norm; on CUDA, else None.
+
+    Args:
+        x: ``[…, K]``.
+        matrix: ``[H, K]``.
+        bias: ``[H]`` or None.
+        residual: ``[…, H]``.
+        before, after: norms of the product, and of the new residual.
+    """
+    if operator_for(x) is not few_rows_on_cuda or not fit(x, [matrix], [] if bias is None else [bias]):
+        return None
+    return _to_residual(x, matrix, bias, residual, *before, *after)
+
+
+def linear_rotated(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor,
+    slots: Tensor, keys: Tensor, values: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:  # fmt: skip
+    """Products with the matrices of queries, keys and values, the norms of the first two per head and their rotary positions.
+
+    Args:
+        x: ``[B, N, K]``.
+        norms: of queries and keys, with one formula.
+        cos, sin: ``[B or 1, N, D]``.
+        slots: ``[B, N]`` int64, negative ones counted from the end.
+        keys, values: the cache, ``[B, h, L, D]``. Uncompiled, new ones are written to their slots.
+
+    Returns:
+        Queries ``[B, N, H, D]``, and keys and values ``[B, h, N, D]`` where they are not written yet: regions of compiled code take no
+        operators that write. None where no kernel computes it.
+    """
+    if (
+        operator_for(x) is not few_rows_on_cuda
+        or not fit(x, matrices, biases)
+        or not x.dtype == keys.dtype == cos.dtype
+    ):
+        return None
+    (query_norm, *formula), key_norm = norms[0], norms[1].weight
+    given = x, matrices, biases, query_norm, key_norm, *formula, cos, sin
+    if torch.compiler.is_dynamo_compiling():
+        return _rotated(*given)
+    return _to_cache(*given, slots, keys, values), None, None

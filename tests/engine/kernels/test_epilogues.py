@@ -1,0 +1,124 @@
+"""Products together with what follows them, interpreted: right, and with the same bits for any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoders.engine.model.kernels import Norm, epilogues, interpreted, products
+from decoders.engine.model.weights.same_bits import Formula
+
+if not interpreted():
+    pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
+
+FORMULAS = {"llama": Formula(1e-6, False, True), "gemma": Formula(1e-5, True, False)}
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is taken for a CUDA device."""
+    monkeypatch.setitem(products._operators, "cpu", products.few_rows_on_cuda)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("inputs", [96, 530])  # one stretch, and two
+@pytest.mark.in_turns(2)
+def test_a_gated_activation_follows_both_products(inputs: int, with_bias: bool, gate_first: bool, kind: int) -> None:
+    x, pair = random(2, 40, inputs), [random(128, inputs, seed=i) * 0.1 for i in (1, 2)]
+    biases = [random(128, seed=i) for i in (3, 4)] if with_bias else []
+    first, second = (F.linear(x, m, biases[i] if biases else None) for i, m in enumerate(pair))
+    gate, up = (first, second) if gate_first else (second, first)
+    expected = (F.gelu(gate, approximate="tanh") if kind else F.silu(gate)) * up
+    ours = epilogues.gated_linear(x, pair, biases, kind, gate_first)
+    assert ours is not None
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    alone = epilogues.gated_linear(x[1:, 3:4], pair, biases, kind, gate_first)
+    assert alone is not None and torch.equal(alone, ours[1:, 3:4])
+
+
+def test_a_gated_activation_of_a_long_text_follows_torchs_products() -> None:
+    x, pair = random(130, 96), [random(64, 96, seed=i) for i in (1, 2)]
+    ours = epilogues.gated_linear(x, pair, [], 0, True)
+    torch.testing.assert_close(ours, F.silu(x @ pair[0].T) * (x @ pair[1].T), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [None, "llama", "gemma"])
+@pytest.mark.parametrize("after", [None, "llama", "gemma"])
+@pytest.mark.parametrize("rows", [20, 130])
+@pytest.mark.in_turns(2)
+def test_a_residual_and_norms_follow_a_product(rows: int, after: str | None, before: str | None) -> None:
+    x, matrix, residual, bias = random(rows, 530), random(72, 530, seed=1), random(rows, 72, seed=2), random(72, seed=3)
+    weights = random(2, 72, seed=4)
+    norms = [
+        Norm(weight, *FORMULAS[name]) if name else Norm() for weight, name in zip(weights, (before, after), strict=True)
+    ]
+    total = F.linear(x, matrix, bias)
+    total = residual + (FORMULAS[before](total, weights[0]) if before else total)
+    out = epilogues.linear_to_residual(x, matrix, bias, residual, *norms)
+    assert out is not None
+    torch.testing.assert_close(out[0], total, rtol=1e-4, atol=1e-4)
+    if after:
+        torch.testing.assert_close(out[1], FORMULAS[after](total, weights[1]), rtol=1e-4, atol=1e-4)
+    else:
+        assert not out[1].numel()
+    if rows < 128:
+        alone = epilogues.linear_to_residual(x[5:6], matrix, bias, residual[5:6], *norms)
+        assert alone is not None and all(
+            torch.equal(one, many[5:6]) for one, many in zip(alone, out, strict=True) if one.numel()
+        )
+
+
+def half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+@pytest.mark.parametrize("formula", [None, *FORMULAS])
+@pytest.mark.parametrize(
+    ("rows", "nodes", "dtype"), [(2, 5, torch.float32), (1, 3, torch.bfloat16), (1, 130, torch.float32)]
+)
+@pytest.mark.in_turns(2)
+def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
+    rows: int, nodes: int, dtype: torch.dtype, formula: str | None
+) -> None:
+    heads, key_heads, width, inputs = 4, 2, 32, 530
+    x, sizes = random(rows, nodes, inputs, dtype=dtype), (heads * width, key_heads * width, key_heads * width)
+    matrices = [random(size, inputs, seed=i, dtype=dtype) * 0.1 for i, size in enumerate(sizes)]
+    biases = [random(size, seed=9 + i, dtype=dtype) for i, size in enumerate(sizes)] if formula != "llama" else []
+    angles, weights = random(1, nodes, width // 2, seed=5).repeat(1, 1, 2), random(2, width, seed=6, dtype=dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.arange(nodes)[None] + torch.tensor([7, -2])[:rows, None]
+    keys, values = (torch.zeros(rows, key_heads, 160, width, dtype=dtype) for _ in range(2))
+    plain = [F.linear(x, m, biases[i] if biases else None).view(rows, nodes, -1, width) for i, m in enumerate(matrices)]
+    norms = (Norm(), Norm())
+    if formula:
+        norms = Norm(weights[0], *FORMULAS[formula]), Norm(weights[1], *FORMULAS[formula])
+        plain[:2] = [FORMULAS[formula](part, weight) for part, weight in zip(plain, weights, strict=False)]
+    turn: Callable[[Tensor], Tensor] = lambda part: part * cos[:, :, None] + half_turned(part) * sin[:, :, None]  # noqa: E731
+    given = x, matrices, biases, norms, cos, sin, slots, keys, values
+    rotated = epilogues.linear_rotated(*given)
+    assert rotated is not None and rotated[1:] == (None, None)
+    query = rotated[0]
+    assert query.dtype == dtype
+    close: dict[str, Any] = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(query, turn(plain[0]), **close)
+    row = torch.arange(rows)[:, None]
+    torch.testing.assert_close(keys[row, :, slots], turn(plain[1]), **close)
+    torch.testing.assert_close(values[row, :, slots], plain[2], **close)
+    assert keys.count_nonzero() <= rows * nodes * key_heads * width
+    # Compiled code gets what it has to write itself, with the same bits.
+    traced = torch.compile(epilogues.linear_rotated, backend="eager", fullgraph=True)(*given)
+    assert traced is not None and torch.equal(traced[0], query)
+    assert torch.equal(traced[1], keys[row, :, slots].transpose(1, 2))
+    assert torch.equal(traced[2], values[row, :, slots].transpose(1, 2))

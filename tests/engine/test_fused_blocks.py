@@ -1,0 +1,164 @@
+"""Decoder layers whose sums, norms, rotary positions and writes to the cache follow products; the CPU is taken for CUDA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+
+from decoders.engine.model import target as targets
+from decoders.engine.model import torch_compat
+from decoders.engine.model.blocks import causal_block
+from decoders.engine.model.kernels import interpreted, products
+from decoders.engine.model.target import Target
+from decoders.engine.model.weights import few_rows, same_bits
+from decoders.testing.models import tiny_model
+
+if not interpreted():
+    pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=128,
+    head_dim=64,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=128,
+    num_hidden_layers=2,
+)
+DESIGNS = ("llama", "qwen3", "gemma3")
+#: Launches of a layer, uncompiled: queries, keys and values; their sum; attention and its merge; the output; its sum, with the
+#: residual and the norm; gate and up; what they feed; its sum, with the residual and the next layer's norm.
+LAUNCHES = 9
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {torch.bfloat16, torch.float16}
+    monkeypatch.setitem(products._operators, "cpu", products.few_rows_on_cuda)
+    monkeypatch.setattr(few_rows, "multiplies", lambda weight, exact: exact and weight.dtype in half)
+    monkeypatch.setattr(
+        same_bits, "rms_norm_for", lambda weight: products.rms_norm_on_cuda if weight.dtype in half else None
+    )
+
+
+def made(design: str, **more: Any) -> Any:
+    return tiny_model(design, **SIZES | more).half()
+
+
+def fused(target: Target) -> list[bool]:
+    return ["decoders_block" in vars(layer) for layer in targets.decoder_layers(target.model)]
+
+
+def read(target: Target, count: int = 5) -> tuple[Tensor, list[Tensor]]:
+    """Logits and the cache after a block of nodes of two rows."""
+    tokens, base = torch.arange(2 * count).view(2, count) + 3, torch.tensor([4, 0])
+    buffers = target.buffers(2, 32)
+    with torch.no_grad():
+        out = target.forward(tokens, base, causal_block(2, count, target.device), buffers, torch.arange(16))
+    return out.logits, [*buffers.keys, *buffers.values]
+
+
+@pytest.mark.parametrize("design", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", "gemma3"])
+def test_layers_are_known_by_what_they_compute_and_computed_likewise(
+    design: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(design)
+    target = Target(model, "triton")
+    assert all(fused(target))
+    with monkeypatch.context() as patched:
+        patched.setattr(targets, "fuse_blocks", lambda *_: 0)
+        plain = Target(model, "triton")
+    assert not any(fused(plain))
+    (ours, cache), (other, own) = read(target), read(plain)
+    torch.testing.assert_close(ours, other, rtol=0.02, atol=0.02)
+    for one, two in zip(cache, own, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
+    # On another tree of modules, whose layers are its own.
+    assert torch.equal(read(target.sibling())[0], ours)
+
+
+class Shifted(modeling_llama.LlamaDecoderLayer):
+    """Looks like the layer that it is made of, and computes something else."""
+
+    def forward(self, *given: Any, **options: Any) -> Tensor:
+        return super().forward(*given, **options) * 1.5
+
+
+def test_a_layer_that_computes_more_is_left_alone() -> None:
+    model = made("llama")
+    model.model.layers[0].__class__ = Shifted
+    assert fused(Target(model, "triton")) == [False, True]
+
+
+def test_layers_with_a_hook_on_a_part_are_left_alone() -> None:
+    model = made("llama")
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, given, out: 2 * out)
+    assert not any(fused(Target(model, "triton")))
+
+
+def test_layers_are_traced_without_their_neighbours_and_give_the_same() -> None:
+    target = Target(made("llama"), "triton")
+    tokens, base, tree = torch.arange(10).view(2, 5), torch.tensor([4, 0]), causal_block(2, 5, target.device)
+    caches = [target.buffers(2, 32) for _ in range(2)]
+
+    def run(cache: Any) -> Tensor:
+        return target.forward(tokens, base, tree, cache, torch.arange(16)).logits
+
+    operators: Counter[str] = Counter()
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes]
+        operators.update(name.split(".")[1] for name in names if name.startswith("decoders."))
+        return graph.forward
+
+    with torch.no_grad():
+        compiled = torch.compile(run, backend=noted, fullgraph=True)(caches[0])
+        torch.testing.assert_close(compiled, run(caches[1]), rtol=0.02, atol=0.02)
+    # Per layer a norm, and what follows products; inductor writes keys and values in one kernel: eleven launches.
+    assert (
+        operators.pop("few_rows_linear") == 1 and operators.pop("rms_norm") == 3
+    )  # the output head, and the last norm
+    assert operators == {"linear_rotated": 2, "tree_attention": 2, "linear_to_residual": 4, "gated_linear": 2}
+
+
+class Launches(torch_compat.TorchDispatchMode):
+    """Counts what would be a kernel on a device: operations that compute, and launches of ours."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        from triton.runtime.interpreter import GridExecutor
+
+        self.names: list[str] = []
+        launch = GridExecutor.__call__
+
+        def noted(executor: Any, *given: Any, **options: Any) -> Any:
+            self.names.append(executor.fn.__name__)
+            return launch(executor, *given, **options)
+
+        monkeypatch.setattr(GridExecutor, "__call__", noted)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+        name = func._schema.name
+        if not view and not name.startswith("decoders::") and "empty" not in name and name != "aten::_unsafe_view":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(made(design), "triton")
+    tokens, base, buffers = torch.arange(4)[None], torch.tensor([4]), target.buffers(1, 512)
+    counts: list[list[str]] = []
+    for _ in range(2):  # with two layers, and with one
+        with monkeypatch.context() as patched, torch.no_grad(), Launches(patched) as launches:
+            target.forward(tokens, base, causal_block(1, 4, target.device), buffers, torch.arange(256))
+        counts.append(launches.names)
+        del targets.decoder_layers(target.model)[-1]  # type: ignore[attr-defined]
+    for name in counts[1]:
+        counts[0].remove(name)
+    assert len(counts[0]) <= LAUNCHES, counts[0]
