@@ -104,7 +104,7 @@ def inputs_of(
         of_row = {name: kind[own] for name, kind in kinds.items()} | divided[row]
         try:
             alone.append(inputs_of(model, of_row, input_ids[own], mask[own] if mask is not None else None, repeats))
-        except WRONGLY_DIVIDED:  # it was not divided as the design has it
+        except WRONGLY_DIVIDED:  # the design divides images among rows in another way
             return whole
     return replace(whole, alone=tuple(alone))
 

@@ -35,7 +35,7 @@ class Lane:
     """Requests that share their steps: of one strategy, one sampling plan, one verifier.
 
     In float32 a request gets the tokens that a call of its own would get: noise depends on its own seed and positions, and
-    parameters, stop tokens, grammar and budget are per row. Other requests change only when it is decoded.
+    parameters, stop tokens, grammar and budget are per row. Other requests have an effect on when it is decoded, not on its tokens.
 
     Args:
         engine: of the model.

@@ -31,7 +31,7 @@ class Sides:
         borders: the longest texts of each side, in order; beyond the last one there is a side more if `open`.
         open: whether texts beyond the last border have one table for all lengths.
         now: the side of the present pass.
-        flag: `now` as the modules read it, ``[]`` int64. Private trees of one target share it.
+        flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All private module trees of one target share it.
     """
 
     def __init__(self, borders: tuple[int, ...], open: bool, device: torch.device) -> None:

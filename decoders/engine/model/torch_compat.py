@@ -175,9 +175,9 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def writes_counted(tensor: Tensor) -> int:
-    """How many writes to the tensor PyTorch has counted; it counts none of inference tensors, nor of those through ``.data``.
+    """How often the tensor was written in place, by autograd's counter; nothing public tells it.
 
-    Autograd's own counter; nothing public tells a write in place.
+    Writes to inference tensors and writes through ``.data`` are not counted.
     """
     if tensor.is_inference():  # asked first: to raise and catch the error costs 30 microseconds
         return 0

@@ -183,7 +183,7 @@ class SlotPasses(ModulePasses):
         """Moves the rows' keys and values after rows have joined or left.
 
         Args:
-            sources: which row of the batch before each row is, -1 for one that is new.
+            sources: for every row its index in the batch before, -1 for a new row.
             slots: of the rows.
         """
         if len(sources) != self.rows or any(source not in (row, -1) for row, source in enumerate(sources)):

@@ -64,7 +64,7 @@ class ForwardPass(Tiers):
     ) -> None:  # fmt: skip
         """As :meth:`Target.prefill`. recordings: of the session that the rows are of."""
         if recordings is not None:
-            # How far a stretch looks is a size: in a recording at all slots.
+            # The number of slots that attention looks at is a size, which a recording fixes: it looks at all of them.
             key = "prefill", buffers.place, len(view)
             read = lambda tokens, start: self.prefill(tokens, start, buffers, view, buffers.slots)  # noqa: E731
             self.replayed(recordings, key, read, (tokens, start), len(tokens), copy=False)
