@@ -179,6 +179,11 @@ def set_experts(module: Any, name: str) -> None:
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
 
 
+def gated(experts: Any, x: Tensor) -> Tensor:
+    """What a module of experts makes of the product of its gate-and-up matrices."""
+    return experts._apply_gate(x)
+
+
 def cache_keyword(module: nn.Module) -> str:
     """The keyword by which `module` takes its key-value cache, ``cache`` or ``past_key_values``.
 

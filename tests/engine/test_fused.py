@@ -18,7 +18,7 @@ from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.kernels import attention as kernel
-from decoders.engine.model.kernels import cpu, products
+from decoders.engine.model.kernels import cpu, epilogues, products
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights import few_rows, fused
 from decoders.engine.model.weights.few_rows import multiply_few_rows
@@ -80,7 +80,8 @@ def test_a_pass_makes_every_product_once(name: str, monkeypatch: pytest.MonkeyPa
         products[tuple(matrix.data_ptr() for matrix in matrices)] += 1
         return multiply(x, matrices, biases)
 
-    monkeypatch.setattr(few_rows, "product_or_none", counted)
+    for room in (few_rows, epilogues):
+        monkeypatch.setattr(room, "product_or_none", counted)
     buffers, start = CacheBuffers.allocate(target.layout, 1, 16), torch.zeros(1, dtype=torch.int64)
     target.forward(
         PassInput(torch.arange(5)[None], start, Topology.chain(4).tensors(1, start.device), buffers, torch.arange(8))

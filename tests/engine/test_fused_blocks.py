@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 from decoders.engine.model import target as targets
 from decoders.engine.model import torch_compat
-from decoders.engine.model.blocks import causal_block
+from decoders.engine.model.blocks import PassInput, causal_block
 from decoders.engine.model.kernels import interpreted, products
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights import few_rows, same_bits
@@ -58,7 +58,7 @@ def read(target: Target, count: int = 5) -> tuple[Tensor, list[Tensor]]:
     tokens, base = torch.arange(2 * count).view(2, count) + 3, torch.tensor([4, 0])
     buffers = target.buffers(2, 32)
     with torch.no_grad():
-        out = target.forward(tokens, base, causal_block(2, count, target.device), buffers, torch.arange(16))
+        out = target.forward(PassInput(tokens, base, causal_block(2, count, target.device), buffers, torch.arange(16)))
     return out.logits, [*buffers.keys, *buffers.values]
 
 
@@ -106,7 +106,7 @@ def test_layers_are_traced_without_their_neighbours_and_give_the_same() -> None:
     caches = [target.buffers(2, 32) for _ in range(2)]
 
     def run(cache: Any) -> Tensor:
-        return target.forward(tokens, base, tree, cache, torch.arange(16)).logits
+        return target.forward(PassInput(tokens, base, tree, cache, torch.arange(16))).logits
 
     operators: Counter[str] = Counter()
 
@@ -156,7 +156,7 @@ def test_a_layer_is_so_many_launches(design: str, monkeypatch: pytest.MonkeyPatc
     counts: list[list[str]] = []
     for _ in range(2):  # with two layers, and with one
         with monkeypatch.context() as patched, torch.no_grad(), Launches(patched) as launches:
-            target.forward(tokens, base, causal_block(1, 4, target.device), buffers, torch.arange(256))
+            target.forward(PassInput(tokens, base, causal_block(1, 4, target.device), buffers, torch.arange(256)))
         counts.append(launches.names)
         del targets.decoder_layers(target.model)[-1]  # type: ignore[attr-defined]
     for name in counts[1]:

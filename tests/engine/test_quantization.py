@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import decoders
 from decoders.engine.model import cache, invariance, self_check, target
+from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers, LayerSpec, SlotCache
 from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.tiers import PassKind
@@ -296,7 +297,9 @@ def test_attention_reads_a_quantized_cache_as_it_is_stored(name: str, dtype: tor
     def run(nodes: torch.Tensor, tree: Topology) -> torch.Tensor:
         rows, start = subject.buffers(1, 128), torch.zeros(1, dtype=torch.int64)
         subject.prefill(tokens, start, rows, torch.arange(64), 0)
-        return subject.forward(nodes, start + 20, tree.tensors(1, tokens.device), rows, torch.arange(64)).logits
+        return subject.forward(
+            PassInput(nodes, start + 20, tree.tensors(1, tokens.device), rows, torch.arange(64))
+        ).logits
 
     with torch.no_grad(), Widened() as widened:
         chain = run(torch.tensor([[30, 31, 32]]), Topology.chain(2))

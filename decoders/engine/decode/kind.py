@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...sampling.processors import SamplingPlan
 from ...strategy import Strategy
 from ...verifiers.verifier import Verifier
-
-if TYPE_CHECKING:
-    from .request import Request
 
 
 class Use(Enum):
@@ -70,21 +67,21 @@ class StepKind:
         return replace(self, plan=replace(self.plan, masked=False), host=host)
 
 
-def kind_of(request: Request) -> StepKind:
+def kind_of(request: Any) -> StepKind:
     """The kind of the steps of a `request`."""
     parts = tuple((name, _part(value)) for name, value in _used(request, Use.KIND) if name != "plan")
     host = [name for name, value in _used(request, Use.HOST) if value is not None and value is not False]
     return StepKind(parts, request.plan, (*host, *["keep_scores"] * request.plan.keep_scores))
 
 
-def inputs_of(request: Request) -> list[object]:
+def inputs_of(request: Any) -> list[object]:
     """What :attr:`Use.INPUT` names, as tensors and values with one ``repr`` in all processes."""
     values = dict(_used(request, Use.INPUT)) | {"grammars": [grammar is None for grammar in request.grammars]}
     tensors = values.pop("prompts")
     return [*tensors, values]
 
 
-def _used(request: Request, use: Use) -> Iterator[tuple[str, Any]]:
+def _used(request: Any, use: Use) -> Iterator[tuple[str, Any]]:
     for names, owner in ((REQUEST, request), (RUNTIME, request.runtime)):
         for name, own in names.items():
             if own is use:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.transformers_compat import experts_of, register_experts, set_experts
+from ...common.transformers_compat import experts_of, gated, register_experts, set_experts
 from .torch_compat import own_parameters
 
 #: With transformers the function is registered as this.
@@ -65,7 +65,7 @@ def forward(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Te
         return out + getattr(module, f"{name}_bias")[chosen] if module.has_bias else out
 
     if module.has_gate:
-        x = module._apply_gate(multiplied(x, "gate_up_proj"))
+        x = gated(module, multiplied(x, "gate_up_proj"))
     else:
         x = module.act_fn(multiplied(x, "up_proj"))
     x = multiplied(x, "down_proj")

@@ -17,9 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from ..torch_compat import TorchDispatchMode
+from ..torch_compat import FakeTensorMode, TorchDispatchMode
 from . import LAUNCHERS
 
 _log = logging.getLogger("decoders")

@@ -6,12 +6,12 @@ launches; on the CPU (:mod:`.cpu`) it is an operator of its own. Rows have the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from . import Norm, cpu, operator
+from . import Norm, operator
 from .products import few_rows_on_cuda, fit, operator_for, product_or_none
 
 
@@ -98,21 +98,23 @@ _to_cache = operator(
 
 
 def gated_linear(
-    x: Tensor, pair: Sequence[Tensor], biases: Sequence[Tensor], kind: int, gate_first: bool
-) -> Tensor | None:
+    x: Tensor, pair: Sequence[Tensor], biases: Sequence[Tensor], kind: int, gate_first: bool,
+    activation: Callable[[Tensor, int, bool], Tensor] | None = None,
+) -> Tensor | None:  # fmt: skip
     """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None where no kernel computes it.
 
     Args:
         pair: both matrices ``[I, K]``, the gate's first if `gate_first`.
         kind: of the activation, 0: silu, 1: gelu by tanh.
+        activation: the CPU's operator of what follows the product; None on CUDA, where one kernel computes both.
     """
     if operator_for(x) is few_rows_on_cuda:
         if not fit(x, pair, biases):
             return None
         order = slice(None, None, 1 if gate_first else -1)
         return _gated(x, pair[order], biases[order], kind)
-    kernels, both = cpu.chosen().kernels, product_or_none(x, pair, biases)
-    return None if both is None or kernels is None else kernels.gated_activation(both, kind, gate_first)
+    both = None if activation is None else product_or_none(x, pair, biases)
+    return None if both is None or activation is None else activation(both, kind, gate_first)
 
 
 def linear_to_residual(

@@ -42,14 +42,18 @@ def fuse_layers(model: nn.Module) -> None:
         kind = type(module)
         if kind not in rotating:
             rotating[kind] = None if kernels is None else _rotating(kind, kernels.rotary)
-        if (gated := _gated(module)) is not None:
+        if (gated := _gated(module, None if kernels is None else kernels.gated_activation)) is not None:
             module.__class__, vars(module)["decoders_gated"] = gated
         elif (replaced := rotating[kind]) is not None:
             module.__class__ = replaced
 
 
-def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
-    """The class that replaces a gated feed-forward layer, ``down(activation(gate(x)) * up(x))``, and its linear layers."""
+def _gated(module: nn.Module, activation: Callable | None) -> tuple[type[nn.Module], tuple] | None:
+    """The class that replaces a gated feed-forward layer, ``down(activation(gate(x)) * up(x))``, and its linear layers.
+
+    Args:
+        activation: as of :func:`~decoders.engine.model.kernels.epilogues.gated_linear`.
+    """
     children = list(module.children())
     linear: list[Any] = [child for child in children if isinstance(child, FewRows)]
     others = [child for child in children if not isinstance(child, FewRows)]
@@ -71,7 +75,7 @@ def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
     if not isinstance(expected, Tensor):
         return None
     for gate_first in (True, False):
-        stand_in = _gated_class(cast(Hashable, type(module)), kind, gate_first)
+        stand_in = _gated_class(cast(Hashable, type(module)), activation, kind, gate_first)
         tried = stand_in.compute((pair, down), x)  # type: ignore[attr-defined]
         if tried is not None and close(tried, expected):
             return stand_in, (pair, down)
@@ -79,11 +83,11 @@ def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
 
 
 @functools.cache
-def _gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
+def _gated_class(plain: Any, activation: Callable | None, kind: int, gate_first: bool) -> type[nn.Module]:
     def inner(parts: tuple, x: Tensor) -> Tensor | None:
         pair = parts[0]
         biases = [] if pair[0].bias is None else [layer.bias for layer in pair]
-        return epilogues.gated_linear(x, [layer.matrix() for layer in pair], biases, kind, gate_first)
+        return epilogues.gated_linear(x, [layer.matrix() for layer in pair], biases, kind, gate_first, activation)
 
     def compute(parts: tuple, x: Tensor) -> Tensor | None:
         middle = inner(parts, x)
