@@ -359,8 +359,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a-product-of-another-input-is-shared", "decoders/engine/model/weights/fused.py",
-        "if self.source is not x or self.by is not by or self.writes != writes:",
-        "if self.by is not by or self.writes != writes:",
+        "if self.source is not x or self.by is not by or self.writes != torch_compat.writes_counted(x):",
+        "if self.by is not by or self.writes != torch_compat.writes_counted(x):",
         ("engine/test_fused.py",),
     ),
     Mutation(
@@ -371,8 +371,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kept-texts-outlive-their-weights", "decoders/engine/decode/engine.py",
-        "                self._prepared = started, time.perf_counter() - started, 0.0\n                self.sessions.forget()\n",
-        "                self._prepared = started, time.perf_counter() - started, 0.0\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0, 0.0\n                self.sessions.forget()\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0, 0.0\n",
         ("generate/test_reuse.py",),
     ),
     Mutation(

@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_ends_the_run_with_what_it_has(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(OutputLines, "write", fails)
         code, printed = run("--input", str(prompts), "--output", str(out))
-    assert code == 1 and "No space left on device" in printed and "The 1 completions" in printed
+    assert code == 1 and "No space left on device" in printed and "It contains 1 completions of this run" in printed
     assert run("--input", str(prompts), "--output", str(out))[0] == 0
     assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0, 1, 2]
 

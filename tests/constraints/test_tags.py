@@ -338,7 +338,7 @@ def test_harmony_ends_a_thought_with_the_head_of_the_answer() -> None:
         (lambda: Thinking.of(True), SettingsError, "most tokens"),
         (lambda: Thinking.of({"token": 3}), SettingsError, "thinking has no 'token'. Did you mean 'tokens'"),
         (lambda: Thinking(3).markers(None), UnsupportedError, "needs the markers of a thought"),
-        (lambda: Thinking(3, end="!").markers(None), UnsupportedError, 'Give "begin" too'),
+        (lambda: Thinking(3, end="!").markers(None), UnsupportedError, 'give "begin", too'),
     ],
 )
 def test_errors_say_what_to_give(make: Callable[[], Any], error: type[Exception], message: str) -> None:

@@ -93,10 +93,10 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, lis
         engine, now, sizes = Engine(tiny_model("llama")), [0.0], []
         forward = engine.target.forward
 
-        def timed(nodes: torch.Tensor, *args: Any) -> Any:
-            sizes.append(nodes.shape[1])
+        def timed(given: Any) -> Any:
+            sizes.append(given.nodes.shape[1])
             now[0] += 0.001 * milliseconds(sizes)
-            return forward(nodes, *args)
+            return forward(given)
 
         monkeypatch.setattr(type(engine.target.ranks), "clock", lambda self: now[0])
         monkeypatch.setattr(engine.target, "forward", timed)

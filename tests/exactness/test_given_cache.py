@@ -241,6 +241,6 @@ def test_an_empty_cache_is_none(llama: PreTrainedModel) -> None:
 def test_a_scheduler_takes_none(llama: PreTrainedModel) -> None:
     with (
         Scheduler(llama, strategy="prompt_lookup") as scheduler,
-        pytest.raises(UnsupportedError, match="goes on with it"),
+        pytest.raises(UnsupportedError, match="a scheduler keeps the caches of texts itself"),
     ):
         scheduler.submit([5, 6, 7], past_key_values=cache_of(llama), max_new_tokens=4)

@@ -105,7 +105,7 @@ def test_prompts_are_handed_over_whole_in_order_and_without_their_last_tokens(fr
         out = decode(fresh, Reader())
         assert out.report.reused == [0, 0, 0]
         log = Reader.log
-        assert [chunk.tokens.shape[1] for chunk in log.chunks] == [7, 7, 7, 2]
+        assert [chunk.tokens.shape[1] for chunk in log.chunks] == [7, 7, 7, 3]
         with torch.no_grad():
             for row, text in enumerate(texts(out)):
                 count = int(log.steps[0].sequences.prompt_length[row]) - 1

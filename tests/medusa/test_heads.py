@@ -68,8 +68,8 @@ def test_tied_heads_follow_the_models_weights_and_stay_small():
     [
         (dict(heads=0), "at least 1"),
         (dict(projection="none"), "tied, low_rank or full"),
-        (dict(projection="low_rank"), "rank goes with"),
-        (dict(projection="tied", rank=3), "rank goes with"),
+        (dict(projection="low_rank"), "needs a rank, and only low_rank has one"),
+        (dict(projection="tied", rank=3), "needs a rank, and only low_rank has one"),
     ],
 )
 def test_senseless_shapes_are_refused(values, reason):

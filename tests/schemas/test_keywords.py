@@ -317,7 +317,7 @@ def test_key_that_repeats_breaks_nothing(
 
 def test_more_properties_than_are_declared_are_refused() -> None:
     many = {"type": "object", "properties": {"a": True}, "minProperties": 3}
-    with pytest.raises(GrammarError, match="keys that are not may repeat") as problem:
+    with pytest.raises(GrammarError, match="undeclared keys may repeat") as problem:
         JsonSchema({"items": many}).language()
     assert (problem.value.keyword, problem.value.path) == ("minProperties", "$.items")
     assert "minProperties is left" in JsonSchema({"items": many}, strict=False).language().warnings[-1]

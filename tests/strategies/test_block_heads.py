@@ -682,5 +682,5 @@ def test_what_a_config_cannot_say(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="neither d2t nor t2d"):
         read("dspark rnn, small vocabulary")
     fields = HeadFields({"selector_rank": 4}, "here", read_config(bare("dflash2")).layer, BLOCK - 1, SMALL)
-    with pytest.raises(UnsupportedError, match="here: a path selector with a draft vocabulary"):
+    with pytest.raises(UnsupportedError, match="here: a path selector needs the whole vocabulary of 128 tokens"):
         PathSelector.of(fields)

@@ -272,5 +272,5 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         call(str(broken))
     next(broken.glob("*-of-*")).unlink()
-    with pytest.raises(SettingsError, match="holds no model-0000"):
+    with pytest.raises(SettingsError, match="has no weights: model-0000"):
         call(str(broken))

@@ -53,9 +53,9 @@ class Watched(EarlyExit):
         self.drafter, self.begins = state.drafter, []
         core, run = state.drafter.core, state.drafter.core.run
 
-        def watched(nodes, base, *rest):
-            self.begins.append(base)
-            return run(nodes, base, *rest)
+        def watched(given):
+            self.begins.append(given.base)
+            return run(given)
 
         core.run = watched
         return state

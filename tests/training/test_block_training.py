@@ -100,7 +100,7 @@ def test_blocks_are_those_of_decoding_with_what_was_written(tmp_path, name, opti
     given = load_draft_model(tmp_path, CPU, FULL)
     begin_with(given, learner.model.config, learner.output)
     if learner.own_output:
-        with pytest.raises(SettingsError, match="output head that is not the target's"):
+        with pytest.raises(SettingsError, match="output head is not the target's"):
             begin_with(given, learner.model.config, learner.output + 1)
     out = decode(target, inputs, spy, max_new_tokens=10)
     assert torch.equal(out.sequences, decode(target, inputs, "autoregressive", max_new_tokens=10).sequences)
