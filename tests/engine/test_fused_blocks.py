@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 from decoders.engine.model import target as targets
 from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput, causal_block
+from decoders.engine.model.cache import SlotCache
 from decoders.engine.model.kernels import interpreted, products
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights import few_rows, same_bits
@@ -92,6 +93,41 @@ def test_a_layer_that_computes_more_is_left_alone() -> None:
     model = made("llama")
     model.model.layers[0].__class__ = Shifted
     assert fused(Target(model, "triton")) == [False, True]
+
+
+class Bounded(modeling_llama.LlamaAttention):
+    """Bounds what it writes, which few texts reach."""
+
+    def forward(self, *given: Any, **options: Any) -> Any:
+        cache = next((value for value in options.values() if isinstance(value, SlotCache)), None)
+        if cache is None:
+            return super().forward(*given, **options)
+        update = cache.update
+        cache.update = lambda keys, values, *more: update(keys, values.clamp(-BOUND, BOUND), *more)  # type: ignore[method-assign]
+        try:
+            return super().forward(*given, **options)
+        finally:
+            cache.update = update  # type: ignore[method-assign]
+
+
+#: Of values that a loud text alone has.
+BOUND = 20.0
+
+
+class Positioned(modeling_llama.LlamaAttention):
+    """Scales by a position that no trial reaches."""
+
+    def forward(self, hidden_states: Tensor, *given: Any, position_ids: Tensor, **options: Any) -> Any:  # type: ignore[override]
+        far = 1 + (position_ids[..., None] // 1000)
+        return super().forward(hidden_states * far.to(hidden_states.dtype), *given, **options)
+
+
+@pytest.mark.parametrize("kind", [Positioned, Bounded])
+def test_attention_that_computes_more_for_other_texts_is_left_alone(kind: type) -> None:
+    model = made("llama")
+    model.model.layers[0].self_attn.__class__ = kind
+    target = Target(model, "triton")
+    assert fused(target) == [False, True] and "decoders_block" not in vars(target.model.model.layers[0].self_attn)
 
 
 def test_layers_with_a_hook_on_a_part_are_left_alone() -> None:

@@ -158,6 +158,23 @@ def test_where_nothing_is_left_to_draw_is_an_error(request: pytest.FixtureReques
     assert decode(model, prompts(2), "autoregressive", max_new_tokens=8).report.new_tokens == [8, 8]
 
 
+@pytest.mark.parametrize("strategy", ["token_recycling", "suffix"])
+def test_a_request_without_a_token_to_draw_ends_alone(llama: PreTrainedModel, strategy: str) -> None:
+    text = prompts(1)["input_ids"][0]
+    nothing = dict(max_new_tokens=40, bad_words_ids=[[t] for t in range(VOCAB - 12)], no_repeat_ngram_size=1)
+    other = dict(max_new_tokens=40, bad_words_ids=[[t] for t in range(4)], no_repeat_ngram_size=3)
+    settings = {"compile": False}
+    with decoders.Scheduler(llama, strategy=strategy, rows=2, decoders_config=settings) as scheduler:
+        ends, goes_on = (scheduler.submit(text, **own, do_sample=True, seed=1) for own in (nothing, other))
+        with pytest.raises(InputError, match="nothing can be drawn"):
+            ends.result(60)
+        tokens = goes_on.result(60)[0].tolist()
+    alone = decode(
+        llama, {"input_ids": text[None]}, "autoregressive", decoders_config=settings, **other, do_sample=True, seed=1
+    )
+    assert tokens == alone.sequences[0].tolist()
+
+
 @pytest.mark.slow
 def test_compiled_steps_are_compiled_once_for_all_values(llama: PreTrainedModel) -> None:
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -141,3 +142,44 @@ def test_what_adapters_do_counts() -> None:
         change()
         states.append(WeightState.of(model))
         assert states[-1] != states[-2]
+
+
+class Steers:
+    """A hook with a vector of its own."""
+
+    def __init__(self) -> None:
+        self.vector = torch.zeros(16)
+
+    def __call__(self, module: nn.Module, given: tuple, output: Tensor) -> None: ...
+
+
+def steers(module: nn.Module, given: tuple, output: Tensor, *, vector: Tensor) -> None: ...
+
+
+def with_default() -> tuple[Callable, Tensor]:
+    vector = torch.zeros(16)
+
+    def hook(module: nn.Module, given: tuple, output: Tensor, *, vector: Tensor = vector) -> None: ...
+
+    return hook, vector
+
+
+def with_partial() -> tuple[Callable, Tensor]:
+    vector = torch.zeros(16)
+    return functools.partial(steers, vector=vector), vector
+
+
+def with_object() -> tuple[Callable, Tensor]:
+    hook = Steers()
+    return hook, hook.vector
+
+
+@pytest.mark.parametrize("made", [with_default, with_partial, with_object])
+def test_a_write_to_a_tensor_of_a_hook_is_seen(made: Callable[[], tuple[Callable, Tensor]]) -> None:
+    model = tiny_model("llama")
+    hook, vector = made()
+    model.model.layers[0].register_forward_hook(hook)
+    before = WeightState.of(model)
+    assert WeightState.of(model) == before
+    vector.add_(1)
+    assert WeightState.of(model) != before

@@ -224,7 +224,7 @@ class Batch:
         traced = [(member, first) for member, first in self.members if member.request.runtime.trace]
         summary, new, paths = out.read(self.session.lists, paths=draft.drafters is not None or bool(traced))
         outcome = Outcome.of(summary, new, self.row_count)
-        self.check_drawn(outcome)
+        self.check_drawn(outcome, out)
         if draft.drafters is not None:
             outcome.drafters = [
                 [draft.drafters[row][node - 1] for node in paths[row][1 : count + 1]]
@@ -236,17 +236,31 @@ class Batch:
                 member.trace(draft, tokens, paths, outcome, first)
         return outcome
 
-    def check_drawn(self, outcome: Outcome) -> None:
-        """Raises InputError where there was nothing to draw."""
+    def check_drawn(self, outcome: Outcome, out: StepOutput | None = None) -> None:
+        """Raises InputError where there was nothing to draw; a request that shares steps ends without the tokens of this one.
+
+        Args:
+            out: whose rows are cut then; None for a call of its own.
+        """
         for member, first in self.members if self.request.plan.reads_text else ():
-            with self._callback_of(member):
-                for row, tokens in enumerate(outcome.part(first, member.rows).written):
-                    if NOTHING_LEFT in tokens:
-                        count = member.lengths[row] + tokens.index(NOTHING_LEFT)
-                        names = ", ".join(dict.fromkeys(self.request.plan.operations))
-                        raise InputError(
-                            f"nothing can be drawn behind {count} tokens: the logits processors left no token ({names})"
-                        )
+            for row, tokens in enumerate(outcome.part(first, member.rows).written):
+                if NOTHING_LEFT not in tokens:
+                    continue
+                with self._callback_of(member):
+                    count = member.lengths[row] + tokens.index(NOTHING_LEFT)
+                    names = ", ".join(dict.fromkeys(self.request.plan.operations))
+                    raise InputError(
+                        f"nothing can be drawn behind {count} tokens: the logits processors left no token ({names})"
+                    )
+                if out is not None:
+                    self._cut(first + row, outcome, out)
+
+    def _cut(self, row: int, outcome: Outcome, out: StepOutput) -> None:
+        """Ends a row without the tokens of this step."""
+        self.rows.length[row] -= outcome.emitted[row]
+        self.rows.finished[row] = True
+        outcome.emitted[row], outcome.accepted[row], outcome.ended[row] = 0, 0, 1
+        out.summary[:, row] = torch.tensor([0, 0, outcome.drafted[row], 1], device=out.summary.device)
 
     def stop(self, out: StepOutput, outcome: Outcome) -> None:
         """Cuts a step's tokens where a stopping criterion of a request says so."""

@@ -83,16 +83,21 @@ def compiling_only() -> Iterator[None]:
         yield
 
 
+#: What is replaced in Triton and torch meanwhile is the whole process's.
+_alone = threading.Lock()
+
+
 def compile_kernels(passes: Callable[[], Any]) -> int:
     """Compiles what `passes` would launch, side by side; returns how many kinds of calls that are. What fails is left to the launch."""
     try:
         from triton import AsyncCompileMode
 
-        calls = calls_within(passes)
-        threads = ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "compile kernels")
-        with threads, compiling_only(), AsyncCompileMode(threads, ignore_errors=True):
-            for name, given in calls:
-                LAUNCHERS[name](*given)
+        with _alone:
+            calls = calls_within(passes)
+            threads = ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "compile kernels")
+            with threads, compiling_only(), AsyncCompileMode(threads, ignore_errors=True):
+                for name, given in calls:
+                    LAUNCHERS[name](*given)
     except Exception as error:
         _log.info("kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
         return 0

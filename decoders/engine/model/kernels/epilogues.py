@@ -129,7 +129,8 @@ def linear_to_residual(
         residual: ``[…, H]``.
         before, after: norms of the product, and of the new residual.
     """
-    if operator_for(x) is not few_rows_on_cuda or not fit(x, [matrix], [] if bias is None else [bias]):
+    alike = residual.dtype == x.dtype and residual.is_contiguous()
+    if operator_for(x) is not few_rows_on_cuda or not alike or not fit(x, [matrix], [] if bias is None else [bias]):
         return None
     return _to_residual(x, matrix, bias, residual, *before, *after)
 

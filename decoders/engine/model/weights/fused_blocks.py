@@ -7,9 +7,11 @@ is the sum of two of these, bit for bit. Then it is tried: a layer that computes
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,12 @@ from ..kernels import Norm, attention, epilogues
 from ..torch_compat import hooks_of, own_parameters
 from .few_rows import FewRowsConv1D, FewRowsLinear, product_of
 from .fused import Latest
-from .fused_layers import close
+from .fused_layers import LOUD, close
 from .noted_calls import ORDER, Call, Name, noted_calls, once
 from .same_bits import Formula
 
+_log = logging.getLogger("decoders")
+Result = TypeVar("Result")
 #: A norm's module, if there is a norm, and what it computes.
 NormOf = tuple[nn.Module | None, Formula | None]
 NO_NORM: NormOf = (None, None)
@@ -96,13 +100,14 @@ def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache]
         pass
     for layer in layers:
         for module in layer.children():
-            if module in attended and (plan := _attention(module, calls, *attended[module])) is not None:
+            if module in attended and (plan := _tried(_attention, module, calls, *attended[module])) is not None:
                 module.__class__, vars(module)["decoders_block"] = _attention_class(cast(Hashable, type(module))), plan
     fused: list[Call | None] = []
     for layer in layers:
-        chosen, call = _layer(layer, calls)
+        chosen, call = _tried(_layer, layer, calls) or (None, None)
         kind = _layer_class(cast(Hashable, type(layer)))
-        tried = None if chosen is None or call is None else kind.compute(chosen, call.given, call.options)  # type: ignore[attr-defined]
+        compute = kind.compute  # type: ignore[attr-defined]
+        tried = None if chosen is None or call is None else _tried(compute, chosen, call.given, call.options)
         computes = tried is not None and call is not None and close(tried, call.result)
         if computes:
             layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, chosen, NO_NORM
@@ -112,6 +117,17 @@ def fuse_blocks(layers: Sequence[nn.Module], run: Callable[[Callable[[SlotCache]
             # Apart: what a region reads of another layer's would become its input.
             vars(one.module)["decoders_following"] = vars(other.module)["decoders_block"].first
     return sum(call is not None for call in fused)
+
+
+def _tried(function: Callable[..., Result], *given: Any) -> Result | None:
+    """``function(*given)``, None where it fails: a part that runs as it is loses time only."""
+    try:
+        return function(*given)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a design of another shape, or a kernel that does not fit a card
+        _log.info("part of a layer runs unfused: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _norm_of(module: nn.Module) -> NormOf | None:
@@ -146,6 +162,11 @@ def _attention(
     names = tuple(map(call.name_of, (reads, turns, mask, cache)))
     same = key_states.shape[3] == value_states.shape[3] == width and key_states.shape[1] == value_states.shape[1]
     sizes = [len(m.matrix()) for m in group]
+    # What reads positions, say, may do so beyond a length that no trial reaches.
+    named = inspect.signature(type(module).forward).parameters
+    more = [value for name, value in call.options.items() if name in named and name not in names]
+    if any(isinstance(value, Tensor) for value in (*more, *(v for i, v in enumerate(call.given) if i not in names))):
+        return None
     if out is None or turns is None or None in names or not same or turns[0].dim() != 3 or turns[0].shape[-1] != width:
         return None
     if sizes != [heads * width for heads in (query.shape[1], key_states.shape[1], value_states.shape[1])]:
@@ -160,18 +181,29 @@ def _attention(
     both = cast(tuple[NormOf, NormOf], tuple(norms) or (NO_NORM, NO_NORM))
     scaling, softcap = options.get("scaling"), options.get("softcap")
     plan = Attention(tuple(group), out, both, cast(Any, names), layer, scaling, softcap, sinks)
-    for buffer in (cache.buffers.keys[layer], cache.buffers.values[layer]):
+    buffers, rows = (cache.buffers.keys[layer], cache.buffers.values[layer]), torch.arange(len(cache.slots))[:, None]
+
+    def written() -> list[Tensor]:
+        return [buffer[rows.to(buffer.device), :, cache.slots].transpose(1, 2) for buffer in buffers]
+
+    for buffer in buffers:
         buffer.zero_()
     tried = attend(module, plan, reads, turns, mask, cache)
     if tried is None or not close(product_of(tried, (out,)), result[0]):
         return None
-    rows = torch.arange(len(cache.slots), device=query.device)[:, None]
-    written = (
-        buffer[layer][rows, :, cache.slots].transpose(1, 2) for buffer in (cache.buffers.keys, cache.buffers.values)
+    if not all(close(own, other) for own, other in zip(written(), (key_states, value_states), strict=True)):
+        return None
+    # A clamp shows in what a loud text writes.
+    loud = LOUD * reads
+    module(
+        *(loud if v is reads else v for v in call.given),
+        **{k: loud if v is reads else v for k, v in call.options.items()},
     )
-    return (
-        plan if all(close(own, other) for own, other in zip(written, (key_states, value_states), strict=True)) else None
-    )
+    plain = written()
+    for buffer in buffers:
+        buffer.zero_()
+    attend(module, plan, loud, turns, mask, cache)
+    return plan if all(close(own, other) for own, other in zip(written(), plain, strict=True)) else None
 
 
 def attend(
@@ -263,6 +295,7 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
         if (
             place < len(order)
             and (known := _norm_of(order[place].module)) is not None
+            and order[place].given[:1]
             and order[place].given[0] is result
         ):
             result, before = order[place].result, known

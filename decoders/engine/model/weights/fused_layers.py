@@ -24,6 +24,8 @@ from .fused import outputs_of
 
 #: First parameters of functions for rotary positions.
 _ROTATED = ["q", "k", "cos", "sin"]
+#: Trials are repeated with inputs so many times as large, at which bounds of a design show.
+LOUD = 64
 #: Activations by their number in the kernel.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
 
@@ -69,15 +71,18 @@ def _gated(module: nn.Module, activation: Callable | None) -> tuple[type[nn.Modu
     inputs, weight = pair[0].matrix().shape[1], pair[0].weight
     x = torch.randn(1, 4, inputs, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)
     try:
-        expected = module(x)
+        expected, loud = module(x), module(LOUD * x)
     except Exception:  # it has other arguments
         return None
-    if not isinstance(expected, Tensor):
+    if not isinstance(expected, Tensor) or not isinstance(loud, Tensor):
         return None
     for gate_first in (True, False):
         stand_in = _gated_class(cast(Hashable, type(module)), activation, kind, gate_first)
         tried = stand_in.compute((pair, down), x)  # type: ignore[attr-defined]
-        if tried is not None and close(tried, expected):
+        if tried is None or not close(tried, expected):
+            continue
+        tried = stand_in.compute((pair, down), LOUD * x)  # type: ignore[attr-defined]
+        if tried is not None and close(tried, loud):
             return stand_in, (pair, down)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from ..cache import SlotCache
 from ..kernels import attention
 
+#: While a model runs its attention is noted, the whole process's.
+_alone = threading.Lock()
 #: An argument: its place, or its keyword.
 Name = int | str | None
 
@@ -46,7 +49,7 @@ def noted_calls(
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *given: Any, **options: Any
     ) -> Any:
-        if updates:
+        if updates and module in noted_modules:
             attended[module] = query, mask, options, updates[-1]
         return attention.kernel_attention(module, query, key, value, mask, *given, **options)
 
@@ -59,14 +62,16 @@ def noted_calls(
 
         cache.update = noted  # type: ignore[method-assign]
 
-    handles = [m.register_forward_hook(note, with_kwargs=True) for layer in layers for m in layer.modules()]
-    attention.register(attention.NAME, attend)
-    try:
-        run(watch)
-    finally:
-        attention.register(attention.NAME, attention.kernel_attention)
-        for handle in handles:
-            handle.remove()
+    noted_modules = {m: None for layer in layers for m in layer.modules()}
+    handles = [m.register_forward_hook(note, with_kwargs=True) for m in noted_modules]
+    with _alone:
+        attention.register(attention.NAME, attend)
+        try:
+            run(watch)
+        finally:
+            attention.register(attention.NAME, attention.kernel_attention)
+            for handle in handles:
+                handle.remove()
     for noted in calls.values():
         noted.sort(key=lambda call: next(i for i, other in enumerate(order) if other is call))
     calls[ORDER] = order

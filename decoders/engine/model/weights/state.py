@@ -7,6 +7,7 @@ texts, quantized copies, and code and recordings that hold values or addresses.
 from __future__ import annotations
 
 import ctypes
+import functools
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -140,6 +141,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _sample(tensor: Tensor) -> object:
     place, size = tensor.data_ptr(), tensor.nbytes if tensor.is_contiguous() else _span(tensor) * tensor.element_size()
+    if not place:  # its memory was given away
+        return None
     if size <= _STRETCHES * _BYTES:
         return ctypes.string_at(place, size)
     step = size - _BYTES
@@ -181,13 +184,17 @@ def _read_by(hook: Any) -> Iterator[object]:
     """The plain values and tensors that a user's hook reads: in its closure, defaults and globals, and as attributes of the object that
     it is or is a method of. Of dicts there, their plain values.
     """
+    held: list[Any] = []
+    while isinstance(hook, functools.partial):
+        held += [*hook.args, *hook.keywords.values()]
+        hook = hook.func
     function = getattr(hook, "__func__", hook)
-    held: list[Any] = [getattr(getattr(hook, "__self__", hook), "__dict__", {})]
+    held += getattr(getattr(hook, "__self__", hook), "__dict__", {}).values()
     if isinstance(function, types.FunctionType):
         if function.__module__.partition(".")[0] in _LIBRARIES:
             return
         named = [function.__globals__.get(name) for name in global_names(function.__code__)]
-        held += [*captured(function), *(function.__defaults__ or ()), *named]
+        held += [*captured(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *named]
     for value in held:
         if isinstance(value, dict):
             yield from (entry for entry in value.values() if isinstance(entry, PLAIN))
