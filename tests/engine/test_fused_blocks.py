@@ -103,7 +103,7 @@ class Bounded(modeling_llama.LlamaAttention):
         if cache is None:
             return super().forward(*given, **options)
         update = cache.update
-        cache.update = lambda keys, values, *more: update(keys, values.clamp(-BOUND, BOUND), *more)  # type: ignore[method-assign]
+        cache.update = lambda keys, values, *more, **rest: update(keys, values.clamp(-BOUND, BOUND), *more, **rest)  # type: ignore[method-assign]
         try:
             return super().forward(*given, **options)
         finally:
