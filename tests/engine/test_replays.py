@@ -526,7 +526,7 @@ def test_what_is_to_be_compiled_at_once_is_compiled_before_the_first_step(target
 def test_a_tier_that_becomes_ready_is_recorded_anew_and_used_by_the_next_call(
     target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    # Sessions take turns, and what suffix remembers makes its later calls too short to be recorded. Trees and chains are recorded apart.
+    # Sessions take turns, trees and chains are recorded apart, and suffix remembers: its later calls are too short to be recorded.
     before = [run(target, strategy) for _ in range(6)]
     assert not any(report.compiled_steps for report in before) and before[0].replayed_steps > 0
     begun, recorded = ready_at_once(monkeypatch), device.recorded

@@ -13,6 +13,7 @@ from decoders.engine.model import experts, self_check
 from decoders.engine.model.kernels import LAUNCHERS, ahead, attention
 from decoders.engine.model.target import Target
 from decoders.testing import tiny_model
+from decoders.tree import Topology
 
 triton = pytest.importorskip("triton")
 
@@ -39,6 +40,16 @@ def test_the_calls_of_passes_are_known_without_computing_them(design: str, monke
     assert all(t.device.type == "meta" for _, given in found for t in given if isinstance(t, torch.Tensor))
     for module in target.model.modules():  # of the twin alone
         assert not any("Fake" in type(t).__name__ for t in module.buffers(recurse=False))
+
+
+def test_trees_that_are_kept_for_all_calls_are_tensors() -> None:
+    tree = Topology.chain(53)
+
+    def passes() -> None:
+        tree.tensors(1, torch.device("cpu"))
+
+    ahead.calls_within(passes)
+    assert tree.tensors(1, torch.device("cpu")).offsets.tolist() == [[*range(54)]]
 
 
 def test_what_is_launched_before_a_module_that_reads_values_is_known() -> None:

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ....tree import Topology
 from ..torch_compat import FakeTensorMode, TorchDispatchMode
 from . import LAUNCHERS
 
@@ -60,8 +61,14 @@ def _kind(value: Any) -> Hashable:
 def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
     """The calls of our operators that `passes` makes, as far as they come; it computes nothing, and must not keep tensors."""
     noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
+    uncached = Topology.tensors.__wrapped__  # what it keeps would be no tensors, and serve every later call
     # Noted comes before FakeTensorMode, which answers the calls.
-    with mock.patch.object(fakes, "disabled", True), FakeTensorMode(allow_non_fake_inputs=True), noted:
+    with (
+        mock.patch.object(Topology, "tensors", uncached),
+        mock.patch.object(fakes, "disabled", True),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        noted,
+    ):
         try:
             passes()
         except Exception as error:  # a module that reads values; the layers before it are known
