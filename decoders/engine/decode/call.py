@@ -58,7 +58,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:
                 begin(proposer, output, stack, stopwatch)
-                clock = StepClock(batch, proposer)
+                clock = StepClock(proposer)
                 recording = StepRecording(proposer, clock) if recordable(proposer) else None
                 booked, stopwatch = timings.steps + timings.prefill, Stopwatch(timings)
                 while not output.ended:
@@ -114,7 +114,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
         request.given.put(target, batch.rows.buffers)
         reusable = request.given.reach + reusable[len(request.prompts) :]
     timings.start = stopwatch.next()
-    prompts = PromptReader(batch, proposer)
+    prompts = PromptReader(proposer)
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
         prompts.read(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from ...report import Stopwatch
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
-from .batch import Batch
 from .criteria import Outcome
 from .proposer import Proposer
 from .step import Clock
@@ -20,8 +19,9 @@ class StepClock(Clock):
         piece_seconds: the last step's share of time for a piece of another row's prompt.
     """
 
-    def __init__(self, batch: Batch, proposer: Proposer) -> None:
-        self.batch, self.proposer, self.report = batch, proposer, batch.report
+    def __init__(self, proposer: Proposer) -> None:
+        self.batch = batch = proposer.batch
+        self.proposer, self.report = proposer, batch.report
         self.timings = batch.report.timings
         self.piece_seconds = 0.0
         self._threads = batch.engine.threads

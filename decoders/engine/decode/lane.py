@@ -60,7 +60,7 @@ class Lane:
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, capacity)
         self.proposer = Proposer(batch, self.stack)
-        self.prompts, self._clock = PromptReader(batch, self.proposer), StepClock(batch, self.proposer)
+        self.prompts, self._clock = PromptReader(self.proposer), StepClock(self.proposer)
         static = engine.target.static
         # Where rows are padded to a bucket, padding rows must not overwrite prompts and texts behind the batch.
         reserved = row_bucket(capacity) if static else 0

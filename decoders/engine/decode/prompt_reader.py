@@ -10,7 +10,7 @@ from torch import Tensor
 from ...strategy import PromptChunk
 from ..model.cache import CacheBuffers
 from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
-from .batch import Batch, chunk_of
+from .batch import chunk_of
 from .prompts import PrefillPlan
 from .proposer import Proposer
 
@@ -22,8 +22,8 @@ class PromptReader:
         proposer: of the batch.
     """
 
-    def __init__(self, batch: Batch, proposer: Proposer) -> None:
-        self.batch, self.proposer = batch, proposer
+    def __init__(self, proposer: Proposer) -> None:
+        self.batch, self.proposer = proposer.batch, proposer
 
     def read(self, lengths: list[int], reusable: list[int], *, leave_last_chunk: bool = False) -> None:
         """Prefills the rows.

@@ -220,11 +220,16 @@ class Target:
             )
         return ours if unfit is None else None
 
-    def _read_few(self, watch: Callable[[SlotCache], None]) -> None:
-        """A pass over a few tokens. watch: is given its cache first."""
+    def _few_tokens(self) -> PassInput:
+        """A pass over four tokens of one row, to try what the model computes."""
         tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
         start, tree = torch.zeros(1, dtype=torch.int64, device=self.device), causal_block(1, 4, self.device)
-        inputs = self.inputs(tokens, start, tree, self.buffers(1, 16), torch.arange(8, device=self.device))
+        return PassInput(tokens, start, tree, self.buffers(1, 16), torch.arange(8, device=self.device))
+
+    def _read_few(self, watch: Callable[[SlotCache], None]) -> None:
+        """A pass over a few tokens. watch: is given its cache first."""
+        given = self._few_tokens()
+        inputs = self.inputs(given.nodes, given.base, given.tree, given.buffers, given.view)
         watch(inputs[self._cache_keyword])
         self.model(**inputs)
         self._head.forget()
@@ -317,11 +322,7 @@ class Target:
             UnsupportedError: its logits differ from the model's.
         """
         head = OutputHead(self.copied())
-        rows = self.buffers(1, 16)
-        start = torch.zeros(1, dtype=torch.int64, device=self.device)
-        tokens = torch.tensor([[3, 5, 7, 11]], device=self.device) % self.embeddings
-        tree = causal_block(1, 4, self.device)
-        result = self.forward(PassInput(tokens, start, tree, rows, torch.arange(16, device=self.device)[:8]))
+        result = self.forward(self._few_tokens())
         head.check(result.hidden, result.logits)
         return head
 
