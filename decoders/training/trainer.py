@@ -266,9 +266,9 @@ class Trainer:
         own, other = self.run.identity, state.get("identity", {})
         different = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
         if different or "optimizers" not in state:
-            names = ", ".join(different) or "settings"
             raise TrainingError(
-                f"{checkpoint} belongs to a run with other {names}: choose another folder, or train without resuming"
+                f"{checkpoint} belongs to a run with other settings ({', '.join(different) or 'of an earlier version'}): "
+                "choose another folder, or train without resuming"
             )
         self.learner.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.learner.optimizers, state["optimizers"], strict=True):
