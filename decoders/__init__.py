@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from .bench.advice import Advice, advise
     from .common.version import __version__ as __version__
     from .constraints import after, choice, grammar, json_schema, regex, tagged
-    from .errors import DecodersError
-    from .generate import (
+    from .enabling import (
         Calibration,
         DecodersOutput,
         Warmup,
@@ -29,11 +28,12 @@ if TYPE_CHECKING:
         remember,
         warmup,
     )
+    from .errors import DecodersError
     from .hookspecs import hookimpl
     from .report import ObservedCall, Observer, Report
-    from .serving.generation import Generation
-    from .serving.many import Completion, generate_many
-    from .serving.scheduler import Scheduler
+    from .scheduling.generation import Generation
+    from .scheduling.many import Completion, generate_many
+    from .scheduling.scheduler import Scheduler
     from .settings import Settings
     from .strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
     from .tree import Topology, TreeTensors
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 #: Where each public name lives; loaded on first use, so that ``import decoders`` and the command line start quickly.
 _HOME = {
     "__version__": "common.version",
-    "enable": "generate",
-    "disable": "generate",
-    "forget": "generate",
-    "memories": "generate",
-    "release": "generate",
-    "remember": "generate",
-    "warmup": "generate",
-    "calibrate": "generate",
+    "enable": "enabling",
+    "disable": "enabling",
+    "forget": "enabling",
+    "memories": "enabling",
+    "release": "enabling",
+    "remember": "enabling",
+    "warmup": "enabling",
+    "calibrate": "enabling",
     "advise": "bench.advice",
     "Advice": "bench.advice",
-    "Calibration": "generate",
-    "Warmup": "generate",
-    "DecodersOutput": "generate",
+    "Calibration": "enabling",
+    "Warmup": "enabling",
+    "DecodersOutput": "enabling",
     "DecodersError": "errors",
     "Report": "report",
-    "Scheduler": "serving.scheduler",
-    "Generation": "serving.generation",
-    "Completion": "serving.many",
-    "generate_many": "serving.many",
+    "Scheduler": "scheduling.scheduler",
+    "Generation": "scheduling.generation",
+    "Completion": "scheduling.many",
+    "generate_many": "scheduling.many",
     "Settings": "settings",
     "ObservedCall": "report",
     "Observer": "report",

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .costs import StepCosts
-    from .drafting import Forced, OpensDraft, OpensModule, OtherVocabulary
+    from .draft import Sequences
+    from .drafters import Forced, OpensDraft, OpensModule, OtherVocabulary
     from .sampling import SamplingInputs, SamplingPlan
     from .settings import Configured
-    from .tree.draft import Sequences
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
@@ -54,10 +54,10 @@ class Context:
         vocab_size: size ``V`` of the target's logits.
         compile: compiles a plain tensor function without graph breaks, once per model, with dynamic sizes; returns it
             unchanged if the call runs uncompiled. The time of the first call is booked as compile time.
-        draft: opens a draft model for this call: ``draft(model, ahead=K)`` returns a :class:`~decoders.drafting.Drafter`; see
-            :class:`~decoders.drafting.OpensDraft`.
+        draft: opens a draft model for this call: ``draft(model, ahead=K)`` returns a :class:`~decoders.drafters.Drafter`; see
+            :class:`~decoders.drafters.OpensDraft`.
         vocabulary_of: the tokens of a draft model whose ids differ from the target's: ``vocabulary_of(model)`` returns an
-            :class:`~decoders.drafting.OtherVocabulary`, or None if the ids are the same or there are no tokenizers to compare.
+            :class:`~decoders.drafters.OtherVocabulary`, or None if the ids are the same or there are no tokenizers to compare.
             `draft` takes such a model too, if the two have enough tokens in common.
         strategy: creates a strategy from a registry name and settings, for strategies that are built of others.
         sequences: the rows at the start, prompts only; None in a context created outside a call.
@@ -67,7 +67,7 @@ class Context:
         plan: the operations on the target's logits before a token is chosen (:func:`decoders.sampling.process`), for strategies
             with scores of their own. None: greedy, without operations.
         sampling: the rows' parameters of that plan.
-        guide: the rows' positions in their grammars, and the text these force (:class:`~decoders.drafting.Forced`); None without
+        guide: the rows' positions in their grammars, and the text these force (:class:`~decoders.drafters.Forced`); None without
             ``grammar=``. Strategies need not avoid illegal draft tokens: the loop removes them.
         decoder_layers: number of the target's decoder layers, to which :attr:`Strategy.hidden_layers` refers.
         costs: the cost of a verification step on this machine, by nodes: ``costs()`` returns a :class:`decoders.costs.StepCosts`,
@@ -86,7 +86,7 @@ class Context:
             `hidden` is the head's input, as in :attr:`Step.hidden`. It includes what the model applies behind its head, such as a
             soft cap or a scale.
         module: prepares a drafting network that is no language model: ``module(module, ahead=K, example=(…))`` returns
-            :class:`~decoders.drafting.ModulePasses`; see :class:`~decoders.drafting.OpensModule`.
+            :class:`~decoders.drafters.ModulePasses`; see :class:`~decoders.drafters.OpensModule`.
         new_tokens: most tokens that a row may write, if all rows begin together and the call lasts as long as its slowest row;
             None where requests join and leave.
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Processes that share the target all get the first

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from torch import Tensor
 
 from .context import Context, no_costs, no_memory
+from .draft import Draft, HostRows, HostStep, PromptChunk, Sequences, Step, check_draft
 from .settings import Configured
-from .tree.draft import Draft, HostRows, HostStep, PromptChunk, Sequences, Step, check_draft
 
 __all__ = [
     "Context", "Draft", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "TRAITS", "check_draft", "finish_all",

@@ -26,7 +26,7 @@ STATIONS = (
     ("hf.options", "Options.read"),
     ("hf.arguments", "refuse_arguments"),
     ("hf.arguments", "check_inputs"),
-    ("hf.call", "prepare"),
+    ("hf.prepared_call", "prepare"),
     ("hf.preparation", "Preparation.of_length"),
     ("hf.wrapper", "Generate.ready_engine"),
     ("engine.decode.engine", "Engine.serves"),
@@ -58,7 +58,7 @@ STATIONS = (
     ("strategies.lookahead", "Lookahead.observe"),
     ("engine.decode.batch", "Batch.deliver"),
     ("hf.grammars", "Grammars.judge"),
-    ("hf.call", "PreparedCall.partial"),
+    ("hf.prepared_call", "PreparedCall.partial"),
 )
 
 

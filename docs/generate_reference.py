@@ -27,13 +27,13 @@ from decoders import (
     constraints,
     costs,
     demo,
-    drafting,
+    drafters,
     errors,
     hookspecs,
-    plugins,
+    registry,
     report,
     sampling,
-    serving,
+    scheduling,
     settings,
     strategies,
     strategy,
@@ -41,7 +41,7 @@ from decoders import (
     verifiers,
 )
 from decoders.cli import catalogue
-from decoders.common import library
+from decoders.constraints import library
 from decoders.hf import arguments
 from decoders.sampling.processors import OPERATIONS
 from decoders.strategies import merged, mtp, ngram_table
@@ -113,7 +113,7 @@ def api() -> Iterator[str]:
     loop = {"RuntimeSettings": settings.RuntimeSettings, "load_settings": settings.load_settings}
     yield from section("decoders.settings", loop)
     names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
-    yield from section("decoders.plugins", {n: getattr(plugins, n) for n in names})
+    yield from section("decoders.registry", {n: getattr(registry, n) for n in names})
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
     yield from section("decoders.strategies.mtp", {"use_mtp_layers": mtp.use_mtp_layers})
     yield from section("decoders.verifiers", {"normalised": verifier.normalised})
@@ -123,9 +123,9 @@ def api() -> Iterator[str]:
     names = (
         "Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced", "OpensDraft", "OpensModule",
     )  # fmt: skip
-    yield from section("decoders.drafting", {n: getattr(drafting, n) for n in (*names, "cache_keyword")})
+    yield from section("decoders.drafters", {n: getattr(drafters, n) for n in (*names, "cache_keyword")})
     yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
-    yield from section("decoders.serving", {n: getattr(serving, n) for n in serving.__all__})
+    yield from section("decoders.scheduling", {n: getattr(scheduling, n) for n in scheduling.__all__})
     yield from section("decoders.demo", {n: getattr(demo, n) for n in demo.__all__})
     for module, names in HEADS.items():
         members = {name: getattr(importlib.import_module(module), name) for name in names}

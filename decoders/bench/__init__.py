@@ -8,13 +8,13 @@ bench.summarise(entries)
 
 from __future__ import annotations
 
-from .call import TimedCall, decode
 from .figures import Spread
 from .measurement import Competitor, Interrupted, Measurement, calls, measure, rotation, take_turns, warm_up
 from .methods import Engine, EngineOutput, Method, Sampling, strategy_methods, transformers_methods
-from .prompts import Workload, workloads
 from .records import Record, summarise
 from .shapes import random_workloads
+from .timed_call import TimedCall, decode
+from .workloads import Workload, workloads
 
 __all__ = [
     "Competitor", "Engine", "EngineOutput", "Interrupted", "Measurement", "Method", "Record", "Sampling", "Spread", "TimedCall",

@@ -12,20 +12,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..costs import CostCurve
 from ..costs.curve import default_folder
+from ..enabling import enabled
 from ..errors import SettingsError
-from ..generate import enabled
-from ..plugins import registry
 from ..prompts.reading import Content, read_prompts
+from ..registry import registry
 from ..settings import RuntimeSettings, load_settings
 from . import machine
-from .call import decode, vocabulary_size
 from .measurement import Competitor, take_turns
 from .methods import PLAIN, Method, strategy_methods, transformers_methods
-from .prompts import Workload, workloads
 from .records import Record, comparable, summarise
 from .shapes import SHAPES, random_workloads
+from .timed_call import decode, vocabulary_size
 from .variants import with_setting
 from .verdict import AUTO, GAIN, Verdict, pooled, times, verdicts
+from .workloads import Workload, workloads
 
 #: Strategies that are tried without a draft model, and with one.
 STRATEGIES = (AUTO, PLAIN, "prompt_lookup", "suffix", "token_recycling")

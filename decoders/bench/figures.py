@@ -10,9 +10,9 @@ from typing import Self
 
 import torch
 
-from ..common.repetition import in_loops
 from ..report import Stage
 from .measurement import Check, Competitor, Measurement
+from .repetition import in_loops
 
 #: The parts of a step of our loop, in order.
 PARTS = ("propose", "mask", "core", "observe", "host")

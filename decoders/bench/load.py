@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..serving.scheduler import Scheduler
+from ..scheduling.scheduler import Scheduler
 from ..strategies.synthetic import Synthetic
 
 #: Spread of the lengths: standard deviation of their logarithm.

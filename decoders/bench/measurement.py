@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from .. import generate
+from .. import enabling
 from ..errors import DecodersError
 from ..report import Report, Stage
-from .call import Decode, PutCounter, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .machine import PeakMemory, resident
 from .methods import Method
 from .pace import FIRST_TOKEN, Pace, expected
-from .prompts import Workload
+from .timed_call import Decode, PutCounter, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
+from .workloads import Workload
 
 T = TypeVar("T")
 #: Share of a run's seconds after which no warm-up begins.
@@ -333,7 +333,7 @@ def forget(entries: Sequence[Competitor]) -> None:
     """Clears the memories of strategies at the start of a round, so that each round learns from the same prompts in the same order."""
     for entry in entries:
         if entry.method.arguments.get("decoders_config", {}).get("memory"):
-            generate.forget(entry.method.model)
+            enabling.forget(entry.method.model)
 
 
 def _attempt(entry: Competitor, action: Callable[[], object]) -> None:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import compiled_on_any_device
 from ..constraints import CompiledGrammar, Spec, regex
+from ..enabling import enable
 from ..errors import SettingsError, UnknownNameError, canonical
-from ..generate import enable
-from ..plugins import grammar_or_file, registry, resolve_strategy, resolve_verifier
+from ..registry import grammar_or_file, registry, resolve_strategy, resolve_verifier
 from ..settings import RuntimeSettings, load_settings
 from ..strategies.synthetic import Synthetic
 from .variants import Variant, assistant_tokens, parse

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from .prompts import Workload
+from .workloads import Workload
 
 
 class Competitor(Protocol):

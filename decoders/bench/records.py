@@ -49,7 +49,7 @@ class Record:
         difference: where they first differ.
         leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
         compared: number of the baseline's new tokens.
-        looping: share of the new tokens that continue a loop (:func:`~decoders.common.repetition.in_loops`), which flatters methods
+        looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`), which flatters methods
             that draft from the text so far.
         incomparable: what holds instead if the tokens need not be equal ("same distribution").
         verifier: name of the verifier; "" for transformers' methods.

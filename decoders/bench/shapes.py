@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ..errors import UnknownNameError
-from .prompts import Workload
+from .workloads import Workload
 
 #: Number of random numbers, which are repeated to fill weights. It is a prime, so that no two rows of a matrix are equal.
 BLOCK = 4_194_301

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import bench
 from ..bench import Method, Record, Sampling, machine
-from ..bench.call import vocabulary_size, written
 from ..bench.methods import PLAIN, synthetic_methods
 from ..bench.records import comparable
 from ..bench.shapes import SHAPES
 from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
+from ..bench.timed_call import vocabulary_size, written
 from ..bench.verdict import Verdict, pooled, verdicts
 from ..errors import SettingsError, UnknownNameError
 from ..prompts.reading import Content, Texts, read_prompts

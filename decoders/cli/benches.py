@@ -64,7 +64,7 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
 def in_both_tiers(names: Sequence[str] | None) -> list[str]:
     """`names`, and each of them uncompiled."""
     from ..bench.variants import COMPILE, with_setting
-    from ..plugins import registry
+    from ..registry import registry
 
     variants = []
     for name in registry().strategies() if names is None else names:

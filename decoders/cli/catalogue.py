@@ -28,7 +28,7 @@ from ..common.version import __version__
 from ..errors import PluginError
 
 if TYPE_CHECKING:
-    from ..plugins import Entry
+    from ..registry import Entry
 
 Items = list[dict[str, Any]]
 
@@ -49,7 +49,7 @@ def catalogue(kind: str) -> Items:
     Raises:
         PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two claim one name.
     """
-    if "decoders.registry.registry" in sys.modules or any(map(os.environ.get, _LISTS)):
+    if "decoders.registry.plugins" in sys.modules or any(map(os.environ.get, _LISTS)):
         return taken(kind)
     points = tuple(metadata.entry_points(group="decoders"))
     file, state = BUILTIN_FILE, ""
@@ -69,7 +69,7 @@ def taken(kind: str) -> Items:
     """The registry's objects of one of :data:`KINDS`, with attributes of their classes. Grammars and commands come from plugins
     only.
     """
-    from ..plugins import registry
+    from ..registry import registry
     from ..registry.kinds import DISTRIBUTION
 
     if kind == "plugins":
@@ -92,7 +92,7 @@ def added_commands() -> dict[str, Callable[..., None]]:
 
 
 def _commands_of_plugins() -> dict[str, Callable[..., None]]:
-    from ..plugins import registry
+    from ..registry import registry
     from ..registry.kinds import DISTRIBUTION
 
     entries = registry().commands()
@@ -111,7 +111,7 @@ def as_command(function: Callable[..., None], name: str) -> Any:
 
 def unusable_commands() -> dict[str, str]:
     """The errors in commands of plugins, by the plugin's key."""
-    from ..plugins import registry
+    from ..registry import registry
 
     wrong: dict[str, str] = {}
     for info in registry().plugins():

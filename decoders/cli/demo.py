@@ -238,7 +238,7 @@ def show_order(
 
 def others(shown: Iterable[str]) -> str:
     """The registered strategies that were not shown, in a line."""
-    from ..plugins import registry
+    from ..registry import registry
 
     return ", ".join(name for name in registry().strategies() if name not in shown)
 

@@ -143,7 +143,7 @@ def compiler() -> Iterator[Finding]:
 
 def plugins() -> Iterator[Finding]:
     """Plugins that are not used."""
-    from ..plugins import registry
+    from ..registry import registry
 
     infos = taken("plugins")
     for info in infos:
@@ -160,7 +160,7 @@ def plugins() -> Iterator[Finding]:
 def settings() -> Iterator[Finding]:
     """Whether the environment and the configuration file can be read, for every strategy."""
     from ..errors import SettingsError
-    from ..plugins import registry
+    from ..registry import registry
     from ..settings import RuntimeSettings, Settings, load_settings, settings_file, unknown_variables
 
     entries = registry().strategies()

@@ -103,7 +103,7 @@ def generate(
     console = plain_console(stderr=True, quiet=as_json)
     with waiting(console, "importing torch and transformers"):
         if grammar is not None:
-            from ..plugins import grammar_or_file
+            from ..registry import grammar_or_file
 
             arguments["grammar"] = grammar_or_file(grammar)
         needs_draft = models.needs_assistant(strategy, arguments["strategy_config"])
@@ -124,7 +124,7 @@ def generate(
         return loaded, tokenizer
 
     if input is not None and output is not None:
-        from ..serving.outputs import OutputLines
+        from ..scheduling.outputs import OutputLines
 
         options = options_of_texts(model, dtype, max_new_tokens, given, grammar, chat)
         with OutputLines(output) as out:
@@ -172,7 +172,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> BatchE
     """Tokens of the prompt, put in the chat template or as it is."""
     if not chat:
         return tokenizer(text, return_tensors="pt")
-    from ..server.templates import prompt_text
+    from ..prompts.templates import prompt_text
 
     chat_text = prompt_text(tokenizer, [{"role": "user", "content": text}])
     # The template writes the special tokens itself.

@@ -93,7 +93,7 @@ def grammars(
     if name is not None:
         plugin_grammar = canonical(name)
         if plugin_grammar in others:
-            from ..plugins import resolve_grammar
+            from ..registry import resolve_grammar
 
             text = str(resolve_grammar(plugin_grammar))
             typer.echo(json.dumps({"name": plugin_grammar, "text": text}) if as_json else text)
@@ -182,7 +182,7 @@ def config(
             own = next(item["settings"] for item in strategies if item["name"] == name)
             sections[name] = [{"setting": s["name"], "value": s["default"], "from": "default"} for s in own]
             continue
-        from ..plugins import registry
+        from ..registry import registry
 
         settings = _in_force(registry().strategy(name).settings_class, name, names)
         sections[name] = [item for item in settings if strategy is not None or item["from"] != "default"]

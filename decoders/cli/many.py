@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..serving.lines import InputLine
-    from ..serving.many import Completion, Prompt
-    from ..serving.outputs import OutputLines
+    from ..scheduling.lines import InputLine
+    from ..scheduling.many import Completion, Prompt
+    from ..scheduling.outputs import OutputLines
 
 
 def check_files(input: Path | None, output: Path | None, prompt: str | None, prompt_file: Path | None) -> bool:
@@ -30,7 +30,7 @@ def check_files(input: Path | None, output: Path | None, prompt: str | None, pro
     Raises:
         SettingsError: only one of both files is named, both are the same file, or the input cannot be read twice.
     """
-    from ..serving.lines import check_file
+    from ..scheduling.lines import check_file
 
     if input is None and output is None:
         return False
@@ -71,7 +71,7 @@ class Task:
         Raises:
             SettingsError: files or options do not match, or the input cannot be read.
         """
-        from ..serving.lines import input_lines
+        from ..scheduling.lines import input_lines
 
         total = left = 0
         for line in input_lines(input):
@@ -83,7 +83,7 @@ class Task:
 
     def lines(self) -> Iterator[InputLine]:
         """The prompts that are not completed."""
-        from ..serving.lines import input_lines
+        from ..scheduling.lines import input_lines
 
         return (line for line in input_lines(self.input) if not self.out.check(line))
 
@@ -106,8 +106,8 @@ def complete_file(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..generate import enabled
-    from ..serving.many import generate_many
+    from ..enabling import enabled
+    from ..scheduling.many import generate_many
 
     ready = enabled(model)
     pending: dict[int, tuple[InputLine, Any]] = {}
@@ -185,8 +185,8 @@ def _prompt(
     """A line's prompt with its arguments, or its error, and its id. Each prompt has its own seed, the same in every run."""
     import json
 
-    from ..server.templates import prompt_text
-    from ..serving.lines import parsed
+    from ..prompts.templates import prompt_text
+    from ..scheduling.lines import parsed
 
     name = None
     try:
@@ -230,7 +230,7 @@ def options_of_texts(
     model: str, dtype: str, max_new_tokens: int, given: Mapping[str, Any], grammar: str | None, chat: bool
 ) -> dict[str, Any]:  # fmt: skip
     """The options that decide the texts of a run, without options at their defaults."""
-    from ..plugins import registry
+    from ..registry import registry
     from ..settings import RuntimeSettings, load_settings
 
     options: dict[str, Any] = {"model": str(Path(model).resolve()) if Path(model).exists() else model, "dtype": dtype}

@@ -42,7 +42,7 @@ def known_strategy(names: str) -> str:
     """Checks the name of a strategy, or of several that are merged, before torch is imported, and returns it.
 
     Raises:
-        UnknownNameError, PluginError: as :func:`decoders.plugins.resolve_strategy`.
+        UnknownNameError, PluginError: as :func:`decoders.registry.resolve_strategy`.
     """
     known = [item["name"] for item in catalogue("strategies")]
     for name in names.split("+"):
@@ -50,7 +50,7 @@ def known_strategy(names: str) -> str:
             continue
         if all(plugin["status"] == "loaded" for plugin in catalogue("plugins")):
             raise UnknownNameError("strategy", name.strip(), known)
-        from ..plugins import registry
+        from ..registry import registry
 
         registry().strategy(name.strip())  # the error names the absent plugin
     return names
@@ -233,7 +233,7 @@ def needs_assistant(strategy: str, settings: Mapping[str, Any] | None = None) ->
         PluginError: no usable strategy of that name.
         SettingsError: a bad setting.
     """
-    from ..plugins import resolve_strategy
+    from ..registry import resolve_strategy
 
     return resolve_strategy(strategy, settings).needs_assistant
 

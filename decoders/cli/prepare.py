@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..bench.advice import Advice
-    from ..generate import Calibration, Warmup
+    from ..enabling import Calibration, Warmup
 
 
 def warmup(

@@ -112,9 +112,9 @@ def serve(
     if log_level not in ("critical", "error", "warning", "info", "debug"):
         raise SettingsError(f"--log-level must be critical, error, warning, info or debug, not {log_level!r}")
 
+    from ..prompts.templates import format_named, read_template
     from ..server.client_settings import ClientSettings
     from ..server.limits import LOOPBACK, Limits, hosts_of
-    from ..server.templates import format_named, read_template
 
     limits = Limits(
         body=max_body, prompt_tokens=max_prompt_tokens, new_tokens=max_tokens, choices=max_choices, deadline=deadline, rows=rows,
@@ -226,7 +226,7 @@ def _service(
     told("writing a first token, and one with every strategy that needs heads or layers")
     service.warm_up()
     if corpus:
-        from ..generate import remember
+        from ..enabling import remember
         from ..prompts.reading import encode
 
         remember(loaded, texts=[encode(tokenizer, content) for content in corpus])

@@ -287,7 +287,7 @@ def draft(
         own_share=own_share, epochs=epochs, rows=rows, rate=rate, bf16=bf16, checks=checks, patience=patience, seed=seed,
     )  # fmt: skip
 
-    from ..training.draft import train_draft
+    from ..training.draft_model import train_draft
     from .models import load
 
     texts = texts_of(model, data, held, test, EDIT_TASKS)

@@ -1,1 +1,1 @@
-"""What several packages share: files, devices, layers of a model, small weight files, private parts of transformers."""
+"""What several packages share: files, devices, checkpoints, pieces of text, private parts of transformers."""

@@ -12,7 +12,7 @@ from .patterns.reader import read
 from .patterns.rust import RUST
 from .patterns.tree import Cat, Chars, Class, Or, Pattern, Repeat
 from .table import Table
-from .table.grammar import STATES
+from .table.backend import STATES
 from .vocabulary import Vocabulary
 
 

@@ -25,7 +25,7 @@ from .schemas.keywords import ignored
 from .schemas.nodes import Node
 from .schemas.normaliser import Normaliser
 from .schemas.notation import Expr
-from .schemas.rules import MOST_INDENT, WHITESPACE
+from .schemas.whitespace import MOST_INDENT, WHITESPACE
 from .schemas.writing import Writer
 from .vocabulary import Vocabulary
 

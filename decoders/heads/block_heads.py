@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from ..common.network_files import Count, FileConfig, Whole
 from ..errors import SettingsError, UnsupportedError
+from .network_files import Count, FileConfig, Whole
 
 #: What the file is called in error messages.
 _KIND = "config of a DFlash draft model"

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.files import write_whole
-from ..common.network_files import (
+from ..drafters import DraftVocabulary
+from ..errors import SettingsError, UnsupportedError
+from .block_heads import MARKOV_FIELDS, BlockHead, DominoHead, HeadFields, MarkovHead, PathSelector
+from .dflash import DFlashConfig, DFlashNetwork
+from .eagle3_files import layer_fields, read_vocabulary, speculators_fields, vocabulary_tables
+from .lattice_head import LatticeHead
+from .network_files import (
     Count,
     FileConfig,
     Stamp,
@@ -26,12 +32,6 @@ from ..common.network_files import (
     read_tensors,
     stamp_of,
 )
-from ..drafting import DraftVocabulary
-from ..errors import SettingsError, UnsupportedError
-from .block_heads import MARKOV_FIELDS, BlockHead, DominoHead, HeadFields, MarkovHead, PathSelector
-from .dflash import DFlashConfig, DFlashNetwork
-from .eagle3_files import layer_fields, read_vocabulary, speculators_fields, vocabulary_tables
-from .lattice_head import LatticeHead
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 #: Names in transformers of the modules that fuse the target's hidden states, and the authors' names for them.

@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from ..common.files import write_whole
-from ..common.network_files import (
+from ..drafters import DraftVocabulary
+from ..errors import SettingsError, UnsupportedError
+from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
+from .network_files import (
     CONFIG,
     Count,
     FileConfig,
@@ -28,9 +31,6 @@ from ..common.network_files import (
     read_tensors,
     stamp_of,
 )
-from ..drafting import DraftVocabulary
-from ..errors import SettingsError, UnsupportedError
-from .eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 
 Format = Literal["speculators", "authors"]
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

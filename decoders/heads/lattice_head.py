@@ -9,9 +9,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.network_files import Count, FileConfig, Positive, Whole
 from ..errors import SettingsError
 from .block_heads import BlockHead, DraftedBlock, HeadFields, HeadScores
+from .network_files import Count, FileConfig, Positive, Whole
 
 
 class _CorrelatorFields(FileConfig):

@@ -20,19 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.files import write_whole
-from ..common.network_files import (
-    CONFIG,
-    Count,
-    FileConfig,
-    Stamp,
-    Whole,
-    find_network,
-    read_json,
-    read_tensors,
-    stamp_of,
-)
 from ..errors import DecodersError, SettingsError
 from ..tree import Topology
+from .network_files import CONFIG, Count, FileConfig, Stamp, Whole, find_network, read_json, read_tensors, stamp_of
 
 Projection = Literal["tied", "low_rank", "full"]
 WEIGHTS = "model.safetensors"

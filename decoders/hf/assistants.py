@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.checkpoints import load_model
-from ..drafting import OtherVocabulary
+from ..drafters import OtherVocabulary
 from ..engine.decode.engine import Engine
 from ..engine.model.layout import refuse_unfit, vocabulary_of
 from ..engine.model.weights.quantization import Precision, Scheme, scheme_of

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import SettingsError, UnsupportedError
-from ..registry.registry import registry
+from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy, resolve_verifier, strategy_name, with_hints
 from ..settings import RuntimeSettings, load_settings
 from ..strategy import Strategy

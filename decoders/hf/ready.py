@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..costs.curve import CostCurve, default_folder, path_of
 from ..engine.model.layout import embeddings_of
 from ..errors import DecodersError, SettingsError, UnsupportedError
-from ..registry.registry import registry
+from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
 from ..settings import RuntimeSettings, load_settings

@@ -29,12 +29,12 @@ from ..strategies.suffix_index import TextMemory
 from .arguments import OWN, PLAIN, check_inputs, refuse_arguments, shown
 from .assistants import Assistants
 from .attached import CopiedState, refuse_adapter_names, refuse_ignored_adapters
-from .call import PreparedCall, prepare
 from .given import CallCache, Embeddings, beginning_of
 from .grammars import vocabulary_of
 from .multimodal import arguments_of, may_change_itself
 from .options import NO_DEFAULTS, Defaults, Options
 from .preparation import Kind, Preparation
+from .prepared_call import PreparedCall, prepare
 from .tokenizers import check_tokenizer
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]

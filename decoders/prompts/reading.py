@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..server.templates import prompt_text
+from .templates import prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

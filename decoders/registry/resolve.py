@@ -16,7 +16,7 @@ from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .kinds import is_maker
-from .registry import registry
+from .plugins import registry
 
 
 def resolve_strategy(

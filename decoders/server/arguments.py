@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor, StoppingCriteria
 
 from ..common.pieces import TextPieces, named_tokens
-from ..generate import TokenPenalties
+from ..enabling import TokenPenalties
 from .bodies import Body
 from .refusals import Refusal
 

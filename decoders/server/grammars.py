@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..common import library
 from ..constraints import (
     Called,
     Calls,
@@ -21,10 +22,10 @@ from ..constraints import (
     Written,
     as_spec,
     choice,
-    library,
     regex,
 )
 from ..errors import GrammarError
+from ..prompts.templates import CallStyle
 from .bodies import (
     Body,
     ChatBody,
@@ -39,7 +40,6 @@ from .bodies import (
     ToolChoice,
 )
 from .refusals import Refusal, refusal
-from .templates import CallStyle
 
 
 def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:

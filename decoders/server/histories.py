@@ -8,8 +8,8 @@ import sys
 from itertools import groupby, takewhile
 from typing import Any
 
+from ..prompts.templates import CallStyle
 from .refusals import Refusal
-from .templates import CallStyle
 
 #: Separates several thoughts, or several texts, that are joined to one.
 JOINT = "\n\n"

@@ -14,9 +14,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..plugins import resolve_strategy
-from ..serving.generation import Generation
-from ..serving.scheduler import Scheduler
+from ..registry import resolve_strategy
+from ..scheduling.generation import Generation
+from ..scheduling.scheduler import Scheduler
 from .client_settings import ClientSettings
 from .refusals import Refusal
 

@@ -15,21 +15,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..constraints import Backend, Regex, Vocabulary
+from ..enabling import OwnDefaults, enable, enabled
 from ..engine.model.layout import context_length
 from ..engine.model.threads import release_threads
 from ..errors import QueueFull, UnsupportedError, shortened
-from ..generate import OwnDefaults, enable, enabled
-from ..plugins import resolve_strategy
-from ..serving.generation import Generation
+from ..registry import resolve_strategy
+from ..scheduling.generation import Generation
 from .arguments import Stops, callbacks, sampling, wrapped
 from .bodies import Asked, Body
 from .client_settings import ClientSettings
+from .conversations import Conversations
 from .grammars import wanted_of
 from .limits import LONGEST_HOLD, Arrival, Limits, Pace, digest
 from .metrics import Metrics
 from .offered import Offered
 from .pool import SchedulerPool
-from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
 from .workshop import Wanted, Workshop, judged
@@ -53,7 +53,7 @@ class Service:
 
     Args:
         model, tokenizer: the served model, which is enabled here if it is not yet. Its generation config is adapted
-            (:class:`~decoders.generate.OwnDefaults`).
+            (:class:`~decoders.enabling.OwnDefaults`).
         name: the model's name for clients.
         strategy, strategy_config: the default strategy and its settings.
         assistant: draft model for strategies that take one.

@@ -17,7 +17,7 @@ from ..constraints import Vocabulary, unfinished
 from ..errors import UnsupportedError
 from ..report import GrammarUse, Report
 from ..report.figures import mean_length
-from ..serving.generation import Generation
+from ..scheduling.generation import Generation
 from .arguments import Stops
 from .limits import Arrival
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..drafting import DraftVocabulary, Expansion, ModulePasses
+from ..drafters import DraftVocabulary, Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..heads.block_heads import BlockHead, DraftedBlock
 from ..heads.dflash import embedding_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..costs import draft_budget
-from ..drafting import Expansion
+from ..drafters import Expansion
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Strategy
@@ -122,7 +122,7 @@ def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...]
 
 
 class Expands(Protocol):
-    """A source of trees: a :class:`~decoders.drafting.Drafter`, or a network that reads the target's hidden states."""
+    """A source of trees: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
 
     def root(self) -> Expansion:
         """The best continuations of every row's last token. ``Q`` is 1."""

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..drafting import Expansion, ModulePasses
+from ..drafters import Expansion, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..heads.eagle3 import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config

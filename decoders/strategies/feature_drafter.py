@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafting import DraftVocabulary, Expansion
+from ..drafters import DraftVocabulary, Expansion
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
 from .draft_model import DraftTree
@@ -65,11 +65,11 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def root(self) -> Expansion:
-        """See :meth:`decoders.drafting.Drafter.root`. Calls :meth:`read_window` first."""
+        """See :meth:`decoders.drafters.Drafter.root`. Calls :meth:`read_window` first."""
 
     @abstractmethod
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """See :meth:`decoders.drafting.Drafter.expand`."""
+        """See :meth:`decoders.drafters.Drafter.expand`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
         """See :meth:`Strategy.rebatch`; the prompts of new rows come by :meth:`prefill`."""

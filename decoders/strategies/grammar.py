@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from ..drafting import Forced
+from ..drafters import Forced
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Strategy

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..drafting import DraftVocabulary, ModulePasses
+from ..drafters import DraftVocabulary, ModulePasses
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Sequences

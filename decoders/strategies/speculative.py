@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..drafting import Drafter, Expansion, OtherVocabulary
+from ..drafters import Drafter, Expansion, OtherVocabulary
 from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step

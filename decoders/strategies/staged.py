@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..costs import draft_budget
-from ..drafting import Drafter
+from ..drafters import Drafter
 from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..constraints import Vocabulary
-from ..drafting import ModulePasses, OtherVocabulary, cache_keyword
+from ..drafters import ModulePasses, OtherVocabulary, cache_keyword
 from ..errors import UnsupportedError
 from ..strategy import Context, Draft, Sequences
 

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..costs import StepLine, draft_budget
-from ..drafting import Drafter
+from ..drafters import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings, DynamicTree, require_coupled

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generate import forget
+from ..enabling import forget
 from ..strategy import Strategy
 from . import memory
 from .conditions import Conditions, run, run_alike

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..plugins import registry
-from ..serving.scheduler import Scheduler
+from ..registry import registry
+from ..scheduling.scheduler import Scheduler
 from ..strategies.merged import Merged, MergedSettings
 from ..strategy import Context, Draft, Sequences, Step, Strategy
 from ..tree import MAX_NODES

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..enabling import disable, enable
 from ..engine.model.torch_compat import writes_counted
-from ..generate import disable, enable
 from ..strategy import Context, Strategy
 from .exactness import assert_same_tokens, decode, reference
 from .models import VOCAB, tiny_draft, tiny_model

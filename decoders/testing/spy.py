@@ -22,7 +22,7 @@ from .tape import HostReadError, NoHostData, NoHostReads, NoWaiting, RecordingEr
 from .wrapped import Wrapped
 
 if TYPE_CHECKING:
-    from ..drafting import Forced
+    from ..drafters import Forced
 
 
 class _Reads:

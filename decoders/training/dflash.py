@@ -66,7 +66,7 @@ def train_dflash(
 ) -> dict[str, Any]:
     """Trains a block draft model with the model frozen, and writes it to `out` in the format of `speculators`, with a card.
 
-    Arguments that are not listed are those of :func:`~decoders.training.draft.train_draft`.
+    Arguments that are not listed are those of :func:`~decoders.training.draft_model.train_draft`.
 
     Args:
         test: text on which acceptance is measured at the end, for the card.

@@ -67,7 +67,7 @@ def train_eagle3(
 ) -> dict[str, Any]:
     """Trains an EAGLE-3 head with the model frozen, and writes it to `out` with a card.
 
-    Arguments that are not listed are those of :func:`~decoders.training.draft.train_draft`.
+    Arguments that are not listed are those of :func:`~decoders.training.draft_model.train_draft`.
 
     Args:
         test: text on which acceptance is measured at the end, for the card.

@@ -322,7 +322,7 @@ def train_head(
 ) -> dict[str, Any]:
     """Trains a network with the model frozen, and writes it to `out` with a card.
 
-    Arguments that are not listed are those of :func:`~decoders.training.draft.train_draft`.
+    Arguments that are not listed are those of :func:`~decoders.training.draft_model.train_draft`.
 
     Args:
         run: the recipe, with `rows` per step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rules import BlockVerification, Coupled, Rejection, TreeRejection, TypicalAcceptance
+from .builtin import BlockVerification, Coupled, Rejection, TreeRejection, TypicalAcceptance
 from .verifier import Block, Outcomes, Verifier, normalised
 
 __all__ = [

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import decoders
-import decoders.plugins
+import decoders.registry
 from decoders import Context, Draft, Sequences, Settings, Strategy
 from decoders.constraints import Backend, Table, TableGrammar, Vocabulary, unpack
 from decoders.tree import Topology
@@ -180,7 +180,7 @@ def measure(size: int, rounds: int, tokens: int) -> Iterator[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    decoders.plugins.registry().register(Plugin, "measure")
+    decoders.registry.registry().register(Plugin, "measure")
     for line in measure(*map(int, sys.argv[1:])):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

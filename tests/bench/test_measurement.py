@@ -14,9 +14,9 @@ import torch
 
 from decoders import bench
 from decoders.bench import measurement, pace
-from decoders.bench.call import compiled_share, first_token, written
 from decoders.bench.measurement import Check, Competitor, WarmupCost
 from decoders.bench.tables import noise, tables
+from decoders.bench.timed_call import compiled_share, first_token, written
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.report import Report, Timings
 

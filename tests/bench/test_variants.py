@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from decoders import bench
-from decoders.bench.call import PutCounter, first_token, forwards
-from decoders.bench.call import decode as bench_decode
+from decoders.bench.timed_call import PutCounter, first_token, forwards
+from decoders.bench.timed_call import decode as bench_decode
 from decoders.bench.variants import assistant_tokens, parse, split
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.testing import tiny_model

@@ -20,9 +20,9 @@ from decoders.cli import bench_run, demo, doctor, prepare, train_drafters
 from decoders.cli.generate import show_report
 from decoders.cli.prepare import print_advice as print_of
 from decoders.costs import CostCurve, CostPoint, Subject
+from decoders.enabling import Calibration, StrategyCost, Warmup, WarmupPart
 from decoders.engine.decode.calibration import NODES
 from decoders.engine.model.target import Invariance
-from decoders.generate import Calibration, StrategyCost, Warmup, WarmupPart
 from decoders.report import Report, Stage, Timings
 
 #: Tokens per second of a round, and tokens per step.

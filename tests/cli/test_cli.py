@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from decoders import demo, plugins
+from decoders import demo
 from decoders.cli import app, catalogue, doctor, models
 from decoders.cli.console import FILE_WIDTH, plain_console, waiting
 from decoders.cli.generate import show_report
@@ -28,7 +28,7 @@ from decoders.constraints import library
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.target import Invariance
 from decoders.errors import SettingsError, UnknownNameError
-from decoders.plugins import PluginInfo, registry, reset_registry
+from decoders.registry import PluginInfo, registry, reset_registry
 from decoders.report import Report
 from decoders.settings import parse_assignments
 from decoders.strategies.ngram_table import NgramTable
@@ -78,7 +78,7 @@ done = [CliRunner().invoke(app, command.split()) for command in sys.argv[1:]]
 print(json.dumps([{"code": r.exit_code, "stdout": r.stdout, "stderr": r.stderr, "error": repr(r.exception)} for r in done]))
 """
     arguments = [sys.executable, "-c", code, *commands]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(plugins.__file__).parents[1])
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(demo.__file__).parents[2])
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
 
@@ -120,7 +120,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
-    monkeypatch.delitem(sys.modules, "decoders.registry.registry")
+    monkeypatch.delitem(sys.modules, "decoders.registry.plugins")
     reset_registry()
     yield file
     sys.modules.pop(package.name, None)
@@ -223,7 +223,7 @@ def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
         PluginInfo("good", "1", "dist-good"),
         PluginInfo("bad", "2", "dist-bad", status="failed", error="why [x]"),
     )
-    monkeypatch.setattr(plugins, "registry", lambda: SimpleNamespace(plugins=lambda: [good, bad]))
+    monkeypatch.setattr("decoders.registry.registry", lambda: SimpleNamespace(plugins=lambda: [good, bad]))
     result = run("plugins", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)[1] == {
@@ -232,7 +232,7 @@ def test_plugins_as_json_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert "bad: why [x]" in run("plugins").stdout
     assert run("plugins", "--strict").exit_code == 1
-    monkeypatch.setattr(plugins, "registry", lambda: SimpleNamespace(plugins=lambda: [good]))
+    monkeypatch.setattr("decoders.registry.registry", lambda: SimpleNamespace(plugins=lambda: [good]))
     assert run("plugins", "--strict").exit_code == 0
 
 
@@ -241,7 +241,7 @@ def test_a_narrow_window_shows_the_remedy(monkeypatch: pytest.MonkeyPatch) -> No
         "Strategy 'x' is claimed by 'a' (d 1) and 'b' (e 2). Block one, for instance with DECODERS_PLUGINS_BLOCK=b."
     )
     clash = PluginInfo("a", "1", "d", strategies=("x",), status="conflict", error=remedy)
-    monkeypatch.setattr(plugins, "registry", lambda: SimpleNamespace(plugins=lambda: [clash]))
+    monkeypatch.setattr("decoders.registry.registry", lambda: SimpleNamespace(plugins=lambda: [clash]))
     monkeypatch.setenv("COLUMNS", "80")
     assert remedy in " ".join(run("plugins").stdout.split())
 
@@ -311,7 +311,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 def test_a_terminal_that_knows_few_letters_shows_help_and_reports() -> None:
     surroundings = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    arguments, folder = [sys.executable, "-m", "decoders", "--help"], Path(plugins.__file__).parents[1]
+    arguments, folder = [sys.executable, "-m", "decoders", "--help"], Path(demo.__file__).parents[2]
     done = subprocess.run(arguments, capture_output=True, env=surroundings, cwd=folder)
     assert done.returncode == 0 and b"\\u2026" in done.stdout
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
@@ -538,7 +538,7 @@ def test_doctor_reports_the_namesake_broken_plugins_and_unread_variables(monkeyp
     bad = PluginInfo("bad", "2", "dist-bad", status="failed", error="ImportError: x")
     real = registry()
     fake = SimpleNamespace(plugins=lambda: [bad], strategies=real.strategies)
-    monkeypatch.setattr(plugins, "registry", lambda: fake)
+    monkeypatch.setattr("decoders.registry.registry", lambda: fake)
     result = run("doctor", "--json")
     assert result.exit_code == 1
     found = [(item["name"], item["status"], item["detail"]) for item in json.loads(result.stdout)]

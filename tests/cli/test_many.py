@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from decoders.cli import app
 from decoders.cli.many import Task
-from decoders.serving.outputs import OutputLines
+from decoders.scheduling.outputs import OutputLines
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.common.repetition import LONGEST_PERIOD, SHORTEST_LOOP, in_loops
+from decoders.bench.repetition import LONGEST_PERIOD, SHORTEST_LOOP, in_loops
 
 
 def found(ids):

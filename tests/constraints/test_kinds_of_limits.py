@@ -12,7 +12,7 @@ from decoders.constraints.auto import Auto
 from decoders.constraints.compiling import Cache
 from decoders.constraints.constructors import choice
 from decoders.constraints.llguidance import source
-from decoders.constraints.llguidance.grammar import LLGuidance
+from decoders.constraints.llguidance.backend import LLGuidance
 from decoders.constraints.patterns import limits as patterns
 from decoders.constraints.schemas import limits as schemas
 from decoders.constraints.specs import CHOICES_LIMIT

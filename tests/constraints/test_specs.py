@@ -20,7 +20,7 @@ from decoders.constraints.patterns.python import whole_text
 from decoders.constraints.patterns.tree import quoted
 from decoders.constraints.specs import CHOICES_LIMIT
 from decoders.errors import GrammarError, UnknownNameError
-from decoders.plugins import resolve_grammar
+from decoders.registry import resolve_grammar
 
 SHORT_TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab", repeat=size)]
 

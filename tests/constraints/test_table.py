@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from decoders.constraints.base import Language, mask_words, unpack
 from decoders.constraints.table import Table, TableGrammar
+from decoders.constraints.table.backend import STATES
 from decoders.constraints.table.determinise import ByteAutomaton, columns, determinise, minimise
-from decoders.constraints.table.grammar import STATES
 from decoders.constraints.table.lexicon import Lexicon, Trie
 from decoders.constraints.table.masks import MaskRows, Row, masks
 from decoders.constraints.vocabulary import Vocabulary
@@ -344,7 +344,7 @@ def test_random_languages_keep_the_contract(regex, seed, policy):
 
 
 def test_forgetting_steps_changes_nothing(monkeypatch):
-    monkeypatch.setattr("decoders.constraints.table.grammar.STEPS", 5)
+    monkeypatch.setattr("decoders.constraints.table.backend.STEPS", 5)
     grammar = compile("(ab|a|c)*")
     check_grammar(grammar, Reference(grammar.language, ToyRegex("(ab|a|c)*"), MERGED))
 

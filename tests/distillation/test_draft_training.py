@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import decoders
 from decoders.errors import SettingsError, TrainingError
 from decoders.testing import tiny_model
-from decoders.training.draft import DraftLearner, cut, measure, new_draft, train_draft
+from decoders.training.draft_model import DraftLearner, cut, measure, new_draft, train_draft
 from decoders.training.recipes import DraftTraining, Measurement
 from decoders.training.texts import Texts
 from decoders.training.trainer import soft_cross_entropy

@@ -29,7 +29,7 @@ from decoders import demo, settings
 from decoders.heads.dflash_files import save_draft_model
 from decoders.heads.eagle3_files import save_head
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
-from decoders.plugins import registry, reset_registry
+from decoders.registry import registry, reset_registry
 from decoders.settings import RuntimeSettings, load_settings
 from decoders.testing import ARCHITECTURES, kit
 from decoders.training.dflash import block_config, new_draft_model

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache, LlamaConfig
 
 from decoders.common.transformers_compat import set_attention
-from decoders.engine.decode.drafts.modules import ModuleTwin, SlotPasses
+from decoders.engine.decode.drafters.modules import ModuleTwin, SlotPasses
 from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.cache import CacheBuffers

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoders.engine.decode.prompts import NOTHING, KeptText, PrefixIndex
+from decoders.engine.decode.prefix_cache import NOTHING, KeptText, PrefixIndex
 
 TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 70_000]), max_size=6)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoders.engine.decode.prompts import KeptText
+from decoders.engine.decode.prefix_cache import KeptText
 from decoders.engine.decode.rows import no_sampling
 from decoders.engine.decode.session import Session
 from decoders.engine.decode.sessions import KEPT_SESSIONS, Sessions

@@ -17,7 +17,7 @@ import decoders
 from decoders import Context, Draft, Sequences, Step, Strategy
 from decoders.engine.decode.session import Session
 from decoders.errors import SettingsError, UnknownNameError, UnsupportedError
-from decoders.plugins import registry
+from decoders.registry import registry
 from decoders.strategies import Auto, Speculative
 from decoders.strategies.auto_candidates import Candidate
 from decoders.strategy import no_costs, no_memory

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import decoders
-from decoders.drafting import cache_keyword
+from decoders.drafters import cache_keyword
 from decoders.errors import SettingsError, UnsupportedError
 from decoders.strategies import Ngram, PromptLookup, Suffix
 from decoders.strategies.merged import Merged

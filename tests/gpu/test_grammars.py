@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.plugins import registry
+from decoders.registry import registry
 
 from .subjects import FUNCTIONS, SAMPLED, subject_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.plugins import registry
+from decoders.registry import registry
 from decoders.testing import assert_same_tokens
 
 from .subjects import NETWORKS, SAMPLED, fresh_target, subject_of

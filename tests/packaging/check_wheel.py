@@ -44,7 +44,7 @@ assert "json.lark" in library.names(), library.names()
 for name in library.names():
     assert library.read(name)
 assert demo.available() and demo.prompts()
-from decoders.plugins import registry
+from decoders.registry import registry
 assert "prompt_lookup" in registry().strategies()
 assert "coupled" in registry().verifiers()
 assert {info.status for info in registry().plugins()} == {"loaded"}, registry().plugins()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import decoders
 from decoders.cli import app
 from decoders.errors import PluginError, SettingsError
-from decoders.plugins import registry, reset_registry
+from decoders.registry import registry, reset_registry
 from decoders.registry.builtin import COMMANDS
 
 

@@ -15,7 +15,7 @@ from decoders.cli import app
 from decoders.constraints import library
 from decoders.constraints.specs import Spec
 from decoders.errors import GrammarError, PluginError, UnknownNameError
-from decoders.plugins import grammar_or_file, registry, reset_registry, resolve_grammar
+from decoders.registry import grammar_or_file, registry, reset_registry, resolve_grammar
 
 
 class Grammars:

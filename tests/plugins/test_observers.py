@@ -10,7 +10,7 @@ import torch
 
 import decoders
 from decoders.errors import PluginError
-from decoders.plugins import registry, reset_registry
+from decoders.registry import registry, reset_registry
 from decoders.report import ObservedCall, Observer, Report
 from decoders.testing import tiny_model
 

@@ -17,7 +17,7 @@ REFERENCE = ROOT / "docs" / "reference"
 STRATEGIES = ROOT / "decoders" / "strategies"
 #: What every strategy may import.
 FACE = (
-    "decoders.strategy", "decoders.drafting", "decoders.sampling", "decoders.costs", "decoders.constraints",
+    "decoders.strategy", "decoders.drafters", "decoders.sampling", "decoders.costs", "decoders.constraints",
     "decoders.tree", "decoders.settings", "decoders.errors", "decoders.strategies",
 )  # fmt: skip
 #: The method's network and its files, in a package of their own.

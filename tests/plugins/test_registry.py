@@ -14,11 +14,12 @@ import pytest
 from pydantic import Field
 
 import decoders
-from decoders import constraints, plugins, verifiers
+from decoders import constraints, verifiers
+from decoders import registry as plugins
 from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import PluginError, SettingsError, UnknownNameError
-from decoders.plugins import Registry, registry, reset_registry
+from decoders.registry import Registry, registry, reset_registry
 from decoders.registry.resolve import resolve_backend
 from decoders.settings import Settings
 from decoders.strategies import PromptLookup
@@ -386,7 +387,7 @@ def test_invalid_plugin_registered_by_hand_leaves_nothing_behind() -> None:
 
 def test_registry_is_built_once_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    monkeypatch.setattr("decoders.registry.registry.Registry", lambda: built.append(Registry()) or built[-1])
+    monkeypatch.setattr("decoders.registry.plugins.Registry", lambda: built.append(Registry()) or built[-1])
     gate = threading.Barrier(8)
     found: list[Registry] = []
 

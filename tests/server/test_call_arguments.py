@@ -20,7 +20,7 @@ from decoders.constraints.schemas.kinds import KINDS, Kinds
 from decoders.constraints.schemas.raw_text import Parameters, Quoted
 from decoders.constraints.tags import Calls
 from decoders.errors import GrammarError
-from decoders.server.templates import format_named
+from decoders.prompts.templates import format_named
 
 from .test_call_formats import PUBLISHED, grammar_of, tokenizer_of  # noqa: F401 -- a fixture
 

@@ -16,11 +16,11 @@ from decoders.constraints import CallFormat
 from decoders.constraints.constructors import regex
 from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
+from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.bodies import ChatBody, Tool
+from decoders.server.conversations import Conversations
 from decoders.server.grammars import Calling
-from decoders.server.prompts import Conversations
 from decoders.server.refusals import parsed
-from decoders.server.templates import CallStyle, format_named
 
 ROUTE = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two and two"}]}

@@ -106,7 +106,7 @@ def test_memory_does_not_grow_with_settings(service_of: Any) -> None:
 
 
 def test_a_scheduler_that_an_error_has_ended_is_replaced(served: Any, service_of: Any, monkeypatch: Any) -> None:
-    from decoders.serving.scheduler import Scheduler
+    from decoders.scheduling.scheduler import Scheduler
 
     service = service_of()
     with served(service) as client:

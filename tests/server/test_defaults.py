@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
-from decoders.generate import OwnDefaults
+from decoders.enabling import OwnDefaults
 from decoders.hf.arguments import HINTS, REFUSED
 
 from .conftest import EAGER

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("fastapi")
 
-from decoders.serving.generation import Generation
+from decoders.scheduling.generation import Generation
 
 ROUTE, CHAT = "/v1/completions", "/v1/chat/completions"
 PLAIN = {"prompt": "a", "max_tokens": 2}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.errors import SettingsError
-from decoders.server.templates import read_template
+from decoders.prompts.templates import read_template
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -304,7 +304,7 @@ def test_only_its_own_names_are_answered_on_a_loopback_address(served: Any, serv
 def test_without_a_template_there_is_no_chat(served: Any, service_of: Any, tokenizer: Any) -> None:
     import copy
 
-    from decoders.server.prompts import Conversations
+    from decoders.server.conversations import Conversations
 
     bare, service = copy.deepcopy(tokenizer), service_of()
     bare.chat_template = None
@@ -352,7 +352,7 @@ def test_every_setting_that_names_a_file_is_the_operators() -> None:
     import typing
     from pathlib import Path
 
-    from decoders.plugins import registry
+    from decoders.registry import registry
     from decoders.server.client_settings import OPERATORS
 
     naming = set()

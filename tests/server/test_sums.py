@@ -16,6 +16,7 @@ from decoders.common.pieces import special_tokens
 from decoders.constraints import ThinkingMarkers
 from decoders.constraints.tags.thinking import KNOWN
 from decoders.engine.decode.request import TokenLogprobs
+from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.arguments import Stops
 from decoders.server.bodies import ChatBody, CompletionBody
 from decoders.server.chat import Chat
@@ -25,7 +26,6 @@ from decoders.server.limits import Arrival
 from decoders.server.reasoning import Reasoning
 from decoders.server.response_bodies import ResponseBody
 from decoders.server.responses import Kept, Response
-from decoders.server.templates import CallStyle, format_named
 from decoders.server.texts import Choice, Job, Spelling
 
 from .test_call_formats import PUBLISHED, TOOLS

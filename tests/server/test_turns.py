@@ -16,6 +16,7 @@ from decoders.common.pieces import special_tokens
 from decoders.constraints import FORMATS, ThinkingMarkers, call_arguments
 from decoders.constraints.tags.thinking import KNOWN
 from decoders.engine.decode.request import TokenLogprobs
+from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.arguments import Stops
 from decoders.server.bodies import ChatBody
 from decoders.server.chat import Chat
@@ -24,7 +25,6 @@ from decoders.server.limits import Arrival
 from decoders.server.reasoning import Reasoning
 from decoders.server.response_bodies import ResponseBody
 from decoders.server.responses import Kept, Response
-from decoders.server.templates import CallStyle, format_named
 from decoders.server.texts import Choice, Job, Span, Spelling
 from decoders.server.turns import Turn
 

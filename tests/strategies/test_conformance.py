@@ -11,7 +11,7 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from decoders.plugins import registry
+from decoders.registry import registry
 from decoders.settings import Settings
 from decoders.strategies import (
     EarlyExit,

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.engine.decode.drafts.counts import MIN_PENDING
+from decoders.engine.decode.drafters.counts import MIN_PENDING
 from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.strategies import Speculative, Staged, Threshold
 from decoders.strategies.merged import Merged

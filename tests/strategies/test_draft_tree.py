@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoders.drafting import Expansion
+from decoders.drafters import Expansion
 from decoders.errors import DraftError
 from decoders.strategies import Speculative
 from decoders.strategies.draft_model import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
@@ -201,7 +201,7 @@ def test_what_does_not_count_is_no_draft_token():
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_every_level_says_what_a_plain_forward_over_the_nodes_own_path_says(target, monkeypatch, tree, name):
     """Read off the drafter: the log-probabilities of each level's continuations, over several steps and ragged rows."""
-    from decoders.engine.decode.drafts.drafter import ModelDrafter
+    from decoders.engine.decode.drafters.drafter import ModelDrafter
     from decoders.testing import tiny_model
 
     draft, checked = tiny_model(name, seed=2), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoders.drafting import DraftVocabulary
+from decoders.drafters import DraftVocabulary
 from decoders.errors import UnsupportedError
 from decoders.sampling import SamplingInputs, SamplingPlan, gumbel_noise
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine.decode.drafts.shared_slots import SharedSlots
+from decoders.enabling import disable
+from decoders.engine.decode.drafters.shared_slots import SharedSlots
 from decoders.engine.model.weights.twin import first_layers
 from decoders.errors import SettingsError, UnsupportedError
-from decoders.generate import disable
 from decoders.strategies import EarlyExit, Staged
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 

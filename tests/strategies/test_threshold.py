@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from decoders.drafting import Expansion
+from decoders.drafters import Expansion
 from decoders.errors import SettingsError
 from decoders.strategies import Threshold
 from decoders.strategies.threshold import _State, first_rejected

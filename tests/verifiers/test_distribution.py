@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoders.plugins import registry
+from decoders.registry import registry
 from decoders.testing import check_verifier
 from decoders.testing.verifiers import EnumerationCase, cases
 from decoders.verifiers import Block, BlockVerification, Coupled, Outcomes, Rejection, TreeRejection, Verifier

@@ -5,6 +5,6 @@ tracked here, because llguidance stops by itself and then counts tokens differen
 does not end the text.
 """
 
-from .grammar import LLGuidance, LLGuidanceGrammar
+from .backend import LLGuidance, LLGuidanceGrammar
 
 __all__ = ["LLGuidance", "LLGuidanceGrammar"]

@@ -12,7 +12,7 @@ from .nodes import Node
 from .normaliser import Normaliser
 from .notation import EMPTY, Expr, RuleReference, alt, rep, seq, text
 from .numbers import Numbers, fraction
-from .rules import Rules
+from .whitespace import Rules
 
 _MOST_VALUES = 9
 

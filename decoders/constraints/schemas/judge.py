@@ -45,7 +45,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """The result for a value under a schema.
 
     Attributes:
@@ -57,7 +57,7 @@ class Verdict:
     evaluated: frozenset[str | int] = frozenset()
 
 
-_VALID = Verdict()
+_VALID = Judgement()
 
 
 class Judge:
@@ -65,18 +65,18 @@ class Judge:
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        self._verdicts: dict[tuple[object, ...], Verdict | None] = {}
+        self._verdicts: dict[tuple[object, ...], Judgement | None] = {}
         self._texts: dict[int, str] = {}
         self._enumerations: dict[int, frozenset[str]] = {}
 
-    def verdict(self, place: Place | bool, value: Any) -> Verdict:
+    def verdict(self, place: Place | bool, value: Any) -> Judgement:
         """Whether the schema at `place` allows `value`.
 
         Raises:
             GrammarError: it cannot be judged: the schema makes no sense, a reference leads to itself, or time is up.
         """
         if isinstance(place, bool):
-            return _VALID if place else Verdict(Failure(None, False, value))
+            return _VALID if place else Judgement(Failure(None, False, value))
         key = (id(place.schema), place.scope, id(value))
         if key not in self._verdicts:
             check("validation")
@@ -87,13 +87,13 @@ class Judge:
             raise GrammarError(f"{place.path}: a reference leads to itself without anything in between", "$ref")
         return verdict
 
-    def _judged(self, place: Place, value: Any) -> Verdict:
+    def _judged(self, place: Place, value: Any) -> Judgement:
         schema = place.schema
         read = {keyword: content for keyword, content in schema.items() if known(keyword, place.year)}
         if "$ref" in read and place.year <= 2018:  # siblings of $ref are ignored
             return self.verdict(place.follow(read["$ref"]), value)
         for keyword in self._broken(read, value):
-            return Verdict(Failure(keyword, read[keyword], value))
+            return Judgement(Failure(keyword, read[keyword], value))
         evaluated: set[str | int] = set()
         for verdict in self._applied(place, read, value):
             if verdict.failure is not None:
@@ -108,15 +108,15 @@ class Judge:
             if keyword in read:
                 rest = [key for key in _keys(value) if key not in evaluated]
                 failed = self._each(place.child(keyword), value, rest)
-                return failed if failed.failure is not None else Verdict(evaluated=frozenset(_keys(value)))
-        return Verdict(evaluated=frozenset(evaluated))
+                return failed if failed.failure is not None else Judgement(evaluated=frozenset(_keys(value)))
+        return Judgement(evaluated=frozenset(evaluated))
 
-    def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Verdict:
+    def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Judgement:
         """The verdict on the parts of `value` under `keys`, which count as evaluated."""
         for key in keys:
             if (failure := self.verdict(place, value[key]).failure) is not None:
-                return Verdict(failure.within(key))
-        return Verdict(evaluated=frozenset(keys))
+                return Judgement(failure.within(key))
+        return Judgement(evaluated=frozenset(keys))
 
     # Assertions about the value itself.
 
@@ -166,7 +166,7 @@ class Judge:
 
     # Keywords that apply schemas to the value itself.
 
-    def _applied(self, place: Place, read: dict[str, Any], value: Any) -> Iterator[Verdict]:
+    def _applied(self, place: Place, read: dict[str, Any], value: Any) -> Iterator[Judgement]:
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in read:
                 yield self.verdict(place.follow(read[keyword], keyword), value)
@@ -181,9 +181,9 @@ class Judge:
             valid = [verdict for verdict in every if verdict.failure is None]
             if not valid:
                 yield _deepest("oneOf", read, value, every)
-            yield valid[0] if len(valid) == 1 else Verdict(Failure("oneOf", read["oneOf"], value))
+            yield valid[0] if len(valid) == 1 else Judgement(Failure("oneOf", read["oneOf"], value))
         if "not" in read and self.verdict(place.child("not"), value).failure is None:
-            yield Verdict(Failure("not", read["not"], value))
+            yield Judgement(Failure("not", read["not"], value))
         if "if" in read:
             condition = self.verdict(place.child("if"), value)
             if condition.failure is None:
@@ -195,16 +195,16 @@ class Judge:
             for name, needs in keywords.read_object(read, keyword).items() if isinstance(value, dict) else ():
                 if name in value and isinstance(needs, list):
                     if any(need not in value for need in needs):
-                        yield Verdict(Failure(keyword, read[keyword], value))
+                        yield Judgement(Failure(keyword, read[keyword], value))
                 elif name in value:
                     yield self.verdict(place.child(keyword, name), value)
 
     # Keywords that apply schemas to parts of the value.
 
-    def _inside(self, place: Place, read: dict[str, Any], value: Any) -> Iterator[Verdict]:
+    def _inside(self, place: Place, read: dict[str, Any], value: Any) -> Iterator[Judgement]:
         return self._in_object(place, read, value) if isinstance(value, dict) else self._in_array(place, read, value)
 
-    def _in_object(self, place: Place, read: dict[str, Any], value: dict[str, Any]) -> Iterator[Verdict]:
+    def _in_object(self, place: Place, read: dict[str, Any], value: dict[str, Any]) -> Iterator[Judgement]:
         others = dict.fromkeys(value)
         for name in keywords.read_object(read, "properties"):
             if name in value:
@@ -219,9 +219,9 @@ class Judge:
         if "propertyNames" in read:
             for name in value:
                 if (failure := self.verdict(place.child("propertyNames"), name).failure) is not None:
-                    yield Verdict(failure)
+                    yield Judgement(failure)
 
-    def _in_array(self, place: Place, read: dict[str, Any], value: list[Any]) -> Iterator[Verdict]:
+    def _in_array(self, place: Place, read: dict[str, Any], value: list[Any]) -> Iterator[Judgement]:
         listed = next((key for key in ("prefixItems", "items") if isinstance(read.get(key), list)), None)
         first = 0 if listed is None else len(read[listed])
         for index in range(min(first, len(value))):
@@ -234,22 +234,22 @@ class Judge:
             indices = [index for index, item in enumerate(value) if self.verdict(kind, item).failure is None]
             low, high = keywords.read_count(read, "minContains"), keywords.read_count(read, "maxContains")
             if len(indices) < (1 if low is None else low):
-                yield Verdict(Failure("contains", read["contains"], value))
+                yield Judgement(Failure("contains", read["contains"], value))
             if high is not None and len(indices) > high:
-                yield Verdict(Failure("maxContains", read["maxContains"], value))
-            yield Verdict(evaluated=frozenset(indices if place.year >= 2020 else ()))
+                yield Judgement(Failure("maxContains", read["maxContains"], value))
+            yield Judgement(evaluated=frozenset(indices if place.year >= 2020 else ()))
 
 
 def _keys(value: Any) -> list[Any]:
     return [*value] if isinstance(value, dict) else [*range(len(value))]
 
 
-def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Verdict]) -> Verdict:
+def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
     """The failure deepest inside the value, of alternatives that all fail; a failure of `keyword` if none is inside."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest
-    return Verdict(Failure(keyword, read[keyword], value))
+    return Judgement(Failure(keyword, read[keyword], value))
 
 
 def _is_of(name: Any, value: Any) -> bool:

@@ -14,8 +14,8 @@ from . import limits, strings
 from .nodes import FALSE, TRUE, Node
 from .notation import EMPTY, NOTHING, Expr, RuleReference, alt, rep, seq, text
 from .objects import Objects, Property
-from .rules import Rules
 from .strings import Strings
+from .whitespace import Rules
 
 _MOST_CONDITIONS = 4
 _MEMBERS_PER_RULE = 16

@@ -37,8 +37,8 @@ from .notation import EMPTY, Expr, Terminal, Word, alt, seq, text
 from .notation import NOTHING as NO_TEXT
 from .object_text import ObjectWriter
 from .objects import Objects, Property
-from .rules import WHITESPACE, Whitespace
 from .strings import Strings
+from .whitespace import WHITESPACE, Whitespace
 from .writing import Writer
 
 _SEPARATE = "Strings do not contain the mark that ends them."

@@ -9,8 +9,8 @@ from .array_text import write_array
 from .nodes import Node
 from .notation import Expr, alt, prune, seq, text
 from .object_text import write_object
-from .rules import Rules
 from .shapes import Shapes
+from .whitespace import Rules
 
 _DECIMALS = "Multiples of a decimal are exact; a validator that divides floats, as jsonschema does, refuses some: 0.7 is 7 times 0.1."
 _ALL_PLACES = "Multiples of a decimal that llguidance counts have all of its decimal places or none: 1.50, not 1.5."

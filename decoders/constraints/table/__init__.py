@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .grammar import Table, TableGrammar, TableMatcher
+from .backend import Table, TableGrammar, TableMatcher
 
 __all__ = ["Table", "TableGrammar", "TableMatcher"]

@@ -6,8 +6,8 @@ knows how models mark their thoughts.
 """
 
 from .calls import Calls
-from .grammar import TaggedGrammar
 from .specs import After, Tagged, after, tagged
+from .tagged import TaggedGrammar
 from .thinking import Thinking, ThinkingMarkers, begun, known_markers
 
 __all__ = [

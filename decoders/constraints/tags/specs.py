@@ -16,9 +16,9 @@ from ..coerce import as_spec
 from ..patterns.tree import quoted, slashed
 from ..specs import Spec
 from ..vocabulary import Vocabulary
-from .grammar import TaggedGrammar, assembled
 from .markers import TOKEN, Symbols, symbols_of
 from .phases import Free, Inside, Phase
+from .tagged import TaggedGrammar, assembled
 
 #: A text, however it is split into tokens, or a token's id.
 Marker = str | int

@@ -12,9 +12,9 @@ from ..base import CompiledGrammar
 from ..specs import Spec
 from ..vocabulary import Vocabulary
 from .calls import Calls
-from .grammar import TaggedGrammar
 from .markers import TOKEN, symbols_of
 from .specs import After, Marker
+from .tagged import TaggedGrammar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

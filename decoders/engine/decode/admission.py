@@ -14,8 +14,8 @@ from ...strategy import PromptChunk
 from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.target import PREFILL_CHUNK
 from ..model.weights.state import WeightState
+from .prefix_cache import NOTHING, KeptText, PrefillPlan
 from .prompt_reader import PromptReader
-from .prompts import NOTHING, KeptText, PrefillPlan
 from .request import Request, RequestOutput
 from .session import Session
 

@@ -22,8 +22,8 @@ from ..model.threads import release_threads
 from .batch import Batch
 from .clock import StepClock
 from .criteria import Outcome
-from .drafts.counts import DraftCounts
-from .drafts.drafter import ModelDrafter
+from .drafters.counts import DraftCounts
+from .drafters.drafter import ModelDrafter
 from .engine import Engine
 from .kind import inputs_of
 from .losses import warn_of_load

@@ -21,7 +21,7 @@ from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
 from ..model.recordings import Recordings
 from ..model.target import ForwardResult, Target
 from .rows import Rows
-from .verify import Verdict, append, draw_tokens, follow_matches, settle
+from .verify import Verified, append, draw_tokens, follow_matches, settle
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,14 @@ class Core:
 
     def choose(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
-    ) -> Verdict:
+    ) -> Verified:
         """Draws the target's token after every node: accepted is what matches."""
         positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
         prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
-        return Verdict(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
+        return Verified(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
 
     def commit(
-        self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verdict: Verdict, in_place: bool = False
+        self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
     ) -> StepOutput:  # fmt: skip
         """Moves the accepted path's keys and values, unless every path is `in_place`, and appends its tokens.
 
@@ -165,17 +165,17 @@ class Core:
         # One shape, whether rows share their stop tokens or not: compiled code serves both.
         stop_tokens = rows.sampling.stop_tokens.expand(len(nodes), -1).contiguous()
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
-        chosen = verdict.chosen
-        if verdict.acceptance is None and verdict.most is None:
+        chosen = verified.chosen
+        if verified.acceptance is None and verified.most is None:
             path, new, summary = self.run.settle(nodes, chosen, tree, *rewritten)
         else:
-            acceptance = verdict.acceptance or follow_matches(nodes, chosen, tree)
+            acceptance = verified.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
-            new, summary = append(nodes, chosen, tree, acceptance, *rewritten, verdict.most)
+            new, summary = append(nodes, chosen, tree, acceptance, *rewritten, verified.most)
         if not in_place:
             move_slots(rows.buffers, rows.length - summary[0] - 1, path)
         return StepOutput(
-            nodes, chosen, path, new, summary, result.logits, verdict.scores, result.hidden, result.layers
+            nodes, chosen, path, new, summary, result.logits, verified.scores, result.hidden, result.layers
         )
 
 

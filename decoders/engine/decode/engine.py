@@ -32,7 +32,7 @@ from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
 from .core import StepPass
-from .drafts.modules import ModuleTwin
+from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
 

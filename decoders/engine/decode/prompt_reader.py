@@ -11,7 +11,7 @@ from ...strategy import PromptChunk
 from ..model.cache import CacheBuffers
 from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
 from .batch import chunk_of
-from .prompts import PrefillPlan
+from .prefix_cache import PrefillPlan
 from .proposer import Proposer
 
 

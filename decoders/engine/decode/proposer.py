@@ -17,7 +17,7 @@ from ..model.blocks import without_empty_end
 from .batch import Batch
 from .core import StepOutput
 from .criteria import Outcome
-from .drafts.drafter import ModelDrafter
+from .drafters.drafter import ModelDrafter
 from .request import Request, RequestOutput
 from .resources import CallResources
 from .rows import check_tree, untouched

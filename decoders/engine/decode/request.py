@@ -27,12 +27,12 @@ from ..model.target import Target
 from .core import StepOutput
 from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
 from .kind import StepKind, kind_of
-from .prompts import KeptText
+from .prefix_cache import KeptText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ...drafting import OtherVocabulary
+    from ...drafters import OtherVocabulary
     from .engine import Engine
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
 from .batch import Batch
-from .drafts.drafter import ModelDrafter
-from .drafts.modules import SlotPasses
-from .drafts.staged import context_draft
+from .drafters.drafter import ModelDrafter
+from .drafters.modules import SlotPasses
+from .drafters.staged import context_draft
 
 
 class CallResources:

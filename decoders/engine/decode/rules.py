@@ -23,7 +23,7 @@ from .criteria import NOT_REACHED, choose_along_path
 from .request import Request, RequestOutput
 from .rows import Fault, Rows
 from .step import Parts, forward_verify_commit
-from .verify import Verdict, draw
+from .verify import Verified, draw
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Judging:
     plan: SamplingPlan
     strategy: str
 
-    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verdict:
+    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verified:
         verifier, shape = self.verifier, draft.topology
         if not verifier.trees and shape != Topology.chain(draft.tokens.shape[1]):
             raise UnsupportedError(
@@ -55,15 +55,15 @@ class Judging:
                 )
         siblings = shape.max_siblings if isinstance(shape, Topology) else None
         try:
-            return self._verdict(block, nodes, forwarded, rows, drawn_from, siblings)
+            return self._verified(block, nodes, forwarded, rows, drawn_from, siblings)
         except Exception as error:
             error.add_note(f"decoders: verifier {verifier.name!r} ({type(verifier).__module__})")
             raise
 
-    def _verdict(
+    def _verified(
         self, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows, drawn_from: Tensor | None,
         siblings: int | None,
-    ) -> Verdict:  # fmt: skip
+    ) -> Verified:  # fmt: skip
         """
         Args:
             drawn_from: ``[B, N-1, V]``, scores that the draft tokens were drawn from, None if they were not drawn.
@@ -92,7 +92,7 @@ class Judging:
         chosen = torch.nn.functional.pad(drawn if replacements is None else replacements.of(drawn), (0, 1))
         chosen = chosen.scatter(1, torch.where(accepted, tree.parents, len(tree)), nodes)[:, :-1]
         chosen = chosen.scatter(1, end, last[:, None])
-        return Verdict(chosen, scores if plan.keep_scores else None, acceptance)
+        return Verified(chosen, scores if plan.keep_scores else None, acceptance)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Processing:
     members: Sequence[tuple[RequestOutput, int]]
     shared: bool
 
-    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verdict:
+    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verified:
         tree, plan = block.tree, self.plan
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
@@ -129,7 +129,7 @@ class Processing:
                 if not self.shared:
                     raise
                 member.error = error
-        return Verdict(chosen, scores, most=most)
+        return Verified(chosen, scores, most=most)
 
 
 def decider(

@@ -17,7 +17,7 @@ from ..model.blocks import Blocks, PromptPiece
 from ..model.buckets import slots_for, view_bucket
 from ..model.recordings import Recordings
 from ..model.target import Target
-from .prompts import NOTHING, KeptText, PrefillPlan, PrefixIndex
+from .prefix_cache import NOTHING, KeptText, PrefillPlan, PrefixIndex
 from .rows import Rows, shapes_of
 
 

@@ -14,7 +14,7 @@ from ...sampling.processors import SamplingInputs
 from ..model.buckets import row_bucket, slots_for
 from ..model.recordings import Recorder, Recordings
 from ..model.target import Target
-from .prompts import KeptText
+from .prefix_cache import KeptText
 from .session import Session
 
 #: Free sessions that keep their buffers.

@@ -1,7 +1,7 @@
 """One step of decoding, in the order of the papers. Read this file first: the others in this package are what it calls.
 
 A device that records whole steps records :func:`step` itself (:mod:`~decoders.engine.decode.call`), and a strategy that drafts for a
-draft model has its steps made by it as well (:mod:`~decoders.engine.decode.drafts.staged`).
+draft model has its steps made by it as well (:mod:`~decoders.engine.decode.drafters.staged`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..model.target import ForwardResult
 from .core import StepOutput
 from .criteria import Outcome
 from .rows import Rows
-from .verify import Verdict
+from .verify import Verified
 
 
 def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
@@ -58,8 +58,8 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
 def forward_verify_commit(parts: Parts, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
     """The target's pass over a block, which of its nodes are accepted, and what becomes of the rows."""
     nodes, forwarded = parts.forward(block, rows)
-    verdict = parts.verify(draft, block, nodes, forwarded, rows)
-    return parts.commit(nodes, block.tree, rows, forwarded, verdict, draft.in_place)
+    verified = parts.verify(draft, block, nodes, forwarded, rows)
+    return parts.commit(nodes, block.tree, rows, forwarded, verified, draft.in_place)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Parts:
     """
 
     forward: Callable[[NodeBlock, Rows], tuple[Tensor, ForwardResult]]
-    verify: Callable[[Draft, NodeBlock, Tensor, ForwardResult, Rows], Verdict]
-    commit: Callable[[Tensor, TreeTensors, Rows, ForwardResult, Verdict, bool], StepOutput]
+    verify: Callable[[Draft, NodeBlock, Tensor, ForwardResult, Rows], Verified]
+    commit: Callable[[Tensor, TreeTensors, Rows, ForwardResult, Verified, bool], StepOutput]
 
 
 class Proposes(Protocol):

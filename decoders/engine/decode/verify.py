@@ -37,7 +37,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verified:
     """The decision about a block.
 
     Attributes:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...common.devices import moved_together
+from ...draft import Draft, check_draft
 from ...sampling.processors import Masks
 from ...tree import Topology, TreeTensors
-from ...tree.draft import Draft, check_draft
 from .buckets import node_bucket, pad_block
 from .cache import CacheBuffers
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...common.transformers_compat import device_mesh_of
+from ...draft import Draft
 from ...errors import RanksError, UnsupportedError
 from ...tree import Topology
-from ...tree.draft import Draft
 from . import torch_compat
 
 Value = TypeVar("Value")

@@ -23,17 +23,17 @@ from ...common.transformers_compat import cache_keyword, cache_of, config_value
 from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import Topology
-from . import mixed, own_masks, rope, verdicts
+from . import kept_checks, mixed, own_masks, rope
 from .blocks import PassInput, PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec
 from .invariance import brief_check
+from .kept_checks import KeptCheck
 from .kernels import attention as kernel
 from .kernels import interpreted
 from .kernels.ahead import compile_kernels
 from .layout import refusing
 from .target import Target
-from .verdicts import Verdict
 from .weights.quantization import Precision, quantize
 from .weights.twin import share_weights
 
@@ -89,17 +89,17 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
         if target.kernel_seconds > NOTEWORTHY:
             _log.info("compiled the kernels of %d kinds of calls in %.1f s", count, target.kernel_seconds)
     started = time.perf_counter()
-    key = verdicts.key_of(target, model)
-    verdict = verdicts.find(key) if key is not None else None
-    if verdict is not None:
-        target.longest, target.invariance = verdict.longest, verdict.invariance
+    key = kept_checks.key_of(target, model)
+    passed = kept_checks.find(key) if key is not None else None
+    if passed is not None:
+        target.longest, target.invariance = passed.longest, passed.invariance
     else:
         target.longest = check_tree_logits(target, model)
         target.invariance = brief_check(target)
-        verdict = Verdict(date.today().isoformat(), target.longest, target.invariance)
+        passed = KeptCheck(date.today().isoformat(), target.longest, target.invariance)
         if key is not None and (target.invariance is None or target.invariance.holds):
-            verdicts.keep(key, verdict)
-    target.checked = verdict.day
+            kept_checks.keep(key, passed)
+    target.checked = passed.day
     target.check_seconds = time.perf_counter() - started
     if target.check_seconds > NOTEWORTHY:
         _log.info("checked %s against its own passes in %.1f s", type(model).__name__, target.check_seconds)

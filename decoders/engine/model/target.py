@@ -128,7 +128,7 @@ class Target:
         multiple: blocks and chunks of text have a multiple of so many nodes. More than 1 where bits matter and depend on the slots of a
             path, too: then what was accepted on a branch is run again in its own slots.
         invariance: in low precision, whether a node has the same bits in every block.
-        checked: the day on which its design was compared with the model's, in ISO format (:mod:`.verdicts`).
+        checked: the day on which its design was compared with the model's, in ISO format (:mod:`.kept_checks`).
         kernel_seconds: time of compiling kernels before the check.
         check_seconds: time of the check against the model.
         ranks: the processes that share its weights.

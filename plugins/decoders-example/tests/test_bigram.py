@@ -6,7 +6,7 @@ import torch
 from decoders_example import Bigram
 
 from decoders import Sequences
-from decoders.plugins import registry
+from decoders.registry import registry
 from decoders.testing import check_strategy, context
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoders import bench, demo
 from decoders.bench import machine
 from decoders.demo import Prompt
-from decoders.plugins import registry
+from decoders.registry import registry
 from decoders.testing import tiny_model
 
 torch.set_num_threads(1)

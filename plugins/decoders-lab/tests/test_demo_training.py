@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from decoders import demo
+from decoders.bench.repetition import in_loops
 from decoders.cli import app
-from decoders.common.repetition import in_loops
 from decoders.demo import data
 from decoders.errors import TrainingError
 from decoders.training.texts import own_texts

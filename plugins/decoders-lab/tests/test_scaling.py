@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from decoders import bench, demo, enable
-from decoders.bench.call import vocabulary_size
 from decoders.bench.tables import subject
+from decoders.bench.timed_call import vocabulary_size
 from decoders.cli import app, bench_run
 from decoders.errors import SettingsError, UnknownNameError
 

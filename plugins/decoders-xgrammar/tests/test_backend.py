@@ -6,7 +6,7 @@ import pytest
 from decoders_xgrammar import XGrammar
 
 import decoders
-import decoders.plugins
+import decoders.registry
 from decoders.constraints import Language
 from decoders.errors import GrammarError
 from decoders.testing.grammars import CHECKS, check_grammar
@@ -59,4 +59,4 @@ def test_what_it_does_not_read_is_refused() -> None:
 
 
 def test_calls_take_it_by_name() -> None:
-    assert decoders.plugins.registry().grammar_backend("xgrammar") is XGrammar
+    assert decoders.registry.registry().grammar_backend("xgrammar") is XGrammar

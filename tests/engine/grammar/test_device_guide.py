@@ -13,7 +13,7 @@ from decoders.common import devices
 from decoders.constraints import lookups
 from decoders.constraints.base import CompiledGrammar, Language, Policy, pack, unpack
 from decoders.constraints.lookups import TokenTable
-from decoders.constraints.table.grammar import Table
+from decoders.constraints.table.backend import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.decode.grammar.device_guide import DeviceGuide, guide_of
 from decoders.engine.decode.grammar.host_guide import HostGuide

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoders.constraints.base import Language
-from decoders.constraints.table.grammar import Table
+from decoders.constraints.table.backend import Table
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.engine.decode.grammar.history import WINDOW, DeviceHistory, HostHistory, spell

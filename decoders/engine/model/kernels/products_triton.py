@@ -45,7 +45,7 @@ STAGES = {1: 8, 2: 6, 4: 5, 8: 4}
 MOST_AHEAD = 96 << 10
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """How a product is distributed to programs.
 
     Attributes:
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     step: int
 
 
-def plan(outputs: int, inputs: int, itemsize: int) -> Plan:
+def plan(outputs: int, inputs: int, itemsize: int) -> LaunchPlan:
     """How a matrix ``[outputs, inputs]`` is multiplied, or several that have so many outputs together, by any number of rows.
 
     Large matrices have enough programs with blocks of 64 outputs, which read the rows half as often as blocks of 32. The sums of
@@ -73,7 +73,7 @@ def plan(outputs: int, inputs: int, itemsize: int) -> Plan:
     while blocks * stretches < PROGRAMS and inputs >= 2 * stretches * LEAST_STRETCH:
         stretches *= 2
     stretch = triton.cdiv(triton.cdiv(inputs, step), stretches) * step
-    return Plan(block, triton.cdiv(inputs, stretch), stretch, step)
+    return LaunchPlan(block, triton.cdiv(inputs, stretch), stretch, step)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import decoders_lab
 from decoders.cli import main
-from decoders.plugins import registry
+from decoders.registry import registry
 
 if __name__ == "__main__":
     if not set(decoders_lab.COMMANDS) <= set(registry().commands()):  # no entry point has brought them

@@ -10,12 +10,12 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from decoders.bench.call import Decode, decode, vocabulary_size
 from decoders.bench.figures import Spread
 from decoders.bench.measurement import rotation
 from decoders.bench.methods import Method
-from decoders.bench.prompts import Workload
 from decoders.bench.tables import plain_table, ranged
+from decoders.bench.timed_call import Decode, decode, vocabulary_size
+from decoders.bench.workloads import Workload
 
 #: Tokens of the prompts used, and cache capacities compared (slots per row).
 LENGTH, SLOTS = 128, (256, 8192)

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoders.bench import machine
-from decoders.bench.call import decode, vocabulary_size, written
 from decoders.bench.measurement import rotation
 from decoders.bench.methods import PLAIN, Method, Sampling, strategy_methods
-from decoders.bench.prompts import Workload
 from decoders.bench.shapes import random_workloads
+from decoders.bench.timed_call import decode, vocabulary_size, written
+from decoders.bench.workloads import Workload
 from decoders.errors import DecodersError
 from decoders.settings import Settings
 from decoders.strategy import Context, Draft, Sequences, Strategy

@@ -23,12 +23,12 @@ import torch
 from transformers import PreTrainedModel
 
 import decoders
-from decoders.bench.call import TimedCall, compiled_share, stamped, vocabulary_size
 from decoders.bench.machine import resident
 from decoders.bench.measurement import rotation
 from decoders.bench.methods import BASELINE, Method, Sampling, strategy_methods, transformers_methods
-from decoders.bench.prompts import Workload
 from decoders.bench.shapes import SHAPES, build
+from decoders.bench.timed_call import TimedCall, compiled_share, stamped, vocabulary_size
+from decoders.bench.workloads import Workload
 
 MODULE = "decoders_lab.fresh"
 #: Last lines of a process's standard error that are shown if it ended without a result.

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import decoders
-from decoders.serving import TextPieces
+from decoders.scheduling import TextPieces
 
 from .resume import Delivered, resumed
 

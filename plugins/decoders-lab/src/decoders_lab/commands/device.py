@@ -56,7 +56,7 @@ def device(
 
         from decoders import bench
         from decoders.bench import machine
-        from decoders.bench.call import vocabulary_size
+        from decoders.bench.timed_call import vocabulary_size
         from decoders.cli.bench_run import Subjects
         from decoders.prompts.reading import read_prompts
 

@@ -68,7 +68,7 @@ def fresh(
             raise UnknownNameError("dtype", name, DTYPES[1:])
 
     from decoders.bench.shapes import SHAPES
-    from decoders.plugins import resolve_strategy
+    from decoders.registry import resolve_strategy
     from decoders.settings import RuntimeSettings, parse_assignments
 
     from ..fresh import Job, in_new_process

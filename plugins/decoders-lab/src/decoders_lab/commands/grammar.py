@@ -32,7 +32,7 @@ def grammar(
     progress_console, console = consoles(json_file)
     sizes = vocabulary_sizes(vocabulary)
 
-    from decoders.plugins import registry, resolve_backend
+    from decoders.registry import registry, resolve_backend
 
     from .. import grammar as g
     from ..grammar import cost_tables

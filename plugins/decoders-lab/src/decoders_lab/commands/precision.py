@@ -63,8 +63,8 @@ def precision(
 
 def _default_text() -> str:
     """Text that is always there."""
-    from decoders import generate, hookspecs, strategy, tree
+    from decoders import enabling, hookspecs, strategy, tree
 
     return "\n\n".join(
-        Path(str(module.__file__)).read_text(encoding="utf-8") for module in (strategy, tree, hookspecs, generate)
+        Path(str(module.__file__)).read_text(encoding="utf-8") for module in (strategy, tree, hookspecs, enabling)
     )

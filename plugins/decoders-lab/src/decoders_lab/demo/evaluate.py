@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from decoders.common.repetition import in_loops
+from decoders.bench.repetition import in_loops
 from decoders.demo.data import Source
 from decoders.training.texts import own_texts
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from decoders.common.repetition import in_loops
+from decoders.bench.repetition import in_loops
 from decoders.training.texts import own_texts
 from decoders.training.trainer import Learner, Run, warmup_stable_decay
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from decoders.errors import SettingsError
-from decoders.serving import outputs
-from decoders.serving.lines import InputLine
-from decoders.serving.outputs import OutputLines, locked
+from decoders.scheduling import outputs
+from decoders.scheduling.lines import InputLine
+from decoders.scheduling.outputs import OutputLines, locked
 
 
 def line(number: int, text: str = "") -> InputLine:
@@ -255,7 +255,7 @@ def test_a_run_that_writes_nothing_leaves_no_file(path: Path) -> None:
 
 
 HOLDER = """
-import sys; from pathlib import Path; from decoders.serving.outputs import OutputLines
+import sys; from pathlib import Path; from decoders.scheduling.outputs import OutputLines
 out = OutputLines(Path(sys.argv[1])); print("held", flush=True); sys.stdin.read()
 """
 

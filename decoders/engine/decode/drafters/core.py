@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....common.devices import host_reads
-from ....drafting import Expansion
+from ....drafters import Expansion
 from ....sampling.choice import Candidates, candidates
 from ....sampling.prefixes import Prefixes
 from ....sampling.processors import Masks, SamplingPlan, grammar_first
@@ -70,8 +70,8 @@ class DraftCore(Core):
         own, positions = nodes[:, u:], (rows.length - rows.prompt_length)[:, None] + tree.offsets
         prefixes = rows.prefixes(own, tree, view) if self.plan.reads_text else None
         expansion = self._expanded(cut.logits, rows, positions, masks, prefixes)
-        verdict = self.choose(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
-        return self.commit(own, tree, rows, cut, verdict), expansion
+        verified = self.choose(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
+        return self.commit(own, tree, rows, cut, verified), expansion
 
     def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
         """The first level of a tree: continuations of every row's last token. ``Q`` is 1."""

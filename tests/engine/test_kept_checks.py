@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import decoders
-from decoders.engine.model import attention, verdicts
+from decoders.engine.model import attention, kept_checks
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights.quantization import Precision
 from decoders.errors import UnsupportedError
 from decoders.testing import decode, prompts
 from decoders.testing.models import tiny_model
 
-KEY_OF = verdicts.key_of
+KEY_OF = kept_checks.key_of
 FIRST_DAY = "2001-02-03"
 
 
@@ -27,8 +27,8 @@ FIRST_DAY = "2001-02-03"
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of this test's verdicts, which all bear an old date."""
     folder = tmp_path / "cache" / "checks"
-    monkeypatch.setattr(verdicts, "key_of", KEY_OF)
-    monkeypatch.setattr(verdicts, "folder", lambda: folder)
+    monkeypatch.setattr(kept_checks, "key_of", KEY_OF)
+    monkeypatch.setattr(kept_checks, "folder", lambda: folder)
     return folder
 
 
@@ -131,7 +131,7 @@ def test_a_model_whose_code_was_patched_is_checked_anew(what: str, kept: Path, m
 def test_a_file_of_code_that_was_written_since_counts(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     passed(model, kept)
-    monkeypatch.setattr(verdicts, "_stamp", lambda path: (0, path.stat().st_size))
+    monkeypatch.setattr(kept_checks, "_stamp", lambda path: (0, path.stat().st_size))
     assert day_of(model) > FIRST_DAY
 
 

@@ -34,8 +34,8 @@ from decoders.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from decoders.serving import scheduler as scheduler_module
-from decoders.serving.lanes import IDLE_LANES
+from decoders.scheduling import scheduler as scheduler_module
+from decoders.scheduling.lanes import IDLE_LANES
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold, TokenRecycling
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
 from decoders.testing import Replay, tiny_model
@@ -149,7 +149,7 @@ def test_every_row_has_its_own_sampling_values(llama: PreTrainedModel, values: l
 def test_a_grammar_that_fails_ends_its_request_alone(
     llama: PreTrainedModel, options_of: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, question: str
 ) -> None:
-    from decoders.constraints.llguidance.grammar import LLGuidanceMatcher
+    from decoders.constraints.llguidance.backend import LLGuidanceMatcher
 
     asked, sound = [], getattr(LLGuidanceMatcher, question)
 
@@ -436,7 +436,7 @@ def test_a_finished_text_is_judged_by_who_asks_for_it(llama: PreTrainedModel, mo
     }
     grammar = decoders.json_schema(schema, strict=False)
 
-    async def wait(generation: decoders.serving.generation.Generation) -> Any:
+    async def wait(generation: decoders.scheduling.generation.Generation) -> Any:
         return await generation
 
     with scheduler_of(llama, eos_token_id=1) as scheduler:

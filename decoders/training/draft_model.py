@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.transformers_compat import config_value, decoder_layers
+from ..enabling import disable, enable
 from ..errors import SettingsError, TrainingError
-from ..generate import disable, enable
 from .cards import draft_card
 from .recipes import DraftTraining, Measurement
 from .texts import PROMPT_SHARE, Texts, TextStore, counted, held_out_rows, stop_tokens, workplace

@@ -23,7 +23,7 @@ from ..engine.model.compiled.functions import compilations
 from ..strategies.synthetic import Synthetic
 from .machine import synchronize
 from .methods import PLAIN, Method
-from .prompts import Workload
+from .workloads import Workload
 
 if TYPE_CHECKING:
     from ..report import Report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....drafting import Advance, Drafter, Expansion
+from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stopwatch
 from ....sampling.processors import Masks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.devices import host_reads
-from ....drafting import Advance, Drafter, Expansion
+from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stage, Stopwatch
 from ....sampling.processors import Masks
@@ -23,7 +23,7 @@ from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
 from ..batch import Batch
 from ..grammar.guide import Guide
-from ..prompts import KeptText
+from ..prefix_cache import KeptText
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession

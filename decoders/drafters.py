@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .constraints import Vocabulary
+    from .draft import Sequences, Step
     from .settings import Configured
-    from .tree.draft import Sequences, Step
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import SettingsError, shortened
 from .lines import InputLine
 
-log = logging.getLogger("decoders.serving")
+log = logging.getLogger("decoders.scheduling")
 
 _MARK = re.compile("[0-9a-f]{12}")
 #: The beginning of a line, in front of its number and its mark.

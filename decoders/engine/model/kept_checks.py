@@ -1,6 +1,6 @@
 """Results of the checks of models on a CPU, kept in files, so that a design that has passed is not checked in every process.
 
-The name of a verdict's file is a digest of what it depends on except the values of weights: the config, the modules with their plain
+The name of a check's file is a digest of what it depends on except the values of weights: the config, the modules with their plain
 attributes, the files of the code, versions, the machine. Only models of transformers have one, as their files have them: where modules
 are of other packages, have hooks or another ``forward``, or hold unknown objects, nothing is kept, and of failed checks neither.
 """
@@ -44,7 +44,7 @@ _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeptCheck:
     """The result of a check that passed.
 
     Attributes:
@@ -62,25 +62,25 @@ def folder() -> Path:
     return cache_folder() / "checks"
 
 
-def find(key: str) -> Verdict | None:
-    """The verdict that is kept under `key`; None if there is none that can be read."""
+def find(key: str) -> KeptCheck | None:
+    """The check that is kept under `key`; None if there is none that can be read."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         kept = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
         own, longest = kept["invariance"], kept["longest"]
         if own is not None:
             own = Invariance(bool(own["holds"]), tuple(map(str, own["differs"])), bool(own["single"]))
-        return Verdict(date.fromisoformat(kept["day"]).isoformat(), None if longest is None else int(longest), own)
+        return KeptCheck(date.fromisoformat(kept["day"]).isoformat(), None if longest is None else int(longest), own)
     return None
 
 
-def keep(key: str, verdict: Verdict) -> None:
-    """Keeps a verdict under `key`; a folder that cannot be written keeps none."""
+def keep(key: str, check: KeptCheck) -> None:
+    """Keeps a check under `key`; a folder that cannot be written keeps none."""
     with suppress(OSError):
-        write_whole(folder() / f"{key}.json", json.dumps(asdict(verdict)).encode())
+        write_whole(folder() / f"{key}.json", json.dumps(asdict(check)).encode())
 
 
 def key_of(target: Target, model: PreTrainedModel) -> str | None:
-    """The key of a verdict on `target`, made of `model`; None where every process has to check it."""
+    """The key of a kept check of `target`, made of `model`; None where every process has to check it."""
     if target.device.type != "cpu" or target.ranks.several or hooks_everywhere():
         return None
     try:
@@ -91,7 +91,7 @@ def key_of(target: Target, model: PreTrainedModel) -> str | None:
 
 
 class _UnknownError(Exception):
-    """Something that a verdict depends on cannot be named."""
+    """Something that a kept check depends on cannot be named."""
 
 
 def _surroundings(target: Target) -> Iterator[object]:

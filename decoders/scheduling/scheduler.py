@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..enabling import PreparedCall, check_arguments, enabled
 from ..engine.model.ranks import Ranks
 from ..engine.model.threads import release_threads
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError
-from ..generate import PreparedCall, check_arguments, enabled
 from ..strategy import Strategy
 from .arguments import check_count, check_pause, check_salt, check_turn, own_arguments, prompt_ids
 from .generation import Generation

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.errors import ContextLengthError, InputError, SettingsError
-from decoders.serving.lines import input_lines, parsed
+from decoders.scheduling.lines import input_lines, parsed
 
 from .conftest import text_of, write_alone
 

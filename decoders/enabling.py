@@ -16,9 +16,9 @@ from .engine.decode.engine import MemoryKey
 from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments
 from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
-from .hf.call import DecodersOutput, PreparedCall
 from .hf.operations import TokenPenalties
 from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
+from .hf.prepared_call import DecodersOutput, PreparedCall
 from .hf.ready import Calibration, StrategyCost, Warmup, WarmupPart, calibrate_model, warm
 from .hf.tokenizers import check_tokenizer
 from .hf.wrapper import GIVEN_TOKENS, Generate

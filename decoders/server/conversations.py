@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ..common.pieces import special_tokens
 from ..constraints import ThinkingMarkers, known_markers
 from ..errors import shortened
+from ..prompts.templates import CallStyle, MessageStyle, call_style, format_named, message_style
 from .bodies import Message, Tool
 from .histories import JOINT, Links, answers_as_texts, call_of, one_by_one
 from .images import image_of
 from .refusals import Refusal, log
-from .templates import CallStyle, MessageStyle, call_style, format_named, message_style
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

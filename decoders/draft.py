@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..common.devices import host_reads, moved_together
-from ..errors import DraftError
-from .tensors import MAX_NODES, NO_PARENT, TreeTensors, described
-from .topology import Topology, parents_by_row
+from .common.devices import host_reads, moved_together
+from .errors import DraftError
+from .tree.tensors import MAX_NODES, NO_PARENT, TreeTensors, described
+from .tree.topology import Topology, parents_by_row
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import decoders
 from decoders.hf import grammars
-from decoders.serving import scheduler as scheduler_module
+from decoders.scheduling import scheduler as scheduler_module
 
 from .conftest import scheduler_of, text_of
 

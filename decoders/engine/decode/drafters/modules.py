@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....common import devices
 from ....common.transformers_compat import cache_keyword, set_attention
-from ....drafting import ModulePasses
+from ....drafters import ModulePasses
 from ....errors import UnsupportedError
 from ....tree import Topology, TreeTensors
 from ...model import attention

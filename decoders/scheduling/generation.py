@@ -18,8 +18,8 @@ from ..report import Report
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..enabling import PreparedCall
     from ..engine.decode.request import RequestOutput, TokenLogprobs
-    from ..generate import PreparedCall
 
 
 log = logging.getLogger("decoders")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decoders.engine.decode import admission
 from decoders.engine.decode.lane import Lane
 from decoders.engine.decode.session import Session
-from decoders.serving import scheduler
+from decoders.scheduling import scheduler
 from decoders.strategies import TokenRecycling
 
 from .conftest import scheduler_of, text_of, write_alone

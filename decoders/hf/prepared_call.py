@@ -25,7 +25,7 @@ from ..engine.decode.engine import Engine
 from ..engine.decode.request import Request, RequestOutput
 from ..engine.model.layout import vocabulary_of
 from ..errors import SettingsError, UnsupportedError
-from ..registry.registry import registry
+from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
 from .arguments import HINTS, IDLE, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
