@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.errors import ContextLengthError, InputError, UnsupportedError
-from decoders.hf import call as call_module
+from decoders.hf import prepared_call as call_module
 from decoders.testing import tiny_model
 from decoders.testing.models import VOCAB
 

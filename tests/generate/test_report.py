@@ -19,7 +19,7 @@ import decoders
 from decoders import Draft, Report, Strategy
 from decoders.engine.model import self_check, target
 from decoders.errors import SettingsError
-from decoders.hf import call as hf_call
+from decoders.hf import prepared_call as hf_call
 from decoders.report.drawing import PARTS
 from decoders.report.figures import Timings
 from decoders.testing import prompts, tiny_model
