@@ -161,7 +161,9 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
             raise unknown_grammar(name, error.choices) from None
     grammar = as_spec(value() if is_maker(value) else value, resolve_grammar)
     if grammar is None:
-        raise GrammarError(f"the plugin's function for grammar {name!r} made none: it must return a value that grammar= takes")
+        raise GrammarError(
+            f"the plugin's function for grammar {name!r} made none: it must return a value that grammar= takes"
+        )
     if isinstance(grammar, Spec) and grammar.label is None:
         grammar = dataclasses.replace(grammar, label=canonical(name))
     return grammar
