@@ -90,8 +90,8 @@ class Context:
         clock: seconds, for strategies that decide by time (:attr:`Strategy.timed`). Processes that share the target all get the first
             process's clock, so each must call it as often as the others.
         first_layers: ``first_layers(count)`` returns the target's first layers with its last norm and head: a draft model for
-            :attr:`draft` that shares all weights and the target's slots, so that it reads no prompt. A round of one of these draft
-            models must end before a round of another begins.
+            :attr:`draft` that shares all weights and the target's slots, so that it reads no prompt. With several of them, a round
+            must end before another's begins.
     """
 
     model: PreTrainedModel
