@@ -178,7 +178,7 @@ def test_in_low_precision_no_step_runs_the_last_vector_again() -> None:
         ({"inputs_embeds": [[1.0]]}, InputError, "not a list"),
         ({"attention_mask": torch.ones(1, 3)}, InputError, r"inputs_embeds are \[1, 24, 32\]: it takes \[1, 24\]"),
         ({"cache": "of three"}, SettingsError, "cache and inputs_embeds"),
-        ({"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "inputs_embeds holds something else"),
+        ({"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "inputs_embeds does not hold them"),
         ({"strategy": "speculative", "assistant_model": "a draft"}, UnsupportedError, "names no tokens for part of it"),
     ],
     ids=["flat", "list", "mask", "cache", "reads prompts", "draft model"],
