@@ -45,7 +45,7 @@ class Kernels:
         variant: its name.
         path: of the shared object.
         few_rows_linear, rms_norm: see :mod:`~decoders.engine.model.kernels.products`.
-        gated_activation, rotary, write_to_cache: see :mod:`~decoders.engine.model.kernels.elementwise`.
+        gated_activation, rotary, write_to_cache: see ``elementwise.cpp``.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
         round_to_four_bits: the levels of a matrix, and its scales.
