@@ -37,7 +37,7 @@ with suppress(ImportError):  # tests of a GPU do without it
 
 # torch and transformers are imported where they are used: the process that only hands tests to others needs neither.
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _costs, _numbers = tempfile.TemporaryDirectory(), itertools.count()  # not the user's own
 os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
@@ -295,6 +295,46 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """An enabled model, shared: whoever changes it takes `fresh`."""
+    import decoders
+    from decoders.testing import tiny_model
+
+    return decoders.enable(tiny_model("llama"))
+
+
+@pytest.fixture
+def fresh() -> PreTrainedModel:
+    """An enabled model of the test's own."""
+    import decoders
+    from decoders.testing import tiny_model
+
+    return decoders.enable(tiny_model("llama"))
+
+
+@pytest.fixture(scope="session")
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of the tiny models' vocabulary: the printable characters and some pairs of them."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from decoders.testing.models import VOCAB
+
+    single = ["<pad>", "<unk>", *map(chr, range(32, 127))]
+    pairs = [(a, b) for a in "etaoins" for b in "hrdlu"][: VOCAB - len(single)]
+    vocab = {token: i for i, token in enumerate([*single, *(a + b for a, b in pairs)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from decoders.testing import ARCHITECTURES, UNSUPPORTED, Replay, assert_same_tok
 from .references import EAGER, NEW, SAMPLING, enabled, plain, sampled
 
 COMPILED = {"compile": True, "prefill_chunk": 8}
-#: One with layers of two kinds. The plainest is traced in tests/generate; the most awkward ones, with experts and sinks, are slow.
+#: One with layers of two kinds. The plainest is traced in tests/engine; the most awkward ones, with experts and sinks, are slow.
 COMPILED_BY_DEFAULT = {("gemma3", 1)}
 DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "lookahead", "replay", "replay, 3 branches")
 #: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, chunks.

@@ -17,7 +17,7 @@ from decoders.hf import assistants
 from decoders.hf.assistants import Assistants
 from decoders.hf.translation import ABSENT, token_map, translated
 
-from .vocabularies import model, tokenizer
+from ..vocabularies import model, tokenizer
 
 TEXT = "def load(path): return path.read() # load the path of the data and return all data of the file "
 EAGER = {"compile": False}

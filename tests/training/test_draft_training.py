@@ -135,7 +135,7 @@ def test_what_is_written_drafts_for_the_target(tmp_path, model, tokenizer, texts
     assert torch.equal(out, own.generate(ids, strategy="autoregressive", **options))
 
 
-@pytest.mark.slow  # of heads, with the same trainer: tests/eagle3
+@pytest.mark.slow  # of heads, with the same trainer: tests/training/test_eagle3_training.py
 def test_training_teaches(tmp_path, model, tokenizer, texts) -> None:
     figures = train(model, tokenizer, texts, tmp_path, run(epochs=12, tokens=4000, rate=3e-3, own_share=1.0))
     assert figures["agreement"]["own"]["same"] > figures["agreement_before"] + 0.2

@@ -18,7 +18,7 @@ import pytest
 from decoders.constraints.schemas.judge import Validation
 from decoders.errors import GrammarError
 
-GENERATOR = Path(__file__).parents[2] / "docs" / "generate_schema_report.py"
+GENERATOR = Path(__file__).parents[3] / "docs" / "generate_schema_report.py"
 
 
 def load() -> ModuleType:

@@ -22,7 +22,7 @@ from decoders.errors import UnsupportedError
 from decoders.strategies import Speculative, text_drafter
 from decoders.strategies.text_drafter import TranslatedText
 
-from .vocabularies import model, tokenizer
+from ..vocabularies import model, tokenizer
 
 TEXT = "def load(path): return path.read() # load the path, größer als 1€, and return all data of the file\n"
 EAGER = {"compile": False}

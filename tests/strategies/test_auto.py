@@ -28,8 +28,8 @@ from decoders.testing.kit import CHECKS
 from decoders.testing.models import VOCAB
 from decoders.testing.toy_grammar import TokenAutomaton
 
-from ..strategies.conftest import needs_mtp
-from ..strategies.test_feature_rows import RAGGED, a_dflash, an_eagle, an_mtp, text
+from .conftest import needs_mtp
+from .test_feature_rows import RAGGED, a_dflash, an_eagle, an_mtp, text
 
 EAGER = {"compile": False}
 SAMPLED = dict(do_sample=True, seed=4, temperature=0.9, top_k=30)

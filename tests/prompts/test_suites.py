@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from decoders.cli import app
 from decoders.errors import SettingsError, UnknownNameError
 from decoders.prompts.reading import bare
 from decoders.prompts.suites import PLACEHOLDER, SUITES, Question, conversations, read_suite
@@ -115,38 +113,3 @@ def test_answers_stand_before_the_turns_that_follow_them() -> None:
     assert bare(texts[1][2]) == "one\n\nanswer 1\n\ntwo\n\n"
     (code,) = conversations(SUITES["humaneval"], [Question("c", "c", ("def f():",))], answer, template=False)
     assert code[2] == "def f():", "the code itself goes on where there is no template"
-
-
-@pytest.mark.usefixtures("tiny_demo")
-def test_the_command_measures_both_turns_greedily_and_drawn(tmp_path: Path) -> None:
-    write(tmp_path / "question.jsonl", TWO, {**TWO, "question_id": 82}, ONE)
-    done = CliRunner().invoke(
-        app, ["bench", "--no-compile", "-n", "4", "--baseline", "transformers", "-s", "prompt_lookup", "--suite", "spec-bench",
-              "--data", str(tmp_path), "--samples", "1", "--json", "-"],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    names = result["run"]["questions"]
-    assert result["run"]["suite"] == "spec-bench" and names[-1] == "math_reasoning-7" and len(names) == 2
-    records = result["records"]
-    assert [(r["temperature"], r["method"], r["kind"]) for r in records] == [
-        (temperature, method, kind)
-        for temperature in (0.0, 1.0)
-        for method in ("transformers", "autoregressive", "prompt_lookup")
-        for kind in ("writing", "math_reasoning")
-    ]
-    assert [s["workload"] for s in records[0]["samples"]] == [names[0], f"{names[0]}, turn 2"]
-    ours = [r for r in records if r["method"] == "prompt_lookup"]
-    assert all(r["identical"] and r["plain_ratio"]["median"] > 0 and r["accepted_length"] >= 1 for r in ours)
-    assert [v["temperature"] for v in result["verdicts"]] == [0.0, 1.0]
-    tables = " ".join(done.stderr.split())
-    assert "1/1 answering first turns" in tables
-    assert tables.count("speed-up over plain decoding / tokens per step") == 2 and "T = 1" in tables
-    # Below each table the prompts of all categories and of each, here two turns and one; below all the machine.
-    lines = [line.split() for line in done.stderr.splitlines()]
-    assert [line[1:] for line in lines if line[:1] == ["prompts"]] == [["3", "2", "1"]] * 2
-    machine = result["machine"]
-    assert (
-        f"{machine['cpu']}, {machine['threads']} threads, device cpu" in tables
-        and f"torch {machine['torch']}" in tables
-    )
