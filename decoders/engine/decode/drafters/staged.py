@@ -18,6 +18,7 @@ from ...model.blocks import NodeBlock
 from ..batch import Batch
 from ..core import StepOutput
 from ..criteria import Outcome
+from ..kind import Made
 from ..rows import Rows, untouched
 from ..step import Clock, step
 from .drafter import ModelDrafter
@@ -75,8 +76,7 @@ class StagedDrafter(ModelDrafter):
             self.stage.state = self.strategy.rebatch(self.stage.state, index, inner)
 
     def static_parts(self) -> dict[str, Any]:
-        stage = type(self.strategy), repr(self.strategy), self.stage.state
-        return super().static_parts() | dict(stage=stage)
+        return super().static_parts() | dict(stage=(Made(self.strategy), self.stage.state))
 
     def _start(self, outer: Context) -> None:
         context = self._context(outer)
