@@ -141,7 +141,11 @@ class DraftStage:
         # Replacements apply to the target's tokens: the draft model's vocabulary may lack them.
         return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
 
-    def decide(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+    @property
+    def core(self) -> DraftStage:
+        return self
+
+    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         """:meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
         pending = self.drafter.counts.range(self.drafter.reach)
         out, self.expansion = self.drafter.run(
