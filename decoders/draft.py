@@ -339,7 +339,11 @@ class PromptChunk:
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:
-    """Raises DraftError if what `proposer` proposed is no draft for so many rows; values are checked on the device."""
+    """Checks what the strategy named `proposer` has proposed; values are checked on the device.
+
+    Raises:
+        DraftError: it is no :class:`Draft` for so many rows.
+    """
     if not isinstance(draft, Draft):
         raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
     try:

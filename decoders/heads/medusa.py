@@ -146,7 +146,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
         SettingsError: there is no folder `named`.
         UnsupportedError: no folder is named, and there is none beside the model.
     """
-    folder = find_network(named, model.config, "medusa", "heads", "heads")
+    folder = find_network(named, model.config, "medusa", "heads", "heads", "`decoders train medusa` makes one")
     if not folder.exists():
         raise SettingsError(f"medusa: there are no heads at {str(named)!r}; `decoders train medusa` makes some")
     return folder
