@@ -109,9 +109,9 @@ def counted(marked: Tensor) -> Tensor:
     return (inside + (whole.cumsum(-2, dtype=torch.int32) - whole)).flatten(-2)[..., :vocab]
 
 
-# Borders by a radix selection over the scores' bits: few passes of static size, which can be traced and recorded.
+# Radix selection over the scores' bits finds borders in few passes of static size, which can be traced and recorded.
 
-#: Bits of a score that each pass decides, from the highest on.
+#: Bits of a score that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
 #: Copies of a pass's sums: atomic additions to one address wait for each other, and most scores share their upper bits.
 _COPIES = 16
