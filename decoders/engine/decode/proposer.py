@@ -108,13 +108,13 @@ class Proposer:
     def tiers(self) -> tuple:
         """Which parts of a step run compiled now: the target's pass, those of draft models, and the strategy's functions."""
         batch = self.batch
-        target = batch.forward_pass.tier(batch.width, batch.request.plan)
+        target = batch.forward_pass.tiers.tier(batch.width, batch.request.plan)
         return target, batch.engine.functions_ready, *(drafter.tiers for drafter in self.drafters)
 
     def book_replay(self, seconds: float) -> None:
         """Books the time of a replayed step with every model it may run: enough time makes their compilation worthwhile."""
         share = seconds / (1 + len(self.drafters))
-        self.batch.forward_pass.book_replay(share, self.batch.width)
+        self.batch.forward_pass.tiers.book_replay(share, self.batch.width)
         for drafter in self.drafters:
             drafter.book_replay(share)
 

@@ -364,8 +364,10 @@ class Target:
             vectors = self.embed(inputs.pop("input_ids")).clone()
             vectors[:, text.length] = root
             inputs["inputs_embeds"] = vectors
-        kept = torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None
-        return self.results(inputs, kept).behind(text.length)
+        self._head.let_read(torch.arange(text.length, nodes.shape[1], device=nodes.device) if text.length else None)
+        with self._quick():
+            output = self.model(**inputs)
+        return self._results(output.logits).behind(text.length)
 
     def prefill(self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Writes the keys and values of ``tokens`` ``[B, N]`` to slots ``start …`` without computing logits."""
@@ -395,8 +397,12 @@ class Target:
         self._head.let_read(kept)
         with self._quick():
             output = self.model(**inputs)
+        return self._results(output.logits)
+
+    def _results(self, logits: Tensor) -> ForwardResult:
+        """The results of the pass that has just run."""
         layers = self._layer_states.taken() if self._layer_states is not None else None
-        return ForwardResult(_ordinary(output.logits.float()), _ordinary(self._head.taken()), layers)
+        return ForwardResult(_ordinary(logits.float()), _ordinary(self._head.taken()), layers)
 
     def _text_inputs(
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, valid: Tensor | None = None

@@ -137,7 +137,7 @@ def _times(
     report = Report("")
     for forward in forwards.values():
         if compile:
-            forward.compile(False, report)
+            forward.tiers.compile(False, report)
     buffers = {
         name: CacheBuffers.allocate(f.target.layout, 1, view_bucket(length + max(nodes)) + 64)
         for name, f in forwards.items()
@@ -151,7 +151,7 @@ def _times(
                     Topology.chain(count - 1).tensors(1, tokens.device),
                     torch.arange(view_bucket(length + count)),
                 )
-                with forward.during("auto" if compile else False, report):
+                with forward.tiers.during("auto" if compile else False, report):
                     started = time.perf_counter()
                     forward(PassInput(tokens, torch.tensor([length]), tree, buffers[name], view))
                     seconds[name, count].append(time.perf_counter() - started)
