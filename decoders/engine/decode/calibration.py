@@ -183,7 +183,7 @@ def measure(
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock
     rows = row_bucket(rows, target.static)
-    context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
+    context = min(context, (target.lengths.most or context + max(nodes)) - max(nodes))
     context = max(context, 1)
     prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
     sampling = no_sampling(rows, device)

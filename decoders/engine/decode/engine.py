@@ -76,8 +76,8 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         seconds, target = time.perf_counter() - started, self.target
-        making = seconds - target.kernel_seconds - target.check_seconds
-        self._prepared = started, making, target.kernel_seconds, target.check_seconds
+        making = seconds - target.checks.kernel_seconds - target.checks.seconds
+        self._prepared = started, making, target.checks.kernel_seconds, target.checks.seconds
         warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model wait for each other: all would have to start and stop replaying at the same step.

@@ -155,9 +155,9 @@ class Proposer:
     def _without_placeholders(self, draft: Draft) -> Draft:
         """`draft` without placeholders of images, which occur in prompts only. Verifiers of a draft's distribution judge all of it."""
         target = self.batch.target
-        if target.placeholders is None or self.batch.verifier is not None:
+        if target.vocabulary.placeholders is None or self.batch.verifier is not None:
             return draft
-        placeholders = target.placeholders_on_host if draft.on_host else target.placeholders
+        placeholders = target.vocabulary.placeholders_on_host if draft.on_host else target.vocabulary.placeholders
         assert placeholders is not None  # both are there, or none
         # Not isin, which sorts where there are many placeholders or few tokens, and waits for the device.
         stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)
