@@ -257,7 +257,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-recording-serves-another-tier", "decoders/engine/model/compiled/forward_pass.py",
-        "(self, key, self.tier(rows, plan)), function, given)",
+        "(self, key, self.tiers.tier(rows, plan)), function, given)",
         "(self, key), function, given)",
         ("engine/test_replays.py",),
     ),
@@ -545,7 +545,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plain-steps-cost-as-much-as-blocks", "decoders/engine/decode/calibration.py",
-        "        forward_pass.fit(session.blocks, rows)\n",
+        "        forward_pass.tiers.fit(session.blocks, rows)\n",
         "",
         ("engine/test_calibration.py",),
     ),

@@ -19,7 +19,7 @@ from .models import Dtype
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..engine.model.target import Invariance
+    from ..engine.model.facts import Invariance
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
@@ -215,15 +215,15 @@ def same_tokens(name: str, dtype: str) -> Iterator[Finding]:
     yield Finding(
         "model",
         "ok",
-        f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}, checked on {target.checked}",
+        f"{name}: {len(target.layout)} layers, {dtype_name} on {target.device}, checked on {target.checks.day}",
     )
-    if target.rejected is None:
+    if target.checks.rejected is None:
         yield Finding("attention", "ok", target.attends)
     else:
         yield Finding(
             "attention",
             "problem",
-            f"one of our kernels does not work here, so PyTorch's is used: {target.rejected}",
+            f"one of our kernels does not work here, so PyTorch's is used: {target.checks.rejected}",
         )
     yield promise(check(target), dtype_name, low_precision=target.dtype.itemsize <= 2)
 

@@ -188,14 +188,14 @@ def prepare(
     engine = engine_of()
     longest, side = max(map(len, prompts)), engine.target.side_of(max(map(len, prompts)))
     engine.target.check_lengths(longest + new_tokens, len(prompts))
-    if engine.target.sides is not None:
+    if engine.target.lengths.sides is not None:
         cached = beginning.length if isinstance(beginning, CallCache) else None
-        engine.target.sides.check(type(model).__name__, longest, new_tokens, cached)
+        engine.target.lengths.sides.check(type(model).__name__, longest, new_tokens, cached)
     if "token_type_ids" in idle:
         engine.own_forward(model, engine.target).check_type_ids()
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
-    seen = engine.target.placeholders if isinstance(beginning, CallCache) else None
+    seen = engine.target.vocabulary.placeholders if isinstance(beginning, CallCache) else None
     if seen is not None and any(bool((torch.isin(prompt, seen) | (prompt < 0)).any()) for prompt in prompts):
         raise UnsupportedError(
             f"past_key_values of {type(model).__name__} does not say which positions its images have taken: give the whole prompt with "

@@ -21,12 +21,13 @@ from ...tree import Topology
 from ..model import torch_compat
 from ..model.blocks import NodeBlock
 from ..model.buckets import row_bucket
+from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.tiers import Compile, PassKind
 from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import Core, StepPass
+from .core import Core
 from .rows import no_sampling
 from .rules import CoupledRule
 from .sessions import Sessions
@@ -88,7 +89,7 @@ class Calibrator:
         line: fitted to the steps of calls for which nothing was measured.
     """
 
-    def __init__(self, forward_pass: StepPass, sessions: Sessions) -> None:
+    def __init__(self, forward_pass: ForwardPass, sessions: Sessions) -> None:
         self.forward_pass, self.sessions, self.target = forward_pass, sessions, forward_pass.target
         self._curve: CostCurve | None = None
         self._read: set[Path | None] = set()
@@ -160,16 +161,16 @@ class Calibrator:
 
     def _runs_single(self, rows: int, compile: Compile) -> bool:
         """Whether a plain step of a call has one node per row now."""
-        with self.forward_pass.during(compile, Report("calibration")):
-            return self.forward_pass.runs_single(rows)
+        with self.forward_pass.tiers.during(compile, Report("calibration")):
+            return self.forward_pass.tiers.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
-        return bool(compile) and (compile is True or self.forward_pass.may_take(PassKind(max(rows) > 1)))
+        return bool(compile) and (compile is True or self.forward_pass.tiers.may_take(PassKind(max(rows) > 1)))
 
 
 @torch.no_grad()
 def measure(
-    forward_pass: StepPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
+    forward_pass: ForwardPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
     repeats: int,
 ) -> list[CostPoint]:  # fmt: skip
     """Median seconds of steps of a greedy call, one point per size. Sizes for which there is no time until `end`, of
@@ -182,18 +183,18 @@ def measure(
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock
     rows = row_bucket(rows, target.static)
-    context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
+    context = min(context, (target.lengths.most or context + max(nodes)) - max(nodes))
     context = max(context, 1)
     prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
     sampling = no_sampling(rows, device)
     report = Report("calibration")
     points: list[CostPoint] = []
     with (
-        forward_pass.during(compile, report),
+        forward_pass.tiers.during(compile, report),
         sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
     ):
         session = opened.session
-        forward_pass.fit(session.blocks, rows)
+        forward_pass.tiers.fit(session.blocks, rows)
         plan, nothing = SamplingPlan(), Draft.nothing(rows, device)
         core = Core.of(forward_pass, plan, CoupledRule(forward_pass, plan), session.recordings, copy=False)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))

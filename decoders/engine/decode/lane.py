@@ -88,7 +88,7 @@ class Lane:
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
-        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.outdated(
+        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.tiers.outdated(
             self._tiers, mode, batch.request.plan, joined=self.capacity > 1
         )
 
@@ -103,7 +103,7 @@ class Lane:
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
             mode, joined = self.template.runtime.compile, self.capacity > 1
-            self._tiers = self.batch.forward_pass.steady_tiers(mode, joined=joined)
+            self._tiers = self.batch.forward_pass.tiers.steady_tiers(mode, joined=joined)
         if self._weights is not self.engine.target.weights:  # kept texts were computed with other weights
             self._weights = self.engine.target.weights
             self.pool.forget()
@@ -120,9 +120,9 @@ class Lane:
         """
         with self._running():
             if self.template.runtime.compile is True and not self.proposer.arranged:
-                self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
+                self.batch.forward_pass.tiers.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
-                self.batch.forward_pass.compile_both()
+                self.batch.forward_pass.tiers.compile_both()
             # Decided once, so that either passes of their own read the prompts or the step does.
             mixes = self.admission.mixes
             if not mixes:
@@ -160,7 +160,7 @@ class Lane:
         batch = self.batch
         with (
             self.engine.decoding(self.template.side),
-            batch.forward_pass.during(self.template.runtime.compile, batch.report, self._tiers),
+            batch.forward_pass.tiers.during(self.template.runtime.compile, batch.report, self._tiers),
         ):
             yield
 

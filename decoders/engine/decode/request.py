@@ -165,8 +165,8 @@ def empty_report(request: Request, target: Target) -> Report:
         verifier=verifier.name, verifier_settings=verifier.settings_in_force(),
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
-        same_bits=target.invariance.holds if target.invariance is not None else None,
-        checked=target.checked, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        same_bits=target.checks.invariance.holds if target.checks.invariance is not None else None,
+        checked=target.checks.day, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip
 
 

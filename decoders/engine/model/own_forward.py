@@ -169,7 +169,7 @@ class OwnForward:
         """Raises UnsupportedError where the design computes something else with ``token_type_ids`` of zeros than without."""
         if self._ignores_zeros or "token_type_ids" not in inspect.signature(type(self.model).forward).parameters:
             return
-        tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.embeddings
+        tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.vocabulary.embeddings
         typed = {"token_type_ids": torch.zeros_like(tokens)}
         try:
             plain, zeros = (self.model(input_ids=tokens, use_cache=False, **given).logits for given in ({}, typed))
@@ -191,7 +191,7 @@ class OwnForward:
         Raises:
             UnsupportedError: the design reads more of a token than its embedding.
         """
-        tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.embeddings
+        tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.vocabulary.embeddings
         try:
             named = self.model(input_ids=tokens, use_cache=False).logits.float()
             read = self.model(inputs_embeds=self.target.embed(tokens), use_cache=False).logits.float()

@@ -75,7 +75,7 @@ class ModelDrafter(Drafter):
         self.core = DraftCore(self.engine.forward_pass, plan, context.vocab_size, children)
         self.vocab_size, self.children = self.core.vocab, self.core.children
         self.mask_token = getattr(target.model.config, "pard_token", None)
-        self._tiers = self.engine.forward_pass.steady_tiers(batch.request.runtime.compile)
+        self._tiers = self.engine.forward_pass.tiers.steady_tiers(batch.request.runtime.compile)
         # A row's limit is set anew in every round, as its length is.
         slots = (above.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, batch.engine.target.layout
@@ -303,13 +303,13 @@ class ModelDrafter(Drafter):
     def tiers(self) -> tuple:
         """Which parts of a round run compiled now."""
         with self._running():
-            own = self.engine.forward_pass.tier(len(self.rows.length), self.core.plan)
+            own = self.engine.forward_pass.tiers.tier(len(self.rows.length), self.core.plan)
         return own, self.engine.functions_ready, *(drafter.tiers for drafter in self.inner)
 
     def book_replay(self, seconds: float) -> None:
         """Books the time of a replayed step that may contain its passes."""
         with self._running():
-            self.engine.forward_pass.book_replay(seconds, len(self.rows.length))
+            self.engine.forward_pass.tiers.book_replay(seconds, len(self.rows.length))
 
     def report(self) -> Stage:
         """The report on its part in this call. Reads the device: not for use between steps."""
@@ -319,14 +319,14 @@ class ModelDrafter(Drafter):
     @property
     def outdated(self) -> bool:
         """Whether more of it, or of a model that drafts for it, was compiled since it began."""
-        own = self.engine.forward_pass.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
+        own = self.engine.forward_pass.tiers.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
         """Surrounds a pass with this call's settings and report: other calls and lanes may use the model with theirs."""
         target = self.engine.target
         target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
-        return self.engine.forward_pass.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
+        return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
         """Runs a method of the core, as a replay where it was recorded."""
