@@ -291,7 +291,7 @@ class Target:
 
     def buffers(self, rows: int, slots: int) -> CacheBuffers:
         """Empty rows."""
-        return CacheBuffers.allocate(self.layout, rows, slots, self.placeholders is not None)
+        return CacheBuffers.allocate(self.layout, rows, slots, self.placeholders is not None, self.attends == "triton")
 
     def _watch_head(self) -> None:
         self._head = HeadInputs(self.model.get_output_embeddings())
