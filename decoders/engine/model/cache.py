@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ...common.devices import host_reads
-from .kernels import cpu
+from .kernels import cpu, moves
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ class CacheBuffers:
         states: the recurrent states of every layer, if there are any.
         shifts: ``[B]`` int64, by how much the position of a row's next token is ahead of its slot: images have other positions
             than slots. None for models that read only text.
+        places: where all of it is (:func:`~decoders.engine.model.kernels.moves.places_of`), if a kernel of ours moves slots.
     """
 
     keys: list[Tensor]
@@ -110,9 +111,14 @@ class CacheBuffers:
     value_scales: list[Tensor] = field(default_factory=list)
     states: RowStates | None = None
     shifts: Tensor | None = None
+    places: Tensor | None = None
 
     @staticmethod
-    def allocate(layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False) -> CacheBuffers:
+    def allocate(
+        layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False, by_kernel: bool = False
+    ) -> CacheBuffers:
+        """Empty ones. by_kernel: whether a kernel of ours moves slots."""
+
         def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
             tensors = []
             for (heads, dim), spec in zip(sizes, layout, strict=True):
@@ -125,7 +131,12 @@ class CacheBuffers:
         keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
         states = RowStates.allocate([spec.states for spec in layout], rows) if any(s.states for s in layout) else None
         shifts = torch.zeros(rows, dtype=torch.int64, device=layout[0].device) if shifted else None
-        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True), states, shifts)
+        parts = buffers(keys), buffers(values), buffers(keys, True), buffers(values, True)
+        return CacheBuffers(*parts, states, shifts).placed(by_kernel)
+
+    def placed(self, by_kernel: bool) -> CacheBuffers:
+        """The same with :attr:`places` if they are wanted. Not within a recording: they come from the host."""
+        return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -147,7 +158,7 @@ class CacheBuffers:
             wide[:, :, : buffer.shape[2]] = buffer
             return wide
 
-        return self._each(wider, self.states, self.shifts)
+        return self._each(wider, self.states, self.shifts).placed(self.places is not None)
 
     def of_row(self, row: int, count: int) -> CacheBuffers:
         """A copy of the first `count` slots of a row, and of its states."""
@@ -159,7 +170,8 @@ class CacheBuffers:
         """Views of some rows."""
         states = self.states.of_rows(begin, end) if self.states is not None else None
         shifts = self.shifts[begin:end] if self.shifts is not None else None
-        return self._each(lambda tensor: tensor[begin:end], states, shifts)
+        own = self._each(lambda tensor: tensor[begin:end], states, shifts)
+        return own if begin else replace(own, places=self.places)
 
     def gathered(self, rows: Tensor) -> CacheBuffers:
         """Copies of `rows` ``[B]`` int64; without recurrent states, which drafters do not have."""
@@ -169,7 +181,8 @@ class CacheBuffers:
     def first_layers(self, count: int) -> CacheBuffers:
         """The same tensors, of the first `count` layers only."""
         keys, values = self.keys[:count], self.values[:count]
-        return CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
+        own = CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
+        return own.placed(self.places is not None)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
         """Copies the first `count` slots of a row of `source`, its states and its shift, to `row`."""
@@ -364,8 +377,11 @@ def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
 
     Args:
         base: ``[B]`` int64.
-        path: ``[B, N]`` int64.
+        path: ``[B, N]`` int64; a kernel of ours relies on it that nodes ascend, or are in place.
     """
+    if buffers.places is not None:
+        moves.move_in_one_launch(buffers.places, base, path, buffers.tensors)
+        return
     index = torch.arange(path.shape[1], device=path.device)
     if host_reads(path):  # elsewhere reading it would be a sync
         moved = (path != index).any(0).nonzero()

@@ -26,7 +26,7 @@ from ...tree import Topology
 from . import kept_checks, mixed, own_masks, rope
 from .blocks import PassInput, PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
-from .cache import CacheBuffers, LayerSpec
+from .cache import CacheBuffers, LayerSpec, move_slots
 from .invariance import brief_check
 from .kept_checks import KeptCheck
 from .kernels import attention as kernel
@@ -89,7 +89,9 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     key = kept_checks.key_of(target, model)
     passed = kept_checks.find(key) if key is not None else None
     if passed is None:
-        longest, invariance = check_tree_logits(target, model), brief_check(target)
+        longest = check_tree_logits(target, model)
+        check_moves(target)
+        invariance = brief_check(target)
         passed = KeptCheck(date.today().isoformat(), longest, invariance)
         if key is not None and (invariance is None or invariance.holds):
             kept_checks.keep(key, passed)
@@ -242,9 +244,33 @@ def _tree_logits(
         yield len(tree), target.results(inputs, torch.tensor(path, device=device)).logits
 
 
+def check_moves(target: Target) -> None:
+    """Raises UnsupportedError if a kernel of ours moves slots, and moves them to other places than plain copies do."""
+    buffers = target.buffers(2, 64)
+    if buffers.places is None:
+        return
+    for tensor in buffers.tensors:
+        tensor.copy_((torch.arange(tensor.numel(), device=target.device) * 31 % 113).view(tensor.shape))
+    plain, results = replace(buffers, places=None).enlarged(64), []
+    for own in (buffers, plain):
+        _move_some(own, target.device)
+        results.append(own.tensors)
+    if not all(map(torch.equal, *results)):
+        raise UnsupportedError("keys and values of accepted tokens are moved to wrong places")
+
+
+def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
+    rows = len(buffers.keys[0])
+    path = torch.arange(20, device=device).repeat(rows, 1)
+    path[0, 1:7] += 12
+    path[-1, 2:5] += 2
+    move_slots(buffers, torch.arange(rows, device=device) * 9 + 3, path)
+
+
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
     """The passes of a check, and those of one row. twin: nobody else's, because what modules keep of them is worth nothing."""
+    _move_some(twin.buffers(2, 64), twin.device)
     sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):
         own = replace(sizes, texts=sizes.texts[:rows])

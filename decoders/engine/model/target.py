@@ -257,7 +257,8 @@ class Target:
 
     def buffers(self, rows: int, slots: int) -> CacheBuffers:
         """Empty rows."""
-        return CacheBuffers.allocate(self.layout, rows, slots, self.vocabulary.placeholders is not None)
+        placeholders = self.vocabulary.placeholders is not None
+        return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
         """The same model on another module tree with the same weights, quantized ones included. layers: as of :meth:`watching`."""
