@@ -99,13 +99,17 @@ def device() -> Iterator[Finding]:
     """The device on which models would run."""
     import torch
 
+    from ..common.devices import TRIED, present
     from ..engine.model.threads import WAITING, waiting_share
     from ..report import BUSY
 
-    if torch.cuda.is_available():
-        yield Finding("device", "ok", f"cuda: {torch.cuda.get_device_name()}")
-    else:
-        yield Finding("device", "ok", f"cpu: {torch.backends.cpu.get_cpu_capability()}")
+    there = present()
+    used = "cuda" if "cuda" in there else "cpu"
+    yield Finding("device", "ok", f"{used}: {there[used]}")
+    for kind in there.keys() - TRIED:
+        yield Finding(
+            "device", "note", f"{kind}: {there[kind]}. Nothing has run on one yet: --device {kind} tries it, uncompiled"
+        )
     number, waits = torch.get_num_threads(), waiting_share(0.1)
     threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
     if number > 1 and waits > WAITING:

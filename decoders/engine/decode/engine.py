@@ -94,7 +94,7 @@ class Engine:
         self.threads = Threads.now() if self.target.device.type == "cpu" else None
         self._memories: dict[MemoryKey, Any] = {}
         self._functions: dict[Callable, TieredFunction] = {}
-        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self._stream: Any = None  # of the last call
 
     def refresh(self, model: PreTrainedModel, attention: str, precision: Precision = Precision()) -> bool:
         """Whether this engine still serves `model`. What was made of weights that were written to since is renewed or dropped."""
@@ -171,8 +171,8 @@ class Engine:
         """Queues this call's work on the device behind the last call's, which may have been made within another stream: when a call
         returns, a step that changes nothing may still be running.
         """
-        if self.target.device.type == "cuda":
-            last, self._stream = self._stream, torch.cuda.current_stream(self.target.device)
+        if (module := devices.accelerator(self.target.device)) is not None:
+            last, self._stream = self._stream, module.current_stream(self.target.device)
             if last is not None and last != self._stream:
                 self._stream.wait_stream(last)
 
@@ -313,7 +313,7 @@ class Engine:
 
     def function(self, function: Callable, compile: Compile, report: Report) -> Callable:
         """A strategy's tensor function, compiled once for all calls on this engine."""
-        if not compile:
+        if not compile or not devices.compiles(self.target.device):
             return function
         tiered = self._functions.pop(function, None)
         if tiered is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.devices import accelerator
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
 from .batch import Batch
@@ -126,9 +127,9 @@ class CallResources:
 
     @property
     def peak_memory(self) -> int:
-        """Most bytes that the call has used; on a CPU those of its caches, which only grow."""
+        """Most bytes that the call has used; elsewhere than on CUDA and XPU those of its caches, which only grow."""
         device = self.batch.target.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
+        if (module := accelerator(device)) is not None:
+            return module.max_memory_allocated(device)
         own = self.batch.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
         return own + sum(drafter.nbytes for drafter in self.drafters)

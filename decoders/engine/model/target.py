@@ -233,6 +233,16 @@ class Target:
         """Decoder layers whose outputs are in its results, see :meth:`watching`."""
         return self.taps.layers
 
+    @property
+    def uncompiled(self) -> str | None:
+        """Why no pass is compiled; None where passes may be."""
+        name = type(self.model).__name__
+        if self.recurrent:
+            return f"{name} keeps recurrent states: its blocks run level by level, as their tree says, which is no graph for every tree"
+        if not devices.compiles(self.device):
+            return f"{name} is on {self.device.type!r}, and passes are compiled for {' and '.join(devices.TRIED)} only"
+        return None
+
     @functools.cached_property
     def decoder_layers(self) -> int:
         """Number of decoder layers; 0 if they were not found."""

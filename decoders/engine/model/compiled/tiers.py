@@ -121,12 +121,9 @@ class Tiers:
         Raises:
             UnsupportedError: compilation is required and not possible.
         """
-        if self.target.recurrent:
+        if (reason := self.target.uncompiled) is not None:
             if mode is True:
-                raise UnsupportedError(
-                    f"{type(self.target.model).__name__} keeps recurrent states: its blocks run level by level, as their tree says, "
-                    "which is no graph for every tree. Leave compile='auto', which runs it uncompiled."
-                )
+                raise UnsupportedError(f"compile=True: {reason}. Leave compile='auto', which runs it uncompiled.")
             mode = False
         before = self.mode, self.report, self._allowed
         if allowed is None:
