@@ -76,13 +76,17 @@ class Strategy(Configured, ABC):
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
-    Class attributes (those after `settings_class` an instance may refine, by its settings):
+    Class attributes (those after `auto_settings` an instance may refine, by its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
         needs: in a word or two what it needs besides the target, other than a draft model or a grammar: ``"heads"``.
         settings_class: pydantic model of the settings.
         hints: transformers' drafting arguments that stand for a setting, ``{"num_assistant_tokens": "length"}``. Others are
             refused beside this strategy.
+        auto_place: its place among the candidates of ``auto``, which asks those with lower numbers first: the cheapest have the lowest.
+            Built-in ones have 10 (no work) to 50 (a second model). None: it is a candidate only where a user names it. A candidate is
+            exact, and :attr:`rests`.
+        auto_settings: its settings as a candidate: longer drafts, because ``auto`` verifies as much of them as pays.
         exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
         needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
         takes_assistant: whether it may bring one.
@@ -117,6 +121,8 @@ class Strategy(Configured, ABC):
     summary: ClassVar[str] = ""
     needs: ClassVar[str] = ""
     hints: ClassVar[Mapping[str, str]] = {}
+    auto_place: ClassVar[float | None] = None
+    auto_settings: ClassVar[Mapping[str, Any]] = {}
     exact: bool = trait(True, all)
     needs_assistant: bool = trait(False, any)
     takes_assistant: bool = trait(False, any)
@@ -139,6 +145,9 @@ class Strategy(Configured, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for name in ("auto_place", "auto_settings"):  # what derives from a candidate is none by that
+            if name not in vars(cls):
+                setattr(cls, name, vars(Strategy)[name])
         parent = next(base for base in cls.__mro__[1:] if issubclass(base, Strategy))
         for name, declared in TRAITS.items():
             own = any(getattr(cls, hook) is not getattr(parent, hook) for hook in declared.hooks)
@@ -154,9 +163,12 @@ class Strategy(Configured, ABC):
         """Overrides the class's declarations for this instance: for strategies that are built of others."""
         vars(self).update(traits)
 
-    def compose(self, resolve: Callable[..., Strategy]) -> None:
-        """Makes the strategies that the settings name, with ``resolve(name, settings)``, and :meth:`declare` what they need: for
-        strategies that are built of others. Called before a call begins; it changes nothing the second time.
+    def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
+        """Makes the strategies that this one is built of, with ``resolve(name, settings)``, and :meth:`declare` what they need. Called
+        before a call begins; it changes nothing the second time.
+
+        Args:
+            registered: the classes of all registered strategies, by name.
         """
 
     def start(self, context: Context) -> Any:
