@@ -82,6 +82,8 @@ class Ngram(Strategy):
     name = "ngram"
     summary = "Proposes the likeliest followers by n-gram counts of the text so far, a saved table, or both."
     settings_class = NgramSettings
+    auto_place = 30
+    auto_settings = {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}
     on_device = True
     grade_rates = (0.05, 0.3, 0.75)  # by the number of context tokens that were looked up
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
 
 import decoders
 from decoders.cli import doctor
