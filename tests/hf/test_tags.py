@@ -191,7 +191,7 @@ def test_a_text_that_would_end_in_its_thought_writes_the_marker(model, tokenizer
     assert row[:place] == free[:place] and tokenizer.decode(row[place:]).startswith("<call>{")
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "strategy", ["autoregressive", "grammar", Speculative(length=4)], ids=["plain", "grammar", "drafted"]
 )

@@ -231,7 +231,7 @@ def drawn(matcher: Any, size: int, seed: int, tokens: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_all_arguments_of_a_schema_can_be_written(name: str, special: bool, tokenizer_of: Callable[..., Any]) -> None:

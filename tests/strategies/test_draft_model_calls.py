@@ -139,7 +139,7 @@ def test_heads_padded_to_another_size(target, strategy, vocab):
     assert report.accepted > 0
 
 
-@pytest.mark.in_turns(5)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("vocab", [pytest.param(112, marks=pytest.mark.slow), 160])
 @pytest.mark.parametrize(
     "verifier, strategy",

@@ -55,7 +55,7 @@ def replay(model: PreTrainedModel, inputs: dict[str, Tensor], sample: bool, **op
     return Replay(texts=tuple(tuple(row[s:].tolist()) for row, s in zip(out, start, strict=True)), **options)
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("tree", ["none", "static"])
