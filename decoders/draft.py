@@ -1,4 +1,4 @@
-"""The data exchanged between the loop and a strategy: the rows, the draft for them, and the verified step."""
+"""The data that the loop and a strategy exchange: the rows, the draft for them, and the verified step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from .tree.topology import Topology, parents_by_row
 
 @dataclass(frozen=True)
 class Sequences:
-    """The rows as committed so far; device tensors, updated in place by the loop between steps.
+    """The committed rows as device tensors, which the loop updates in place between steps.
 
     Attributes:
-        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined behind a row's length. ``L`` covers the longest
-            row and may grow from step to step. -1 stands in prompts where the call names no token: the caller gave keys and values
-            (``past_key_values``) or vectors (``inputs_embeds``), or an adapter has a soft prompt.
+        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined after a row's length. ``L`` covers the longest row and
+            may grow from step to step. -1 marks positions of a prompt that are not tokens: the caller's cache (``past_key_values``)
+            or vectors (``inputs_embeds``), or the soft prompt of an adapter.
         length: ``[B]`` int64, committed tokens per row.
-        prompt_length: ``[B]`` int64, how many of them are prompt.
+        prompt_length: ``[B]`` int64, prompt tokens per row.
         finished: ``[B]`` bool, rows that have ended.
-        noise_keys: ``[B]`` int64, keys of the noise that drafts are drawn with
-            (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier they are those of the call and the
-            target's own draws; with others they are fresh in every step.
-        known: what the loop has read already, for :meth:`read`; None: nothing.
+        noise_keys: ``[B]`` int64, keys of the noise for drafts (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier,
+            the target draws with the same keys; with others, keys are new in every step.
+        known: the rows as lists, if the loop has read them, for :meth:`read`; else None.
     """
 
     tokens: Tensor
@@ -45,12 +44,12 @@ class Sequences:
 
     @property
     def on_host(self) -> bool:
-        """Whether Python may read these values, and the step's, without waiting: on a CPU, unless the hook is being recorded."""
+        """Whether Python may read the rows, and the step, without waiting: on a CPU, unless the hook is being recorded."""
         return host_reads(self.length)
 
     def read(self) -> HostRows:
-        """The rows as lists, for strategies that work on the host. Waits for the device only where the loop has not read it before:
-        in :meth:`Strategy.start`, and for a strategy that drafts for a draft model or promises to stay on the device.
+        """The rows as lists, for strategies that work on the host. Waits for the device if the loop has not read the rows: in
+        :meth:`Strategy.start`, and in a strategy that drafts for a draft model or declares ``on_device``.
         """
         return HostRows.of(self) if self.known is None else self.known
 
@@ -61,9 +60,9 @@ class HostRows:
 
     Attributes:
         lengths: committed tokens per row.
-        prompt_lengths: how many of them are prompt.
-        finished: per row, whether it has ended.
-        tokens_from: returns every row's tokens from a slot on, up to `lengths`, however many are committed later.
+        prompt_lengths: prompt tokens per row.
+        finished: whether each row has ended.
+        tokens_from: returns every row's tokens from a slot up to `lengths`, even if more are committed later.
     """
 
     lengths: list[int]
@@ -73,7 +72,7 @@ class HostRows:
 
     @staticmethod
     def of(sequences: Sequences) -> HostRows:
-        """Read from the device: once for the figures, and once for the tokens if they are asked for."""
+        """Reads the rows from the device: once for the numbers, and once more for tokens if somebody asks for them."""
         figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
         lengths, prompts, ended = figures.tolist()
 
@@ -89,17 +88,17 @@ class Draft:
     """A small tree of draft tokens for every row.
 
     Attributes:
-        tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no
-            draft token here": such a node and whatever continues it is never accepted.
-        topology: the block's shape, one for all rows (:class:`Topology`) or one per row (:class:`TreeTensors`).
-        scores: ``[B, N-1, V]`` float32, whose ``softmax`` each draft token was sampled from, given its parent; siblings are sampled
-            without replacement, in node order. None: the draft tokens were not sampled. The coupled verifier needs none.
-        depth: most draft tokens on a path, if known, for trees per row; see :attr:`levels`.
-        grades: ``[B, N-1]`` int64, 0 or more: how sure the strategy is of each draft token, on a scale of its own with few
-            values. Tokens of one grade should be right about equally often; ``auto`` counts how often that is.
-        drafters: for every row the name of the strategy behind each draft token, where several have drafted, for reports.
-        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads such a draft there, and brings it to
-            the device in one copy, `scores` included where a verifier judges by them.
+        tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no draft
+            token": the node and its descendants are never accepted.
+        topology: the block's shape, for all rows (:class:`Topology`) or per row (:class:`TreeTensors`).
+        scores: ``[B, N-1, V]`` float32: each draft token was sampled from their ``softmax``, given its parent; siblings are sampled
+            without replacement, in node order. None if the draft tokens were not sampled. The coupled verifier needs no scores.
+        depth: greatest number of draft tokens on a path, if known, for trees per row; see :attr:`levels`.
+        grades: ``[B, N-1]`` int64, 0 or more: the strategy's confidence in each draft token, on its own scale with few values.
+            Tokens of a grade should be right about equally often; ``auto`` counts how often.
+        drafters: for reports, the name of the strategy behind each draft token of every row, if several strategies drafted.
+        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads the draft there, and moves it to the
+            device in one copy, with `scores` if the verifier uses them.
     """
 
     tokens: Tensor
@@ -112,29 +111,29 @@ class Draft:
 
     @property
     def levels(self) -> int:
-        """Upper bound of the depth; the grammar guide on the device walks this many levels."""
+        """Upper bound of the depth; the grammar guide on the device processes this many levels."""
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth
 
     @property
     def in_place(self) -> bool:
-        """See :attr:`~decoders.tree.topology.Topology.in_place`; of trees per row nobody knows."""
+        """See :attr:`~decoders.tree.topology.Topology.in_place`; False for trees per row, where it is unknown."""
         return isinstance(self.topology, Topology) and self.topology.in_place
 
     @property
     def parents(self) -> Sequence[Sequence[int]]:
-        """For every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+        """Per row, the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
         return parents_by_row(self.topology, len(self.tokens))
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether all nodes may be accepted; others, such as a lookahead window, are run for their outputs and cannot be left out."""
+        """Whether all nodes may be accepted. Other nodes, a lookahead window for example, run for their outputs; none may be cut."""
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """The first `count` draft tokens of every row, which are trees because parents come before their children."""
+        """The draft cut to the first `count` draft tokens of every row; parents come before their children."""
         if count >= self.tokens.shape[1]:
             return self
         return replace(
@@ -144,7 +143,7 @@ class Draft:
         )  # fmt: skip
 
     def read(self) -> tuple[list[list[int]], Sequence[Sequence[int]], list[list[int]] | None]:
-        """Tokens, :attr:`parents` and grades as lists. Waits for the device once, for a draft :attr:`on_host` not at all."""
+        """Tokens, :attr:`parents` and grades as lists. Waits for the device once, unless the draft is :attr:`on_host`."""
         tree = self.topology
         tensors = [self.tokens, *([] if self.grades is None else [self.grades])]
         if isinstance(tree, TreeTensors):
@@ -156,7 +155,7 @@ class Draft:
         return parts[0], parts[-1] if isinstance(tree, TreeTensors) else self.parents, grades
 
     def moved(self, device: torch.device) -> Draft:
-        """This draft on `device`, by one copy; itself if it is not :attr:`on_host`."""
+        """Moves a draft that is :attr:`on_host` to `device` in one copy; returns other drafts as they are."""
         if not self.on_host:
             return self
         tree = self.topology
@@ -198,10 +197,9 @@ class Draft:
         """The draft of a strategy that works on the host.
 
         Args:
-            tokens: of every row, equally many.
-            parents: of every row's nodes, the root's included, as of :meth:`TreeTensors.from_parents`; None: chains.
-            depth: as there.
-            grades: as of a draft.
+            tokens: the draft tokens of every row, equally many.
+            parents: parents of every row's nodes, root included, as in :meth:`TreeTensors.from_parents`; None: chains.
+            depth, grades: see :class:`Draft`.
         """
         own = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         topology = (
@@ -214,7 +212,7 @@ class Draft:
 
     @staticmethod
     def nothing(rows: int, device: torch.device) -> Draft:
-        """No draft token at all: plain decoding."""
+        """A draft without tokens: plain decoding."""
         return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
 
     def check(self, rows: int) -> None:
@@ -261,19 +259,17 @@ class Step:
 
     Attributes:
         nodes: ``[B, N]`` int64, the block as run: node 0 and the draft tokens. ``N`` may exceed the draft's (padding).
-        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path when logits processors
-            run on the host.
+        chosen: ``[B, N]`` int64, the target's token after each node; -2 for nodes off the path if logits processors run on the host.
         path: ``[B, N]`` int64, accepted node at each depth; valid up to `accepted`.
-        accepted: ``[B]`` int64, how many draft tokens were accepted.
-        emitted: ``[B]`` int64, tokens committed by this step: accepted draft tokens and one more, cut at the end of a row.
+        accepted: ``[B]`` int64, number of accepted draft tokens.
+        emitted: ``[B]`` int64, number of committed tokens: accepted draft tokens and one more, cut at the end of a row.
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
-        hidden: ``[B, N, H]``, the hidden states that the output head read.
+        hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
-        own_nodes: None: the block is your draft, or begins with it. n: only its first n nodes, root included, are your draft,
-            in its order. 0: your draft's nodes cannot be told from others.
-        layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers of :attr:`Strategy.hidden_layers`, in that order; None
-            without any.
-        known: what the loop has read of the step, for :meth:`read`; None: nothing.
+        own_nodes: None: the block is your draft, or begins with it. n: the first n nodes, root included, are your draft, in its
+            order. 0: it is unknown which nodes are your draft.
+        layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers of :attr:`Strategy.hidden_layers`, in that order; None if T is 0.
+        known: the step as lists, if the loop has read it, for :meth:`read`; else None.
     """
 
     nodes: Tensor
@@ -289,17 +285,17 @@ class Step:
     known: HostStep | None = None
 
     def read(self) -> HostStep:
-        """What the step has written as lists. Waits for the device only in a strategy that drafts for a draft model."""
+        """The committed tokens as lists. Waits for the device only in a strategy that drafts for a draft model."""
         return HostStep.of(self) if self.known is None else self.known
 
 
 @dataclass(frozen=True)
 class HostStep:
-    """What a step has written, as lists by row.
+    """The output of a step as lists by row.
 
     Attributes:
-        accepted: how many draft tokens were accepted.
-        tokens: those committed.
+        accepted: number of accepted draft tokens.
+        tokens: the committed tokens.
     """
 
     accepted: list[int]
@@ -307,7 +303,7 @@ class HostStep:
 
     @staticmethod
     def of(step: Step) -> HostStep:
-        """Read from the device, in one reading."""
+        """Reads a step from the device, with one sync."""
         figures = torch.cat([step.accepted[:, None], step.emitted[:, None], step.chosen.gather(1, step.path)], dim=1)
         rows = figures.tolist()
         return HostStep([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows])
@@ -317,17 +313,16 @@ class HostStep:
 class PromptChunk:
     """A chunk of the rows' prompts that the target has just read.
 
-    Together the chunks of a call hold every prompt token but each row's last, which is node 0 of the first step; a call whose
-    prompts have one token each has none. Where requests join and leave (:meth:`Strategy.rebatch`) a chunk is of the prompts of new
-    rows. In rows that stay none of its tokens is valid, and all positions are behind what they have committed.
+    The chunks of a call hold every prompt token except each row's last, which is node 0 of the first step; prompts of one token have
+    no chunks. After :meth:`Strategy.rebatch`, chunks hold the prompts of new rows; in other rows no token is valid, and all
+    positions come after the committed tokens.
 
     Attributes:
         tokens: ``[B, N]`` int64.
         positions: ``[B, N]`` int64, consecutive positions in the row.
-        valid: ``[B, N]`` bool, which tokens are the prompt's; the others are padding behind it.
-        hidden: ``[B, N, H]``, the hidden states that the output head reads, as in :class:`Step`.
-        layers: ``[B, N, T, H]``, as in :class:`Step`.
-        logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` asks for them.
+        valid: ``[B, N]`` bool, tokens of the prompt; the others are padding after it.
+        hidden, layers: ``[B, N, H]`` and ``[B, N, T, H]``, as in :class:`Step`.
+        logits: ``[B, N, V]`` float32, the raw logits; None unless :attr:`Strategy.prompt_logits` is True.
     """
 
     tokens: Tensor
@@ -339,7 +334,11 @@ class PromptChunk:
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:
-    """Raises DraftError if what `proposer` proposed is no draft for so many rows; values are checked on the device."""
+    """Checks what the strategy named `proposer` has proposed; values are checked on the device.
+
+    Raises:
+        DraftError: `draft` is no :class:`Draft` for `rows` rows.
+    """
     if not isinstance(draft, Draft):
         raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
     try:

@@ -1,6 +1,7 @@
-"""What strategies draft with: a second model (``Context.draft``), a module (``Context.module``), and forced text (``Context.guide``).
+"""Interfaces that strategies draft with: a draft model (``Context.draft``), a module (``Context.module``), and the text that a grammar
+forces (``Context.guide``).
 
-Letters: ``B`` rows, ``Q`` nodes that are continued, ``C`` continuations of each, ``N`` nodes of a block, ``V`` vocabulary.
+Letters: ``B`` rows, ``Q`` nodes to continue, ``C`` continuations per node, ``N`` nodes of a block, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ class Expansion:
     """Continuations that a draft model proposes for ``Q`` nodes.
 
     Attributes:
-        tokens: ``[B, Q, C]`` int64, its ``C`` best next tokens of every node; when sampling, of the scores with noise.
-        weights: ``[B, Q, C]`` float32, their log-probabilities: of ``softmax(scores + noise)``, noise 0 when greedy.
-        scores: ``[B, Q, V]`` float32, the processed scores themselves, if the call needs them; ``-inf`` for tokens of the
-            target that the draft does not have.
+        tokens: ``[B, Q, C]`` int64, the ``C`` best next tokens of every node, by scores plus noise; greedy decoding has noise 0.
+        weights: ``[B, Q, C]`` float32, log-probabilities of the tokens by ``softmax(scores + noise)``.
+        scores: ``[B, Q, V]`` float32, the processed scores, if the call needs them; ``-inf`` for tokens that the draft model lacks.
     """
 
     tokens: Tensor
@@ -44,11 +44,11 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Advance:
-    """The result of a pass that verifies a stage's draft.
+    """The result of a draft model's pass that verifies a stage's draft.
 
     Attributes:
         path: ``[B, N]`` int64, the accepted node at each depth; valid up to `emitted`.
-        emitted: ``[B]`` int64, tokens appended to the rows.
+        emitted: ``[B]`` int64, number of tokens appended to each row.
         expansion: continuations of all ``N`` nodes of the block.
     """
 
@@ -60,16 +60,15 @@ class Advance:
 class Drafter(ABC):
     """A draft model during a call, with its own rows and cache, which follow the committed tokens.
 
-    A round is :meth:`begin`, then passes, then a draft of their results. For a chain, :meth:`extend` appends the model's own
-    choice to every row; with a stage, :meth:`advance` verifies the stage's draft tokens as the shared loop does and may append
-    several. For a tree, :meth:`root` and :meth:`expand` return the best continuations of nodes, level by level. Everything stays
-    on the device.
+    A round is :meth:`begin`, then forward passes, then a draft made of their results. For a chain, :meth:`extend` appends the draft
+    model's own token to every row; with a stage, :meth:`advance` verifies the stage's draft tokens as the shared loop does and may
+    append several. For a tree, :meth:`root` and :meth:`expand` return the best continuations of nodes, level by level. All results
+    stay on the device.
 
     Attributes:
-        vocab_size: how many of the target's tokens the draft can propose.
-        children: ``C``, continuations per node: as many as were asked for, or the whole of a smaller vocabulary.
-        mask_token: the id for tokens still to be drafted, for a model trained to draft several in one pass (PARD,
-            arXiv:2504.18583); None for others.
+        vocab_size: number of the target's tokens that the draft model can propose.
+        children: ``C``, continuations per node: the requested number, or the size of a smaller vocabulary.
+        mask_token: the mask id of a model trained to draft several tokens in one pass (PARD, arXiv:2504.18583); None for others.
     """
 
     vocab_size: int
@@ -84,19 +83,19 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def length(self) -> Tensor:
-        """``[B]`` int64, tokens per row, drafted ones included."""
+        """``[B]`` int64, tokens per row, draft tokens included."""
 
     @abstractmethod
     def begin(self, sequences: Sequences) -> None:
-        """Begins a round: copies the committed tokens and drops rejected ones of the last round."""
+        """Begins a round: copies the committed tokens, and drops rejected tokens of the last round."""
 
     @abstractmethod
     def extend(self) -> Expansion:
-        """One pass: every row gets the model's own next token, whose log-probability is the expansion's weight. ``C`` is 1."""
+        """One pass: appends the draft model's next token to every row; the weight is its log-probability. ``C`` is 1."""
 
     @abstractmethod
     def advance(self) -> Advance:
-        """One pass over the stage's draft tokens: every row gets one token or more."""
+        """One pass that verifies the stage's draft tokens: appends one token or more to every row."""
 
     @abstractmethod
     def root(self) -> Expansion:
@@ -108,31 +107,29 @@ class Drafter(ABC):
 
     @abstractmethod
     def drafted(self, count: int) -> Tensor:
-        """``[B, count]`` int64: the tokens written since :meth:`begin`; -1 behind the last one of a row."""
+        """``[B, count]`` int64: the tokens appended since :meth:`begin`; -1 after a row's last token."""
 
     @abstractmethod
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
-        """Learns how many tokens at a row's end this model has not read, or not where they belong.
+        """Learns from a step how many tokens at a row's end the draft model must read again.
 
         Args:
             step: the verified draft.
-            own_nodes: nodes that this drafter proposed, the root included. If the block had others (merged strategies), any
-                of them may have been accepted.
-            displaced: most accepted nodes whose keys and values are not in the slots of their positions: 0 for a chain, the
-                depth of a tree.
+            own_nodes: number of nodes that this drafter proposed, root included. If the block has other nodes (merged strategies),
+                the step may have accepted any of them.
+            displaced: greatest number of accepted nodes with keys and values outside the slots of their positions: 0 for a chain,
+                the depth for a tree.
         """
 
 
 @dataclass(frozen=True)
 class OtherVocabulary:
-    """A draft model whose ids mean other tokens than the target's.
+    """A draft model with another vocabulary than the target's.
 
     Attributes:
-        model: the draft model.
-        own: the target's tokens, in bytes.
-        other: the draft model's tokens, in bytes.
-        begin: the draft model's tokens in front of every text.
-        shared: share of the target's text tokens that the draft model has.
+        own, other: the tokens of the target and of the draft model, in bytes.
+        begin: the draft model's tokens before every text.
+        shared: fraction of the target's text tokens that the draft model has.
     """
 
     model: PreTrainedModel
@@ -143,35 +140,33 @@ class OtherVocabulary:
 
 
 class ModulePasses(ABC):
-    """A drafting network that is no language model, during a call: a module with its own slot cache.
+    """The forward passes of a drafting network during a call: a module that is no language model, with its own slot cache.
 
-    Committed position ``p`` of a row is in slot ``p``, node ``i`` of a block in slot ``base + i``. Slots that a pass writes behind a
-    row's end are overwritten before they are read. Everything stays on the device.
+    Committed position ``p`` of a row is in slot ``p``, node ``i`` of a block in slot ``base + i``. Slots that a pass writes after a
+    row's end are overwritten before they are read. All results stay on the device.
 
     Attributes:
-        passes: passes of the module so far.
+        passes: forward passes so far.
     """
 
     passes: int
 
     @abstractmethod
     def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None, **options: Any) -> Any:
-        """One pass of the module over ``Q`` nodes of every row; returns its output.
+        """Runs the module on ``Q`` nodes of every row and returns its output.
 
         Args:
-            base: ``[B]`` int64, slot and position of the block's node 0; all slots in front of it are visible.
+            base: ``[B]`` int64, slot and position of the block's node 0; all slots before it are visible.
             inputs: ``[B, Q, …]`` each, the module's inputs.
-            tree: the block, whose last ``Q`` nodes are run; earlier ones were run before. None: a chain. `visible` may be any
-                relation, also in both directions; `ancestors` and `parents` are not used.
-            options: further keywords of the module. Passes are compiled for each combination, so there should be few.
+            tree: the block; its last ``Q`` nodes run, earlier passes ran the others. None: a chain. `visible` may be any relation,
+                also bidirectional; `ancestors` and `parents` are not used.
+            options: further keywords of the module. Each combination is compiled, so there should be few.
         """
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The keyword by which `module` takes its key-value cache, ``cache`` or ``past_key_values``, for calls of layers of transformers.
-
-    transformers 5.24 renamed it, and modeling code of a checkpoint may use either name: the result is the name in ``module.forward``,
-    else that of the installed transformers. Call this once per module, not in each pass.
+    """The keyword for the key-value cache, ``cache`` or ``past_key_values``: from the signature of ``module.forward``, else the
+    keyword of the installed transformers (5.24 renamed it). Call it once per module, not in each pass.
     """
     from .common import transformers_compat
 
@@ -180,11 +175,11 @@ def cache_keyword(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The target's tokens that a drafter with scores of its own can propose.
+    """The target's tokens that a drafting network with its own scores can propose.
 
     Attributes:
-        size: ``V``, tokens of the target.
-        ids: ``[D]`` int64, the target's id of each draft id, all different; None if they are equal.
+        size: ``V``, number of the target's tokens.
+        ids: ``[D]`` int64, the target's id of each draft id, without duplicates; None if all ids are equal.
     """
 
     size: int
@@ -192,14 +187,14 @@ class DraftVocabulary:
 
     @staticmethod
     def of(size: int, d2t: Tensor | None = None, t2d: Tensor | None = None) -> DraftVocabulary:
-        """From the tables in EAGLE-3 checkpoints.
+        """Reads the tables of EAGLE-3 checkpoints; one of the two is enough.
 
         Args:
-            d2t: ``[D]`` integers that are added to draft ids.
-            t2d: ``[V]`` bool, the target's tokens that the drafter has, in order. One of the two is enough.
+            d2t: ``[D]`` integers to add to draft ids.
+            t2d: ``[V]`` bool, the target's tokens that the drafter has, in order.
 
         Raises:
-            UnsupportedError: they are no lists, disagree, are empty, or name a token that the target does not have.
+            UnsupportedError: the tables have another shape, disagree, are empty, or name a token that the target lacks.
         """
         ids: Tensor | None = None
         for name, table in (("d2t", d2t), ("t2d", t2d)):
@@ -228,16 +223,16 @@ class DraftVocabulary:
         """The `count` best continuations of every node, in the target's ids, drawn with the target's noise for these ids.
 
         Args:
-            logits: ``[B, Q, D]``, the drafter's own.
-            plan, sampling: of the :class:`~decoders.strategy.Context`.
-            positions: ``[B, Q]`` int64, tokens that the row has generated before each node's continuation.
-            keep_scores: whether the expansion has scores, ``-inf`` for tokens that the drafter does not have.
+            logits: ``[B, Q, D]``, the drafter's.
+            plan, sampling: from the :class:`~decoders.strategy.Context`.
+            positions: ``[B, Q]`` int64, number of tokens that the row has generated before each node's continuation.
+            keep_scores: whether the expansion has scores, ``-inf`` for tokens that the drafter lacks.
         """
         plan = plan or SamplingPlan()
         scores = logits.float()
         if self.ids is not None:
             scores = scores.new_full((*logits.shape[:2], self.size), float("-inf")).index_copy(-1, self.ids, scores)
-        if sampling is None:  # a context created outside a call: greedy
+        if sampling is None:  # a context created outside a call is greedy
             top = scores.log_softmax(-1).topk(count)
             return Expansion(top.indices, top.values, scores if keep_scores else None)
         left = candidates(scores, plan, sampling, positions, at_least=count).settled()
@@ -250,7 +245,7 @@ class DraftVocabulary:
 
 
 class OpensDraft(Protocol):
-    """:attr:`Context.draft`: opens a draft model for the length of a call."""
+    """:attr:`Context.draft`: opens a draft model for a call."""
 
     def __call__(
         self, model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Configured | None = None,
@@ -259,12 +254,12 @@ class OpensDraft(Protocol):
         """A drafter with its own rows, cache and compiled passes.
 
         Args:
-            model: loaded, or a path.
-            ahead: most nodes that a round writes behind the committed tokens.
+            model: a model object or a path.
+            ahead: greatest number of nodes that a round writes after the committed tokens.
             children: continuations per node in :attr:`Expansion.tokens`.
-            stage: a strategy that drafts for the draft model, whose rounds then consist of :meth:`Drafter.advance`.
-            seldom: whether it may be asked late or never: it reads the prompts when it first drafts, or where rows join and leave
-                as they join. One with a stage reads them at once.
+            stage: a strategy that drafts for the draft model; rounds then consist of :meth:`Drafter.advance`.
+            seldom: whether the strategy may draft late or never. The draft model then reads the prompts at its first draft, or, if
+                rows join and leave, when they join. A draft model with a stage reads them at once.
 
         Raises:
             UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts, which only the target
@@ -273,20 +268,20 @@ class OpensDraft(Protocol):
 
 
 class OpensModule(Protocol):
-    """:attr:`Context.module`: prepares a drafting network that is no language model for a call."""
+    """:attr:`Context.module`: prepares a drafting network, a module that is no language model, for a call."""
 
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """The module's passes, with a slot cache, tree masks and products as for a draft model, compiled if the call is.
+        """The module's forward passes, with a slot cache, tree masks and products as for a draft model; compiled if the call is.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
-                ``forward`` has that), which it passes on to attention layers of transformers (such as ``LlamaDecoderLayer``;
-                :func:`cache_keyword` returns their name of the cache).
-            ahead: most nodes that a step writes behind a row.
-            example: its inputs for one node, ``[1, 1, …]`` each.
-            on_device: False if the strategy waits for the device: such steps are not recorded.
+                ``forward`` has this keyword); it passes them on to attention layers of transformers (such as ``LlamaDecoderLayer``;
+                :func:`cache_keyword` returns their keyword of the cache).
+            ahead: greatest number of nodes that a step writes after a row.
+            example: the module's inputs for one node, ``[1, 1, …]`` each.
+            on_device: False if the strategy waits for the device: its steps are not recorded.
 
         Raises:
             UnsupportedError: the module is on another device.
@@ -303,15 +298,13 @@ class Forced(Protocol):
     on_device: bool
 
     def expect(self, sequences: Sequences) -> None:
-        """Announces calls of :meth:`forced`, so that it is prepared before a step is recorded. sequences: the rows at the start."""
+        """Prepares :meth:`forced` before a step is recorded. sequences: the rows at the start."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """``[B, K]`` int64, tokens of the bytes that must come next, -1 behind the last one; ``K`` is at most `limit`.
+        """``[B, K]`` int64, tokens of the bytes that must come next, -1 after the last token; ``K`` is at most `limit`.
 
-        The bytes are split into tokens as each row has spelled such text before. The last bytes are left out where a row has no
-        history of them and the tokenizer might join them with what follows.
+        The bytes are split into tokens as the row has tokenized the same text before. Without this history, the last bytes are
+        omitted if the tokenizer might join them with the bytes after them.
 
-        Args:
-            sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
-            limit: most tokens per row.
+        sequences: the rows as committed, as :meth:`Strategy.propose` gets them.
         """

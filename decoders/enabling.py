@@ -1,6 +1,6 @@
-"""Enabling, disabling, releasing, warming up and calibrating models. The replaced ``generate`` is in ``hf``.
+"""Enables, disables, releases, warms up and calibrates models. ``hf`` has the replacement of ``generate``.
 
-An import contract checks that only this module imports ``hf``; schedulers get prepared calls from :func:`enabled`.
+An import contract lets no other module import ``hf``; schedulers get prepared calls from :func:`enabled`.
 """
 
 from __future__ import annotations
@@ -39,25 +39,23 @@ def enable(
     strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Gives `model` a ``generate`` that takes ``strategy=…``; the model itself, its config and weights stay untouched.
+    """Gives `model` a ``generate`` that takes ``strategy=…``, and returns `model`. Its config and weights do not change.
 
-    Calling it again replaces the tokenizer and the defaults, each if it is given anew. :func:`disable` takes it back.
+    A second call replaces the tokenizer, if it has one, and the defaults, if it has any. :func:`disable` undoes it.
 
     Args:
-        model: a causal language model of transformers, or a ``PeftModel`` around one. What its ``merge_and_unload()`` and ``unload()``
-            give back is enabled, too.
-        tokenizer: used by strategies, grammars and ``stop_strings``; may also be given per call.
-        strategy: of calls that name none, as in ``generate``: they are decoded by it in the place of transformers' own ``generate``.
+        model: a causal language model of transformers, or a ``PeftModel`` around it. The results of its ``merge_and_unload()`` and
+            ``unload()`` are enabled, too.
+        tokenizer: for strategies, grammars and ``stop_strings``; a call may have its own.
+        strategy: decodes calls without ``strategy=``, in place of transformers' ``generate``.
         strategy_config: its settings.
-        settings: of the loop, as in ``decoders_config``: ``compile=False``. A call and a generation config count before these defaults,
-            the environment and the file behind them.
-
-    Returns:
-        the same object.
+        settings: settings of the loop, as in ``decoders_config``: ``compile=False``. A call and a generation config override these
+            defaults; these override the environment and the file.
 
     Raises:
         UnsupportedError: not a transformers model that generates.
-        SettingsError: a tokenizer of another vocabulary. Like UnknownNameError and PluginError also: a default that no call could use.
+        SettingsError: a tokenizer of another vocabulary, or invalid defaults.
+        UnknownNameError, PluginError: invalid defaults.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
@@ -81,7 +79,7 @@ def enable(
 
 
 def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
-    """Frees what is kept for an enabled ``PeftModel``, and returns the function that enables the model without it."""
+    """Releases an enabled ``PeftModel``, and returns a function that enables the unloaded model with the same defaults."""
     present = enabled(wrapper)
     present.release()
     kept = present.defaults
@@ -95,20 +93,17 @@ def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
-    """Enables `model` and returns its replacement of ``generate``, for schedulers, which decode calls themselves."""
+    """Enables `model` and returns its replacement of ``generate``, from which schedulers get prepared calls."""
     enable(model, tokenizer)
     present: Generate = vars(model)["generate"]
     return present
 
 
 def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-    """Raises errors in `arguments` of ``generate`` that later calls will share; the prompt may be missing.
-
-    Args:
-        model: an enabled one.
+    """Checks `arguments` of ``generate``, with or without a prompt, before calls on an enabled `model`.
 
     Raises:
-        SettingsError: a value of the wrong kind, or no strategy. UnknownNameError: an unknown name.
+        SettingsError: a value of the wrong type, or no strategy. UnknownNameError: an unknown name.
         UnsupportedError: an argument that the loop cannot honour.
     """
     present = vars(model).get("generate")
@@ -120,9 +115,7 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undoes :func:`enable`; does nothing on a model that is not enabled. Frees what :func:`release` frees.
-
-    Returns the same object.
+    """Undoes :func:`enable`, if the model is enabled, after :func:`release`. Returns `model`.
 
     Raises:
         UnsupportedError: not a model of transformers.
@@ -140,16 +133,10 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def release(model: PreTrainedModel) -> PreTrainedModel:
-    """Frees everything that is kept for an enabled model between calls. It stays enabled.
+    """Frees everything that an enabled model keeps between calls. It stays enabled. Returns `model`.
 
-    This drops quantized copies of weights, caches with their texts, compiled code and recorded steps, also those of the draft models
-    that were used with it. The next call creates them again. Waits for a running call of another thread.
-
-    Args:
-        model: a model of transformers. Nothing happens if it is not enabled or was not used.
-
-    Returns:
-        the same object.
+    Drops quantized weights, caches with their texts, compiled code and recorded steps, of the model and of its draft models. The next
+    call creates them again. Waits for a running call of another thread. Does nothing if the model is not enabled or was not used.
 
     Raises:
         UnsupportedError: not a model of transformers.
@@ -161,16 +148,10 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def forget(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes an enabled model forget its earlier calls: what strategies keep between calls, and the texts kept for prefix reuse.
+    """Drops an enabled model's data from earlier calls: memories of strategies, and texts for prefix reuse. Returns `model`.
 
-    Quantized copies and compiled code stay, so the next call is as fast as the first after :func:`warmup`. The tokens are the same
-    either way. The draft models that were used with it forget, too. Waits for a running call of another thread.
-
-    Args:
-        model: a model of transformers. Nothing happens if it is not enabled or was not used.
-
-    Returns:
-        the same object.
+    Quantized weights and compiled code stay: the next call is as fast as the first after :func:`warmup`. The tokens are the same either
+    way. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or was not used.
 
     Raises:
         UnsupportedError: not a model of transformers.
@@ -182,13 +163,13 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
-    """A copy of what strategies keep between calls on an enabled model, which can be pickled: texts of ``suffix``, rates of ``auto`` …
+    """The objects that strategies keep between calls on an enabled model (texts of ``suffix``, rates of ``auto``, …), for pickling.
 
-    With :func:`remember` another process can start with it.
+    :func:`remember` gives them to a model in another process.
 
     Returns:
-        by the strategy's class, the strategy with its settings, and the name of the memory. Empty for a model that is not enabled or
-        was not used.
+        (strategy class, strategy with its settings, name of the memory) → object. Empty for a model that is not enabled or was not
+        used.
 
     Raises:
         UnsupportedError: not a model of transformers.
@@ -203,23 +184,19 @@ def remember(
     *,
     texts: Iterable[str | Sequence[int]] = (),
 ) -> PreTrainedModel:
-    """Gives an enabled model texts to draft from, or the result of :func:`memories` of one with the same tokenizer.
+    """Gives an enabled model texts to draft from, or :func:`memories` of a model with the same tokenizer. Returns `model`.
 
     The written tokens are the same either way. :func:`forget` drops both.
 
     Args:
-        memories: replace what the same strategies keep there; others keep theirs. Reading a pickle runs code: load only memories of
-            your own.
-        texts: similar to those to be written (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
-            ``auto``. They are added to those given before, and used in all calls, whatever their settings. Beyond 262,144 tokens
-            those least recently used for a draft are dropped, with a warning.
-
-    Returns:
-        the same object.
+        memories: replace the memories of the same strategies; other memories stay. Unpickling runs code: load your own memories only.
+        texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
+            ``auto``. Added to earlier texts, and used in all calls. Beyond 262,144 tokens, the texts least recently used for a draft
+            are dropped, with a warning.
 
     Raises:
-        UnsupportedError: not a model of transformers, or not enabled. SettingsError: texts that are none, with token ids that the model
-            does not have, or without a tokenizer.
+        UnsupportedError: not a model of transformers, or not enabled. SettingsError: invalid texts, token ids that the model lacks, or
+            no tokenizer.
     """
     present = _present(model, "remember")
     if present is None:
@@ -234,7 +211,7 @@ def remember(
 
 
 def _present(model: PreTrainedModel, function: str) -> Generate | None:
-    """The replacement of ``generate`` on `model`, or None; raises for other than transformers' models, naming `function`."""
+    """The replacement of ``generate`` on `model`, or None. Raises, naming `function`, unless `model` is a model of transformers."""
     if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
     present = vars(model).get("generate")
@@ -251,17 +228,16 @@ def warmup(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Warmup:
-    """Prepares `model` before its first call: compiles its forward pass, runs every strategy briefly.
+    """Prepares `model` before its first call, and enables it: compiles its forward pass and runs every strategy briefly.
 
     Compiled code stays in this process, and in torch.compile's cache on disk for others. If compiling fails, a warning says why, and
-    calls run uncompiled. With the setting ``compile=False`` nothing is compiled and the rest is done.
+    calls run uncompiled. The setting ``compile=False`` skips compiling.
 
     Args:
-        model: enabled, or it will be.
         strategies: as in ``generate(strategy=…)``.
-        rows: batch sizes that will be used; all above one share their graphs.
-        assistant_model: for the strategies that draft with one.
-        sampling: also prepare sampling: True for the model's own parameters, or ``temperature=…, top_k=…`` as a dict.
+        rows: batch sizes of later calls; all above one share their graphs.
+        assistant_model: for strategies with a draft model.
+        sampling: whether to prepare sampling, too: True for the model's parameters, or a dict of parameters.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
@@ -282,23 +258,22 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Calibration:
-    """Measures what a decoding step of `model` costs on this machine: seconds by nodes, for every number of rows and context.
+    """Measures a decoding step of `model` on this machine: seconds by nodes, for every number of rows and context. Enables `model`.
 
-    ``strategy="auto"`` decides by these costs, and measures missing ones itself in its first call. They are stored on disk (setting
-    ``cost_cache``) for the model's class and sizes, dtype, quantisation, device, threads and version of torch.
+    ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. They are stored on disk (setting
+    ``cost_cache``) for the model's class and sizes, dtype, quantization, device, threads and version of torch.
 
     Args:
-        model: enabled, or it will be.
         rows: batch sizes.
-        contexts: tokens per row that attention looks at.
-        assistant_model: a draft model to measure as well.
-        seconds: most to spend on each model; sizes for which there is no time are left out.
+        contexts: tokens per row that attention looks back at.
+        assistant_model: a draft model to measure, too.
+        seconds: time limit for each model; sizes beyond it are not measured.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
     Raises:
-        UnsupportedError: a model that cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` out of range. Whatever
-            :func:`check_arguments` raises for `options`.
+        UnsupportedError: a model that cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` out of range. The errors of
+            :func:`check_arguments` for `options`.
     """
     generate = enabled(model, tokenizer)
     check_arguments(model, options | {"strategy": "autoregressive"})

@@ -1,4 +1,4 @@
-"""Errors a user can meet. Every message names what was wrong, the allowed values and, for names, the nearest match."""
+"""The errors of this package. Every error names the wrong value, the allowed values and, for names, the nearest match."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class DecodersError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """Base class of all errors of this package."""
 
 
 class UnknownNameError(DecodersError, ValueError):
@@ -25,19 +25,19 @@ class SettingsError(DecodersError, ValueError):
 
 
 class UnsupportedError(DecodersError, ValueError):
-    """A model or an argument of ``generate`` that the shared loop cannot honour exactly, with the alternative."""
+    """A model or an argument of ``generate`` that the shared loop cannot honour exactly; the error names the alternative."""
 
 
 class InputError(DecodersError, ValueError):
-    """Token ids or an attention mask that no model could read, or that are not this model's."""
+    """Token ids or an attention mask that are invalid, or that this model cannot read."""
 
 
 class ContextLengthError(DecodersError, ValueError):
-    """Prompt plus new tokens exceed what the model's positions can express, or the prompt is empty."""
+    """Prompt plus new tokens exceed the model's context, or the prompt is empty."""
 
 
 class CacheMemoryError(DecodersError, MemoryError):
-    """There is no memory for a call's key-value cache."""
+    """The memory does not suffice for a call's key-value cache."""
 
 
 class RanksError(DecodersError, RuntimeError):
@@ -61,7 +61,7 @@ class DraftError(DecodersError, ValueError):
 
 
 class VerifierError(DecodersError, ValueError):
-    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`: its result is no distribution."""
+    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`: its result is not a distribution."""
 
 
 class TrainingError(DecodersError):
@@ -73,11 +73,11 @@ class PluginError(DecodersError):
 
 
 class GrammarError(DecodersError, ValueError):
-    """A grammar that cannot be compiled, or a finished text that breaks one.
+    """A grammar that cannot be compiled, or a finished text that breaks a grammar.
 
     Attributes:
-        keyword: the cause, such as a keyword of JSON Schema.
-        path: its place, as a JSON path.
+        keyword: the cause, for example a keyword of JSON Schema.
+        path: the JSON path of the cause.
     """
 
     def __init__(self, message: str, keyword: str | None = None, path: str | None = None) -> None:
@@ -86,12 +86,12 @@ class GrammarError(DecodersError, ValueError):
 
 
 def canonical(name: str) -> str:
-    """`name` in the form in which names are compared: lower case, ``-`` and ``.`` as ``_``."""
+    """`name` in lower case with ``_`` for ``-`` and ``.``, to compare names."""
     return re.sub("[-_.]+", "_", name.strip()).lower()
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """``Did you mean …? Choose from …`` for an unknown `name`; the first part only if something is close."""
+    """``Did you mean …? Choose from …`` for an unknown `name`; the first sentence only if a choice is similar."""
     choices = sorted(choices)
     spelt = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # a client may have written it
@@ -100,6 +100,6 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """`text` for a message: one line, cut to `limit` characters."""
+    """`text` for an error: one line, cut to `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -1,7 +1,6 @@
-"""Every hook there is. A plugin is a module (or object) with functions marked ``@decoders.hookimpl``.
+"""All hooks. A plugin is a module (or object) with functions marked ``@decoders.hookimpl``.
 
-Third-party distributions expose theirs through the entry-point group ``decoders``; the built-ins register through
-the very same hooks.
+Distributions register plugins in the entry-point group ``decoders``; the built-ins use the same hooks.
 """
 
 from __future__ import annotations
@@ -26,58 +25,57 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def decoders_strategies() -> Iterable[type[Strategy]]:  # type: ignore[empty-body]
-    """Strategy classes that this plugin provides.
+    """Strategy classes of the plugin. Called once, when the registry is first used.
 
-    Called once, when the registry is first used. Names must be unique among all plugins: a name that two plugins claim
-    belongs to neither until one of them is blocked.
+    Names must be unique among all plugins: if two plugins claim a name, neither gets it until one of them is blocked.
     """
 
 
 @hookspec
 def decoders_verifiers() -> Iterable[type[Verifier]]:  # type: ignore[empty-body]
-    """Verifier classes that this plugin provides.
+    """Verifier classes of the plugin. Called once.
 
     Subclasses of :class:`decoders.Verifier` with a ``snake_case`` name, made without arguments, that pass
-    :func:`decoders.testing.check_verifier`. Called once. The rules for names are those of strategies; verifiers have a
-    namespace of their own: a verifier may be called like a strategy.
+    :func:`decoders.testing.check_verifier`. The rules for names are the same as for strategies; a verifier may have the name of a
+    strategy.
     """
 
 
 @hookspec
 def decoders_grammar_backends() -> Iterable[type[Backend]]:  # type: ignore[empty-body]
-    """Grammar backends that this plugin provides.
+    """Grammar backends of the plugin. Called once.
 
-    Subclasses of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, made without arguments, that
-    pass :func:`decoders.testing.check_backend`. Called once. The rules for names are those of strategies; backends have a
-    namespace of their own. A specification takes one with ``backend="name"``.
+    Subclasses of :class:`decoders.constraints.base.Backend` with a ``snake_case`` name, made without arguments, that pass
+    :func:`decoders.testing.check_backend`. The rules for names are the same as for strategies, in a separate namespace. A
+    specification chooses a backend with ``backend="name"``.
     """
 
 
 @hookspec
 def decoders_grammars() -> Mapping[str, Any]:  # type: ignore[empty-body]
-    """Grammars that this plugin provides, by ``snake_case`` name: ``generate(grammar="name")`` takes them.
+    """Grammars of the plugin, by ``snake_case`` name, for ``generate(grammar="name")``. Called once.
 
     A value is anything else that ``grammar=`` takes (``decoders.json_schema(…)``, ``regex``, ``grammar``, a type, a path), or a
-    function without arguments that makes it on first use. Called once. The rules for names are those of strategies; grammars
-    have a namespace of their own. The library of this package keeps its names.
+    function without arguments that returns it on first use. The rules for names are the same as for strategies, in a separate
+    namespace. The library of this package keeps its names.
     """
 
 
 @hookspec
 def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body]
-    """Observers that this plugin provides, which are called when a call starts, after every step, and when it ends.
+    """Observer classes of the plugin; their methods are called at the start of a call, after every step, and at its end. Called once.
 
-    Subclasses of :class:`decoders.Observer` with a ``snake_case`` name, made once without arguments. Called once. The rules for
-    names are those of strategies; observers have a namespace of their own. Where no plugin has one, calls pay nothing.
+    Subclasses of :class:`decoders.Observer` with a ``snake_case`` name, made once without arguments. The rules for names are the same
+    as for strategies, in a separate namespace. Without observers, calls lose no time.
     """
 
 
 @hookspec
 def decoders_commands() -> Mapping[str, Callable[..., None]]:  # type: ignore[empty-body]
-    """Commands that this plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` in the group ``bench`` or ``train``.
+    """Commands that the plugin adds to ``decoders``, by name: ``"weigh"``, or ``"bench weigh"`` in the group ``bench`` or ``train``.
 
-    A value is a Typer function: its parameters are the arguments and options, its docstring is the help. It should import what it
-    needs in its body, because ``decoders --help`` reads every function. Called once. A command of this package
-    keeps its name; a name that two plugins claim belongs to neither until one of them is blocked. A function that Typer
-    cannot read is listed by ``decoders plugins`` and ``decoders doctor``, and the other commands work.
+    A value is a Typer function: its parameters are the arguments and options, its docstring is the help. It should import modules
+    in its body, because ``decoders --help`` reads every function. Called once. This package's commands keep their names; if two plugins
+    claim a name, neither gets it until one of them is blocked. ``decoders plugins`` and ``decoders doctor`` list functions that Typer
+    cannot read; the other commands work.
     """

@@ -1,8 +1,9 @@
-"""Settings: one frozen pydantic class per strategy and verifier, and the loop's own.
+"""Settings: a frozen pydantic class for each strategy and verifier, and one for the loop.
 
-Values come from the call, the generation config, ``enable()``, the environment and a file. The loop's own settings are
-:class:`RuntimeSettings`: ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's are a *section*:
-``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]``. In ``pyproject.toml`` the same stands under ``[tool.decoders]``.
+Values come from the call, the generation config, ``enable()``, the environment and a file. The loop's settings are
+:class:`RuntimeSettings`: ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's settings are a
+*section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]``. ``pyproject.toml`` has the same under
+``[tool.decoders]``.
 """
 
 from __future__ import annotations
@@ -27,17 +28,13 @@ Attention = Literal["auto", "sdpa", "triton"]
 
 
 class Settings(BaseModel):
-    """Base of every settings class: immutable, unknown names are errors, every field carries a description."""
+    """Base of every settings class. Instances are immutable, unknown names raise, and every field has a description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Validates `values`; errors name the setting, its allowed values and the nearest match.
-
-        Raises:
-            SettingsError: unknown setting or value out of range.
-        """
+        """Validates `values`. Raises SettingsError for an unknown setting or a value out of range, with the nearest match."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -48,7 +45,7 @@ class Configured:
     """Base of classes with settings: strategies and verifiers.
 
     Args:
-        settings: an instance of the class's `settings_class`; or its values as keywords.
+        settings: an instance of `settings_class`; or the values as keywords.
 
     Raises:
         SettingsError: unknown setting or value out of range. TypeError: settings of another class, or given twice.
@@ -67,7 +64,7 @@ class Configured:
 
     def settings_in_force(self) -> dict[str, Any]:
         """The settings as the report shows them, JSON-safe."""
-        settings = getattr(self, "settings", None)  # a subclass with a constructor of its own may have none
+        settings = getattr(self, "settings", None)  # a subclass with its own constructor may have none
         return settings.model_dump(mode="json") if settings is not None else {}
 
     def __repr__(self) -> str:
@@ -77,7 +74,7 @@ class Configured:
 
 
 class Table(dict):
-    """A mapping as the value of a setting: JSON-safe and hashable, as frozen settings require."""
+    """A dict as the value of a setting: JSON-safe and hashable, as frozen settings require."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(json.dumps(self, sort_keys=True, default=repr))
@@ -92,7 +89,7 @@ class Table(dict):
 
 
 def _json_safe(value: Any) -> Any:
-    """`value` with anything JSON cannot express (such as a loaded model) replaced by the name of its type."""
+    """`value` for JSON: other objects, a loaded model for example, become the names of their types."""
     if isinstance(value, dict):
         return {str(key): _json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -101,7 +98,7 @@ def _json_safe(value: Any) -> Any:
 
 
 def _without_packed(weights: Any) -> Any:
-    """A value of ``RuntimeSettings.weights``; it once had another one."""
+    """Replaces the former value "packed" of ``RuntimeSettings.weights`` by "keep", with a warning."""
     if weights == "packed":
         _warn_of_packed()
         return "keep"
@@ -116,13 +113,13 @@ def _warn_of_packed() -> None:
 
 
 class RuntimeSettings(Settings):
-    """How the shared loop runs, whatever the strategy."""
+    """Settings of the shared loop, for every strategy."""
 
     strategy: str | None = Field(None, description="Strategy of an enabled model when the call names none.")
     compile: Literal["auto"] | bool = Field(
         "auto",
         description="torch.compile: auto decodes uncompiled at once and compiles in the background for later calls, when a model "
-        "has been used so long that it pays; true compiles before the first step; false never compiles.",
+        "has run long enough for it to pay; true compiles before the first step; false never compiles.",
     )
     reuse: bool = Field(
         True,
@@ -135,18 +132,17 @@ class RuntimeSettings(Settings):
     )
     prune: bool = Field(
         True,
-        description="Where rows share a step, leave out draft tokens that are not worth their time, by how often they are right and "
-        "what nodes cost; false verifies all of them, so that equal calls take equal steps. The tokens are the same.",
+        description="If rows share a step, leave out draft tokens that are not worth their time, by their acceptance rates and the "
+        "cost of nodes; false verifies all draft tokens, so that equal calls take equal steps. The tokens are the same.",
     )
     weights: Annotated[Literal["keep", "int8", "int4"], BeforeValidator(_without_packed)] = Field(
         "keep",
         description="keep computes with the model's own weights; int8 and int4 with quantized copies, which changes the text (on "
-        "CPUs). The model itself is left as it is.",
+        "CPUs). The model itself does not change.",
     )
     draft_weights: Literal["auto", "keep", "int8", "int4"] = Field(
         "auto",
-        description="Number format that draft models compute with, as weights has it; auto takes that of weights. Which tokens are "
-        "drafted depends on it; which are written does not.",
+        description="As weights, for draft models; auto takes the value of weights. It changes the drafts, not the written tokens.",
     )
     kv_cache: Literal["keep", "int8"] = Field(
         "keep",
@@ -155,23 +151,23 @@ class RuntimeSettings(Settings):
     prefill_chunk: int | None = Field(
         None,
         ge=1,
-        description="Most prompt tokens per forward pass of the prefill; by default 512.",
+        description="Greatest number of prompt tokens per forward pass of the prefill; by default 512.",
     )
     attention: Attention = Field(
         "auto",
-        description="Attention of the target: triton is a kernel for CUDA whose cost follows the length of each row, sdpa PyTorch's "
-        "with masks. auto takes a kernel where the model's design allows it and its logits are right, triton on CUDA and ours in C++ "
-        "on a CPU, else sdpa.",
+        description="Attention of the target: triton is a CUDA kernel whose cost follows the length of each row, sdpa is PyTorch's "
+        "with masks. auto takes a kernel (triton on CUDA, C++ on a CPU) if it supports the model's design and its logits are right, "
+        "else sdpa.",
     )
     exact_products: bool = Field(
         True,
-        description="On CUDA, in bfloat16 and float16: multiply up to 128 rows, and compute norms, by kernels in which a row has the "
-        "same bits however many there are, so that strategies write the tokens of plain decoding; false leaves that to PyTorch.",
+        description="On CUDA, in bfloat16 and float16: compute products of up to 128 rows, and norms, by kernels in which a row's bits "
+        "do not depend on the number of rows, so that strategies write the tokens of plain decoding; false uses PyTorch's kernels.",
     )
     trace: bool = Field(
         False,
-        description="Keep the draft tree of every step in the report, to be drawn: `print(out.report.tree(0))`. Steps are not recorded "
-        "on CUDA then.",
+        description="Keep the draft tree of every step in the report, to draw it: `print(out.report.tree(0))`. On CUDA, steps are then "
+        "not recorded.",
     )
 
     slots: int | None = Field(None, ge=1, description="Least capacity of a call's cache, in tokens per row.")
@@ -180,18 +176,18 @@ class RuntimeSettings(Settings):
         None,
         description="Folder that keeps measured costs of steps between processes; by default one in the user's cache folder.",
     )
-    constraint_backend: str = Field("auto", description="What compiles a grammar that names no backend itself.")
+    constraint_backend: str = Field("auto", description="The backend for grammars that name none.")
     constraint_cache: Path | None = Field(None, description="Folder that keeps compiled grammars between processes.")
     constraint_seconds: float = Field(
-        2.0, gt=0, description="Most time on the processor that compiling one grammar may take, in seconds."
+        2.0, gt=0, description="Greatest processor time for compiling a grammar, in seconds."
     )
 
 
 def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[str, Any]:
-    """``["max_ngram=4", "prompt_lookup.length=8"]`` as nested settings; a value is JSON, or else the text itself.
+    """Parses ``["max_ngram=4", "prompt_lookup.length=8"]`` to nested settings; a value is JSON, or else a string.
 
     Raises:
-        SettingsError: an item without ``=``, or a name that is both a value and a table. `place` is the origin for messages.
+        SettingsError: an item without ``=``, or a name that is both a value and a table. The error names `place` as the origin.
     """
     settings: dict[str, Any] = {}
     for item in assignments:
@@ -213,12 +209,12 @@ def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[
 
 
 def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str, str]) -> str:
-    """The message of `error`. `origin` says for each setting where its value stands ("" for the call itself)."""
+    """The text of `error`. origin: where each setting's value comes from ("" for the call)."""
     problems = []
     for item in error.errors():
         field = ".".join(map(str, item["loc"]))
         place = origin.get(str(item["loc"][0]) if item["loc"] else "", "")
-        if not item["loc"]:  # a rule about several settings: any of them may be wrong
+        if not item["loc"]:  # a rule about several settings, any of which may be wrong
             place = ", ".join(f"{name} {where}" for name, where in origin.items() if where)
         if item["type"] == "extra_forbidden":
             where = f" {place}" if place else ""
@@ -229,7 +225,7 @@ def _explained(cls: type[Settings], error: ValidationError, origin: Mapping[str,
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names after ``DECODERS_`` that are no settings: the file's path, the plugin lists, the key of `decoders serve`, kernels.
+#: Names after ``DECODERS_`` that are not settings: the file's path, the plugin lists, the key of `decoders serve`, kernels.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)
@@ -253,16 +249,13 @@ def load_settings(
     enabled: Mapping[str, Any] | None = None,
     sections: Collection[str] = (),
 ) -> S:
-    """Settings in force: call > generation config > ``enable()`` > environment > file > default. Each setting is taken whole.
+    """Settings in force: call > generation config > ``enable()`` > environment > file > default. Values are not merged.
 
     Args:
-        cls: the settings class.
-        section: the strategy's name, None for the loop's own settings.
-        call: values given in the call.
-        generation_config: values found in the generation config.
-        enabled: values given to ``decoders.enable``.
-        sections: all known section names. They distinguish ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a
-            setting ``lookup_length`` of ``prompt``, and a misspelt table from that of an absent plugin.
+        section: the strategy's name, None for the loop's settings.
+        call, generation_config, enabled: values in the call, in the generation config, and in ``decoders.enable``.
+        sections: all section names. They distinguish ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a setting
+            ``lookup_length`` of ``prompt``, and a misspelt table from the table of an absent plugin.
 
     Raises:
         SettingsError: unknown setting or bad value, with its variable or file; or an unreadable file.
@@ -278,11 +271,7 @@ def load_settings(
 
 
 def origins(cls: type[Settings], section: str | None, *, sections: Collection[str] = ()) -> dict[str, str]:
-    """The origin of each setting in a call without settings of its own: the variable, the file, or "default".
-
-    Raises:
-        SettingsError: as :func:`load_settings`.
-    """
+    """The origin of each setting in a call without settings: the variable, the file, or "default". Raises as :func:`load_settings`."""
     load_settings(cls, section, {}, {}, sections=sections)
     return dict.fromkeys(cls.model_fields, "default") | _surroundings(cls, section, sections)[1]
 
@@ -302,7 +291,7 @@ def _surroundings(
 
 
 def unknown_variables(sections: Collection[str]) -> list[str]:
-    """``DECODERS_*`` variables that are set and that neither the loop nor any of `sections` reads."""
+    """The present ``DECODERS_*`` variables that neither the loop nor any of `sections` reads."""
     prefixes = tuple(variable_of(name.replace("-", "_"), "") for name in sections)
     return sorted(
         v for v in os.environ if v.startswith("DECODERS_") and v not in OWN_VARIABLES and not v.startswith(prefixes)
@@ -315,9 +304,9 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
     names = {key[len(prefix) :].lower() for key in os.environ if key.upper().startswith(prefix)}
     if section:
         names = {name for name in names if variable_of(section, name) not in OWN_VARIABLES}
-    if not names:  # the usual case, and this runs in every generate
+    if not names:  # the usual case; every generate runs this
         return {}
-    # Variables of a section with a longer name ("prompt_lookup" beside "prompt") are left out.
+    # Leave out variables of a section with a longer name ("prompt_lookup" beside "prompt").
     start = f"{section}_" if section else ""
     others = tuple(f"{name[len(start) :]}_" for name in known if name.startswith(start) and name != section)
     names = {name for name in names if not name.startswith(others)}
@@ -370,7 +359,7 @@ def settings_file() -> tuple[Path | None, dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    """Content of `path`; time and size are part of the cache key, so that an edited file is read again."""
+    """The content of `path`; time and size are in the cache key, so that an edited file is read again."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
@@ -386,7 +375,7 @@ def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
 def _file_values(
     content: dict[str, Any], section: str | None, known: Collection[str], path: Path | None
 ) -> dict[str, Any]:
-    """The file's values of `section`; settings of the loop are the keys outside any table."""
+    """The file's values of `section`; keys outside of tables are the loop's settings."""
     if section is None:
         for name, value in content.items():
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)

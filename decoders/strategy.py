@@ -1,7 +1,7 @@
-"""The contract of a decoding strategy: propose tokens, and observe the verified step. Everything else is the loop's.
+"""The contract of a decoding strategy: propose tokens, and observe the verified step. The loop does everything else.
 
-A strategy never runs the target, never samples its output, never touches the cache. It affects only *when* a token is found, not
-*which*: its draft is verified against the target's own choice.
+A strategy never runs the target, never samples its output, never touches the cache. It affects *when* a token is written, not
+*which*: the loop verifies its draft against the target's own choice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 @dataclass
 class Trait(Generic[T]):
-    """Something that a strategy declares about itself. A class or an instance says otherwise by an attribute of the same name.
+    """A property that a strategy declares about itself, as an attribute of its class or instance.
 
     Attributes:
-        default: holds where nothing is said.
-        merged: makes the value of a strategy that merges the drafts of others out of their values.
-        of: the value of one of these; None: its own.
-        hooks: where a class overrides one of them, the trait is True unless the class declares it.
+        default: the value without a declaration.
+        merged: from the values of several strategies to the value of a strategy that merges their drafts.
+        of: returns the value of a strategy for `merged`; None: the declared value.
+        hooks: methods; if a class overrides any of them, the trait is True unless the class declares it.
     """
 
     default: T
@@ -55,7 +55,7 @@ TRAITS: dict[str, Trait] = {}
 
 
 def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T:
-    """A :class:`Trait` that type checkers take for its value."""
+    """A :class:`Trait`, typed as its value for type checkers."""
     return cast(T, Trait(default, merged, **options))
 
 
@@ -72,44 +72,41 @@ def _nothing(values: Iterable[Any]) -> tuple:
 
 
 class Strategy(Configured, ABC):
-    """Base class of all strategies. Instances hold settings only; what changes during a call lives in the state.
+    """Base class of all strategies. Instances hold settings only; the state holds everything that changes during a call.
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
-    Class attributes (those after `settings_class` an instance may refine, by its settings):
+    Class attributes (an instance may override the attributes from `exact` on, depending on its settings):
         name: registry name, ``snake_case``.
         summary: one line for ``decoders strategies``.
-        needs: in a word or two what it needs besides the target, other than a draft model or a grammar: ``"heads"``.
+        needs: in a word or two, a need besides the target, a draft model and a grammar: ``"heads"``.
         settings_class: pydantic model of the settings.
-        hints: transformers' drafting arguments that stand for a setting, ``{"num_assistant_tokens": "length"}``. Others are
-            refused beside this strategy.
-        exact: whether output is token-identical to plain decoding. A lossy strategy is marked in every report.
-        needs_assistant: whether the call must bring ``assistant_model=``; others refuse one.
-        takes_assistant: whether it may bring one.
-        rests: whether it can be left out of steps and still observe them: `observe` then comes without a `propose` before it, or
-            after other nodes than its draft's, or only its first ones, were verified. Strategies without `observe` always can.
-            Where rows share steps, drafts that are not worth their time are left out.
-        misses_steps: whether it need not even observe the steps that it is left out of; for strategies that rest and whose `observe`
-            takes time.
+        hints: transformers' drafting arguments and their settings, ``{"num_assistant_tokens": "length"}``. Other drafting arguments
+            raise.
+        exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
+        needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
+        rests: whether the loop may skip its drafts: `observe` is then called without `propose` before it, or after a step that
+            verified other nodes or only the draft's first. Always possible for strategies without `observe`. If rows share steps,
+            the loop skips drafts that are not worth their time.
+        misses_steps: whether it need not observe steps without its draft, either; for strategies that rest and have a slow `observe`.
         timed: whether its drafts depend on the clock, so that equal calls may draft differently. The tokens are the same.
-        rows_apart: whether a row's drafts depend on that row alone. If not, rows learn from each other, or share a budget or
-            random numbers. The kit compares drafts of rows together with drafts alone; the tokens are the same in any case.
-        needs_grammar: whether the call must bring ``grammar=``; others take one as well.
-        on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes,
-            and change only the contents of tensors, so that a whole step can be recorded and replayed. The kit checks it. Guides
-            have a promise of their own, which the loop asks for.
-        hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the
-            first, -1 the last. Read when a call begins. Every selection of layers is a forward pass of its own to compile.
-        grade_rates: the usual rates at which draft tokens of each grade (:attr:`Draft.grades`) are right if their parent is, from grade
-            0 on; used until enough were judged. Empty if it has no grades, or the rates are unknown.
-        prompt_logits: whether :meth:`prefill` gets the prompts' logits, for which the output head runs over every prompt token.
+        rows_apart: whether a row's drafts depend on this row alone. If not, rows learn from each other, or share a budget or random
+            numbers. The conformance kit compares drafts of rows together and alone; the tokens are the same in any case.
+        needs_grammar: whether a call must have ``grammar=``; every strategy takes it.
+        on_device: promises that `propose` and `observe` never wait for the device, take no data from the host, keep all shapes, and
+            change nothing but the contents of tensors: then a whole step can be recorded and replayed. The conformance kit checks it.
+        hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
+            -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
+        grade_rates: typical rates at which draft tokens of each grade (:attr:`Draft.grades`), from 0 on, are right if their parent is;
+            used until enough tokens were judged. Empty without grades, or if the rates are unknown.
+        prompt_logits: whether :meth:`prefill` gets the prompts' logits; the output head then runs on every prompt token.
 
-    True if the class overrides the hook, unless it declares them itself:
-        observes: whether :meth:`observe` does anything. If not, nodes at a draft's end without a draft token in any row are left out.
-        reads_prompt: whether :meth:`prefill` is to be called.
-        rebatches: whether :meth:`rebatch` keeps the state of rows that stay. A strategy that reads prompts and cannot would have to be
-            shown all texts again, so it gets its requests one at a time.
-        limits: whether it drafts as deep as :meth:`limit` asks for, because deeper drafts take more time.
+    True if the class overrides the method, unless the class declares them:
+        observes: whether :meth:`observe` does anything. If not, last nodes without a draft token in any row are cut.
+        reads_prompt: whether the loop calls :meth:`prefill`.
+        rebatches: whether :meth:`rebatch` keeps the state of rows that stay. A strategy that reads prompts and does not rebatch would
+            have to read all texts again, so a scheduler gives it one request at a time.
+        limits: whether it drafts as deep as :meth:`limit` says, because deeper drafts take more time.
         finds_layers: whether :meth:`layers_of` or :meth:`layers_for` choose the hidden layers.
     """
 
@@ -126,9 +123,9 @@ class Strategy(Configured, ABC):
     rows_apart: bool = trait(True, all)
     needs_grammar: bool = trait(False, any)
     on_device: bool = trait(False, all)
-    # Those of merged parts depend on the target: `layers_for` has them.
+    # The hidden layers of merged parts depend on the target: `layers_for` returns them.
     hidden_layers: tuple[int, ...] = trait((), _nothing)
-    # The grades of several drafters are not on one scale.
+    # Grades of several drafters have no common scale.
     grade_rates: tuple[float, ...] = trait((), _nothing)
     prompt_logits: bool = trait(False, any)
     observes: bool = trait(False, any, hooks=("observe",))
@@ -147,40 +144,37 @@ class Strategy(Configured, ABC):
 
     @property
     def traits(self) -> dict[str, Any]:
-        """Its declarations by name."""
+        """All traits by name."""
         return {name: getattr(self, name) for name in TRAITS}
 
     def declare(self, **traits: Any) -> None:
-        """Overrides the class's declarations for this instance: for strategies that are built of others."""
+        """Overrides the class's traits for this instance, for strategies that are composed of others."""
         vars(self).update(traits)
 
     def compose(self, resolve: Callable[..., Strategy]) -> None:
-        """Makes the strategies that the settings name, with ``resolve(name, settings)``, and :meth:`declare` what they need: for
-        strategies that are built of others. Called before a call begins; it changes nothing the second time.
+        """For strategies that are composed of others: creates the strategies that the settings name, with ``resolve(name, settings)``,
+        and calls :meth:`declare` with their needs. Called before a call begins; a second call changes nothing.
         """
 
     def start(self, context: Context) -> Any:
-        """Creates the state of one ``generate`` call (tensors on ``context.device``), which the other hooks get."""
+        """Creates the state of a ``generate`` call (tensors on ``context.device``); the other methods get it."""
         return None
 
     @abstractmethod
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        """Proposes the next tokens of every row. Runs before each forward pass of the target; where rows share steps, a strategy that
-        :attr:`rests` is asked less often while its drafts are not worth their time.
+        """Proposes the next tokens of every row, before each forward pass of the target. If rows share steps and the strategy
+        :attr:`rests`, it is called less often while its drafts are not worth their time.
         """
 
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step; updates `state` in place."""
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The hidden layers that a call reads of a target with `count` decoder layers: :attr:`hidden_layers`.
-
-        Override it if they depend on the number of layers.
-        """
+        """The hidden layers to read from a target with `count` decoder layers; :attr:`hidden_layers` unless overridden."""
         return self.hidden_layers
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
-        """As :meth:`layers_of`; override it if the layers depend on the target's `config` (transformers' ``PreTrainedConfig``)."""
+        """:meth:`layers_of` for layers that depend on the target's `config` (transformers' ``PreTrainedConfig``)."""
         return self.layers_of(count)
 
     @property
@@ -191,46 +185,41 @@ class Strategy(Configured, ABC):
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
         """Learns from a chunk of the prompts, in order, before the first :meth:`propose`; updates `state` in place.
 
-        A strategy that overrides this is shown whole prompts: no prefix is reused, and nothing is left to the first step. After
-        :meth:`rebatch` it is shown those of the new rows.
+        A strategy that overrides it reads whole prompts: no prefix is reused, and the first step reads no part of a prompt. After
+        :meth:`rebatch` it reads the prompts of the new rows.
         """
 
     def finish(self, state: Any) -> None:
-        """Called when the call has ended or failed, once for every state from :meth:`start`."""
+        """Called once for every state from :meth:`start`, after the call has ended or failed."""
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
         """Returns the state for the batch after requests have joined or left between two steps.
 
-        By default :meth:`start` is called again, with rows that hold all committed tokens. That is always exact, and forgets what
-        was learnt. A strategy that overrides this keeps the state of rows that stay. Its draft models and modules stay open and
-        were rebatched already.
+        The default calls :meth:`start` again, with rows that hold all committed tokens; this is always exact, and drops what the
+        state has learnt. An override keeps the state of rows that stay. Draft models and modules stay open and are already rebatched.
 
         Args:
-            state: no longer used by the loop; it may be changed and returned.
-            rows: ``[B]`` int64: the former index of each row, -1 for a new one.
-            context: of the new batch, as :meth:`start` gets it.
+            state: the former state; it may be changed and returned.
+            rows: ``[B]`` int64: the former index of each row, -1 for a new row.
+            context: the context of the new batch, as in :meth:`start`.
         """
         return self.start(context)
 
     def keeps_rows(self, state: Any) -> bool:
-        """Whether :meth:`rebatch` can keep this state. If not, the loop finishes it and calls :meth:`start`, with new draft models."""
+        """Whether :meth:`rebatch` can keep `state`. If not, the loop calls :meth:`finish` and :meth:`start`, with new draft models."""
         return self.rebatches
 
     def limit(self, state: Any, tokens: int) -> None:
         """Sets the greatest useful depth of the next draft, for strategies whose deeper drafts take more time."""
 
     def details(self, state: Any) -> Mapping[str, Any]:
-        """``report.details``: further information on the call, JSON-safe. Called once, at the end."""
+        """``report.details``: the strategy's figures of the call, JSON-safe. Called once, at the end."""
         return {}
 
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """Surrounds a call and calls `finish` of `strategy` at its end. An error of the call is raised unchanged.
-
-    Args:
-        state: returns the state at the end.
-    """
+    """Calls `finish` of `strategy` at the end of a call, and raises an error of the call unchanged. state: returns the last state."""
     try:
         yield
     except BaseException as error:
@@ -240,10 +229,9 @@ def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
 
 
 def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | None = None) -> None:
-    """Calls :meth:`Strategy.finish` of all `states`, whatever they raise, and raises the first error with later ones as notes.
+    """Calls :meth:`Strategy.finish` of all `states`, even if one raises, and raises the first error with later errors as notes.
 
-    Args:
-        cause: the error that has ended the call, if any: errors become its notes, and nothing is raised.
+    cause: the error that ended the call, if any: errors become its notes, and the function does not raise.
     """
     first = cause
     for strategy, state in states:

@@ -1,1 +1,1 @@
-"""What several packages share: files, devices, checkpoints, pieces of text, private parts of transformers."""
+"""Code that several packages share: files, devices, checkpoints, pieces of text, private parts of transformers."""

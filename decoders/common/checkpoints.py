@@ -1,4 +1,4 @@
-"""Loading a checkpoint from disk or hub without progress bars, which would mix with the output of commands and calls.
+"""Loads a checkpoint from disk or hub without progress bars, which would mix with the output of commands and calls.
 
 A checkpoint is a folder, a name on the hub, or a GGUF file: ``folder/model.gguf``, ``owner/name/model.gguf``.
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class GgufError(DecodersError, ImportError):
-    """A GGUF file cannot be read because a package is missing."""
+    """A package that reads GGUF files is missing."""
 
 
 def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
-    """The causal language model or vision-language model at `path`, in evaluation mode. The weights of a GGUF file are dequantized.
+    """The causal language model or vision-language model at `path`, in evaluation mode. Dequantizes a GGUF file.
     options: further arguments of ``from_pretrained``.
 
     Raises:
@@ -36,7 +36,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
     folder, arguments = _source(path)
     if arguments:
         _need_gguf(path)
-        # transformers keeps the blocks packed by default where it can; the engine's kernels read dense matrices.
+        # transformers may keep GGUF blocks packed; the engine's kernels read dense matrices.
         with contextlib.suppress(ImportError):
             from transformers.utils.quantization_config import GgufConfig
 
@@ -73,7 +73,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def _source(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """Folder or hub name, and the further arguments of ``from_pretrained``."""
+    """The folder or hub name, and arguments of ``from_pretrained`` for a GGUF file."""
     if not is_gguf(path):
         return os.fspath(path), {}
     return str(PurePath(path).parent), {"gguf_file": PurePath(path).name}

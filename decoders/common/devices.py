@@ -1,4 +1,4 @@
-"""What devices allow: whether sizes must be static, and whether Python may read values without waiting."""
+"""Facts about devices: whether sizes must be static, and whether Python may read values without waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether sizes are static on `device`, because work there is recorded per size. Tests replace this to run that path on a CPU."""
+    """Whether sizes are static on `device`, because steps are recorded per size. Tests replace it to run this path on a CPU."""
     return device.type != "cpu"
 
 
@@ -24,7 +24,7 @@ _recorded = ContextVar("recorded", default=False)
 
 @contextmanager
 def as_recorded() -> Iterator[None]:
-    """Makes the engine's code run on the CPU as in a recording: it reads no values from tensors."""
+    """Runs the engine's code on the CPU as in a recording: it reads no values from tensors."""
     token = _recorded.set(True)
     try:
         yield
@@ -38,12 +38,12 @@ def recorded() -> bool:
 
 
 def host_reads(tensor: Tensor) -> bool:
-    """Whether Python may read values without waiting: on a CPU, outside of traced and recorded code."""
+    """Whether Python may read values of `tensor` without waiting: on a CPU, outside of traced and recorded code."""
     # The context variable comes last: traced code must not read it.
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()
 
 
-#: A lock for recording a step and for waiting for a whole device: CUDA abandons a recording if another thread waits for the device.
+#: Held to record a step or to synchronize a device: CUDA aborts a recording if another thread synchronizes the device.
 RECORDING = threading.RLock()
 
 
@@ -53,10 +53,10 @@ def current(device: torch.device) -> AbstractContextManager:
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of small `tensors` of the host on `device`, made by one copy: views of one buffer. The host does not wait for a GPU."""
-    # Wider types first, so that each tensor is aligned for its type.
+    """Moves small `tensors` from the host to `device` with a single copy; returns views of a buffer. Does not wait for a GPU."""
+    # Wider dtypes first, so that each tensor is aligned.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
-    # Copied, because a view of one element may have any stride, which reshape and contiguous leave as it is.
+    # clone, because a view of one element may have any stride, and reshape and contiguous do not change it.
     flat = [tensors[place].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for place in ordered]
     host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.cat(flat, out=host).to(device, non_blocking=True)
@@ -71,7 +71,7 @@ def processor_name(device: torch.device) -> str:
 
 @cache
 def cpu_name() -> str:
-    """The processor's name, which neither psutil nor ``platform`` gives on Linux."""
+    """The processor's name from /proc/cpuinfo; psutil and ``platform`` do not have it on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

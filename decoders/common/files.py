@@ -1,4 +1,4 @@
-"""Atomic writing of files, and the package's cache folder."""
+"""Writes files atomically, and names the package's cache folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cache_folder() -> Path:
 
 
 def regular(path: Path) -> Path:
-    """`path` with links resolved; the file need not exist. Raises OSError: it exists and is no regular file."""
+    """`path` with links resolved; the file need not exist. Raises OSError if it exists and is not a regular file."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -23,12 +23,12 @@ def regular(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replaces the content of the regular file `path` atomically; its folder is created.
+    """Writes the regular file `path` atomically, and creates its folder.
 
-    Links are followed. A new file has the mode that the umask leaves, an old one keeps its own. A failure leaves no temporary file.
+    Follows links. A new file gets its mode from the umask, an old file keeps its mode. A failure leaves no temporary file.
 
     Raises:
-        OSError: it cannot be written, or is no regular file.
+        OSError: the file cannot be written, or is not a regular file.
     """
     target = regular(path)
     target.parent.mkdir(parents=True, exist_ok=True)

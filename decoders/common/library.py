@@ -1,4 +1,4 @@
-"""Grammars in files: the library that is shipped with the package (``grammars/`` of the project), and a user's own files.
+"""Grammars in files: the library of the package (``grammars/`` of the project), and a user's own files.
 
 ``.json`` holds a JSON schema, ``.regex`` an expression, ``.lark`` a grammar.
 
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ..errors import GrammarError, UnknownNameError
 
 Kind = Literal["lark", "regex", "json_schema"]
-#: What the files of each suffix hold.
+#: Suffix of a file → its format.
 KINDS: dict[str, Kind] = {".lark": "lark", ".regex": "regex", ".json": "json_schema"}
 _COMMENTS = {"lark": "//", "regex": "#"}
 
@@ -30,11 +30,11 @@ class Ready:
     """A grammar of the library.
 
     Attributes:
-        name: what ``generate(grammar=…)`` takes: the file's name without its suffix.
+        name: the file's name without its suffix, for ``generate(grammar=…)``.
         file: the file's name.
         kind: ``lark``, ``regex`` or ``json_schema``.
-        description: what it accepts, in one line: the file's first comment, or the schema's description.
-        text: the grammar itself; of a ``.regex`` file the pattern, its lines joined and its comments left out.
+        description: the accepted texts, in one line: the file's first comment, or the schema's description.
+        text: the grammar; for a ``.regex`` file the pattern, with its lines joined and without comments.
     """
 
     name: str
@@ -45,21 +45,21 @@ class Ready:
 
 
 def names() -> list[str]:
-    """File names of all grammars, sorted."""
+    """The file names of all grammars, sorted."""
     return sorted(entry.name for entry in _folder().iterdir() if entry.name.endswith(tuple(KINDS)))
 
 
 def plain_names() -> list[str]:
-    """The names that tell one grammar from all others without a suffix, sorted."""
+    """The names without suffix that belong to one grammar only, sorted."""
     stems = [_stem(file) for file in names()]
     return sorted(stem for stem in set(stems) if stems.count(stem) == 1)
 
 
 def find(name: str) -> Ready:
-    """The grammar `name`, with or without its suffix; ``-`` and ``_`` are the same.
+    """The grammar `name`, with or without suffix; ``-`` and ``_`` are the same.
 
     Raises:
-        UnknownNameError: there is none of that name, or several.
+        UnknownNameError: no grammar has this name, or several have.
     """
     every = names()
     wanted = name.replace("-", "_")
@@ -73,16 +73,12 @@ def find(name: str) -> Ready:
 
 
 def read(name: str) -> str:
-    """Text of the grammar `name`: :attr:`Ready.text` of :func:`find`.
-
-    Raises:
-        UnknownNameError: there is none of that name, or several.
-    """
+    """The text of the grammar `name` (:attr:`Ready.text`); raises as :func:`find`."""
     return find(name).text
 
 
 def joined(content: str) -> str:
-    """The pattern that stands in a ``.regex`` file: its lines joined, those that begin with ``#`` left out."""
+    """The pattern in a ``.regex`` file: joins its lines, except comments (``#``)."""
     return "".join(line for line in content.split("\n") if not line.startswith("#"))
 
 
@@ -101,16 +97,16 @@ def _stem(file: str) -> str:
 
 def _folder() -> Traversable:
     installed = resources.files("decoders").joinpath("_grammars")
-    # A checkout keeps them at its top, and so does an editable install.
+    # A checkout and an editable install have the grammars in the project's folder.
     return installed if installed.is_dir() else Path(__file__).parents[2] / "grammars"
 
 
-#: A text with such an ending names a file; no specification ends so.
+#: A text that ends with one of these names a file: no specification ends this way.
 SUFFIXES = (".lark", ".gbnf", ".json", ".regex")
 
 
 def check_file(name: str) -> None:
-    """Raises GrammarError if `name` is clearly a file's, and there is no such file."""
+    """Raises GrammarError if `name` looks like a file's name, and there is no such file."""
     if Path(name).is_file() or name.replace("-", "_") in names():
         return
     if name.endswith(SUFFIXES) or os.sep in name:
@@ -119,17 +115,13 @@ def check_file(name: str) -> None:
         near = difflib.get_close_matches(Path(name).name, others, n=1)
         hint = f" Did you mean {str(folder / near[0])!r}?" if near else ""
         raise GrammarError(
-            f"there is no file {name!r}, and no grammar of the library is called so (`decoders grammars` lists them).{hint}",
+            f"there is no file {name!r}, and no grammar of this name in the library (`decoders grammars` lists them).{hint}",
             "path",
         )
 
 
 def file_content(file: Path) -> str:
-    """The text of `file`, without a byte order mark.
-
-    Raises:
-        GrammarError: it cannot be read.
-    """
+    """The text of `file`, without a byte order mark. Raises GrammarError if it cannot be read."""
     if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
         raise GrammarError(f"{file} cannot be read: it is no regular file", "path")
     try:
@@ -139,11 +131,7 @@ def file_content(file: Path) -> str:
 
 
 def file_schema(file: Path) -> Any:
-    """The JSON in `file`.
-
-    Raises:
-        GrammarError: it cannot be read, or is no JSON.
-    """
+    """The JSON value in `file`. Raises GrammarError if it cannot be read, or is not JSON."""
     try:
         return json.loads(file_content(file))
     except (ValueError, RecursionError) as error:
@@ -153,21 +141,17 @@ def file_schema(file: Path) -> Any:
 
 
 def file_pattern(file: Path) -> str:
-    """The expression in `file`, which has the library's format.
-
-    Raises:
-        GrammarError: it cannot be read.
-    """
+    """The regular expression in `file`, in the library's ``.regex`` format. Raises GrammarError if it cannot be read."""
     return joined(file_content(file))
 
 
 def file_named(text: str) -> Path | None:
-    """The file that `text` names: an existing one, or any with a grammar's suffix. None if `text` is a specification itself."""
+    """The file that `text` names, if it exists or has a grammar's suffix; None if `text` is a specification."""
     if "\n" in text:
         return None
     if text.endswith(SUFFIXES):
         return Path(text)
     try:
         return Path(text) if Path(text).is_file() else None
-    except (OSError, ValueError):  # too long for a name, or with a null
+    except (OSError, ValueError):  # too long for a file name, or contains a null
         return None

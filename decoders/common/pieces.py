@@ -19,24 +19,23 @@ AGAIN = 12
 
 
 class TextPieces:
-    """Cuts a growing list of tokens into pieces of text; joined they are the text of the whole list behind its prompt.
+    """Cuts a growing list of tokens into pieces of text for streaming. The joined pieces are the text after the prompt. An object
+    is for one text.
 
-    That text is what decoding prompt and tokens together adds to the text of the prompt, since many tokenizers drop a blank at the
-    beginning of what they decode. A character that the prompt begins and the tokens end belongs to the tokens. Special tokens are
-    left out, and blanks are not cleaned up (``clean_up_tokenization_spaces``), which would change text that was already returned.
+    The text is the difference between the decoded prompt with tokens and the decoded prompt, because many tokenizers drop a blank at
+    the beginning. A character that begins in the prompt belongs to the tokens. Special tokens have no text, and blanks are not
+    cleaned up (``clean_up_tokenization_spaces``), which would change text that was already returned.
 
-    A piece ends behind a token whose text no later token can change. It is held back while it ends in bytes that are no whole
-    character, and behind a byte-fallback token (``<0x0A>``): a tokenizer decodes a run of these at once, and one wrong
-    byte makes all of them replacement characters.
-
-    Each piece is the text that the new tokens add to a window of earlier tokens. One object is for one text.
+    A piece ends after a token whose text no later token can change. It is held back while it ends within a character, or with a
+    byte-fallback token (``<0x0A>``): a tokenizer decodes a run of these at once, and a wrong byte makes all of them replacement
+    characters. To find a piece, only a window of earlier tokens is decoded again.
 
     Args:
-        prompt: the tokens in front.
-        shown: special tokens that are written by their names. Each ends a piece, and the rest of the text is what it is without them.
+        prompt: the tokens before the text.
+        shown: special tokens that are written by their names. Each ends a piece; the rest of the text is the same as without names.
 
     Attributes:
-        held: the text that was held back; the next piece begins with it, possibly changed by later tokens.
+        held: the text held back; the next piece begins with it, unless later tokens change it.
     """
 
     def __init__(
@@ -48,11 +47,11 @@ class TextPieces:
         self._known = self._decoded(self._window)
 
     def next(self, tokens: Sequence[int], ended: bool) -> str:
-        """The text that is new in `tokens`, the whole list without the prompt. Nothing is held back if they have `ended`."""
+        """The new text. tokens: the whole list, without the prompt; ended: whether to hold nothing back."""
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
-        # Only a prompt can end within a character.
+        # Only a prompt's text can end within a character.
         begin = common(self._known, text) if self._known.endswith(UNFINISHED) else len(self._known)
         piece = text[begin:]
         if not ended and (not piece or text.endswith(UNFINISHED) or self._ends_in_bytes(window)):
@@ -64,7 +63,7 @@ class TextPieces:
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last :data:`AGAIN` tokens of a prompt that have a text, more if the first would cut a run of bytes."""
+        """The last :data:`AGAIN` tokens of a prompt that have a text, or more, to begin before a run of byte-fallback tokens."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
@@ -73,7 +72,7 @@ class TextPieces:
         return list(prompt[begin:])
 
     def _ends_in_bytes(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token that has a text is one of byte fallback."""
+        """Whether the last token that has a text is a byte-fallback token."""
         for token in reversed(tokens):
             if (is_byte := self._is_byte(token)) or self._decoded([token]):
                 return is_byte
@@ -88,7 +87,7 @@ class TextPieces:
         return name
 
     def _decoded(self, tokens: list[int]) -> str:
-        """The text of `tokens`; a name stands where the text in front of it ends."""
+        """The text of `tokens`, with the names of `shown` tokens between the texts before and after them."""
         text, before, known = "", list[int](), ""
         marks = (place for place, token in enumerate(tokens) if token in self._special)
         for mark, end in pairwise([-1, *marks, len(tokens)]):
@@ -101,25 +100,25 @@ class TextPieces:
         return text
 
     def _plain(self, tokens: list[int]) -> str:
-        """The text of `tokens`, special ones left out."""
+        """The text of `tokens` without special tokens."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[assignment]
         return text
 
 
 def text_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The whole text of `tokens` behind `prompt`, see :class:`TextPieces`."""
+    """The text of `tokens` after `prompt`, see :class:`TextPieces`."""
     return TextPieces(tokenizer, prompt).next(tokens, ended=True)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The tokens that are no text, by their names. Takes milliseconds where thousands were added."""
+    """The special tokens by name. Takes milliseconds if a tokenizer has thousands of added tokens."""
     added = tokenizer.added_tokens_decoder
     ids = sorted({*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)})
     return dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))
 
 
 def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
-    """The tokens of `special` whose full names occur in one of `texts`."""
+    """The tokens of `special` whose full name occurs in a text of `texts`."""
     texts = tuple(texts)
     return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 

@@ -1,3 +1,3 @@
-"""The version of the distribution, as pyproject.toml reads it and ``decoders.__version__`` gives it."""
+"""The version of the distribution, for pyproject.toml and ``decoders.__version__``."""
 
 __version__ = "0.1.0"

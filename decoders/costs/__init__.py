@@ -1,4 +1,4 @@
-"""What drafts cost and what they are worth: seconds of a step by its nodes, and how often draft tokens are accepted."""
+"""Costs and gains of drafting: seconds of a step by its number of nodes, and acceptance rates of draft tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How often draft tokens are accepted, by drafter and by their place in the draft.
+"""Acceptance rates of draft tokens, by drafter and by place in the draft.
 
-The tokens that a row writes do not depend on its drafts. So every draft can be judged by them, verified or not: judging a drafter
-takes its drafting time and no forward pass.
+The tokens that a row writes do not depend on its drafts. So they judge every draft, verified or not: trying a drafter costs its
+drafting time and no forward pass.
 """
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: The factor by which the past's weight shrinks with each judged draft token: half is forgotten after about four tokens of a kind.
-#: The deepest kind forgets slowly, because many of its tokens are judged at once, and only after all tokens before them were right.
+#: Each judged draft token multiplies the weight of earlier ones by this: it halves in about four tokens of a kind. The deepest kind
+#: forgets slowly, because many of its tokens are judged at once, and only if all tokens before them were right.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
-#: The prior rate of a first token, and how many draft tokens it counts as. It may be low, because drafts are judged at no cost.
+#: The prior acceptance rate of a first token, and the number of judged tokens that it weighs as much as. A low rate does no harm:
+#: judging drafts is free.
 PRIOR_WEIGHT, PRIOR = 2.0, 0.3
-#: Greater depths and ranks count as these.
+#: Greater depths and ranks are clipped to these.
 DEEPEST, LOWEST_RANK = 4, 3
-#: How many draft tokens the rates that a drafter declares for its grades (`Strategy.grade_rates`) count as.
+#: The number of judged tokens that a drafter's declared rates (`Strategy.grade_rates`) weigh as much as.
 GRADES_WEIGHT = 4.0
-#: Weight of the newest step in a row's outlook.
+#: Weight of the newest step in a row's outlook (:attr:`Follower.outlook`).
 OUTLOOK_WEIGHT = 1 / 8
 
-#: A node is verified if it is expected to bring this many times the tokens that its time is worth, because the probability of
-#: the nodes that seem to pay is overestimated on average.
+#: A node is verified if its expected tokens are this many times its price in tokens, because the probabilities of nodes that seem to
+#: pay are overestimates on average.
 CAUTION = 1.15
 
-#: The kind of a draft token: the bits of the drafters that propose it (negative: one drafter's bit, with or without others), its
-#: depth, its rank among the siblings of its drafter, and its drafter's grade, -1 for any.
+#: The kind of a draft token: the bits of the drafters that propose it (negative: the bit of a drafter, whether or not others propose
+#: the token), its depth, its rank among the drafter's siblings, and the drafter's grade (-1 for any).
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
@@ -35,9 +36,9 @@ class AcceptanceRates:
     """Probability that a draft token is right if its parent is, by kind; recent tokens count more.
 
     Args:
-        common: the rates of all rows, if these are one row's: the prior for kinds that the row has not seen.
-        grade_rates: by drafter's bit, the rates that it declares for its grades (:attr:`Strategy.grade_rates`): the prior for grades
-            not seen yet, scaled by how the declared rates have held for the others.
+        common: the rates of all rows, the prior of a row's rates; None for the rates of all rows.
+        grade_rates: by drafter's bit, its declared rates (:attr:`Strategy.grade_rates`), the prior of grades not seen yet; scaled by
+            the ratio of observed to declared rates of the drafter's other tokens.
     """
 
     def __init__(
@@ -48,18 +49,18 @@ class AcceptanceRates:
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
         self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter: number that its declared rates had predicted
+        self._graded_expected: dict[int, float] = {}  # by drafter: number that its declared rates predicted
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
-        """The probability for a draft token of these `sources`."""
+        """The probability of a draft token. sources: bits of the drafters that propose it."""
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
-        """The probability of the best token at a depth of the drafter with this bit, whether or not others propose it, too."""
+        """The probability of a drafter's best token at `depth`, whether or not others propose it, too. drafter: its bit."""
         return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
     def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:
-        """Learns whether a token whose parent was right was right."""
+        """Learns whether a token was `right`, given that its parent was."""
         depth, rank = min(depth, DEEPEST), min(rank, LOWEST_RANK)
         keep = KEEP if depth < DEEPEST else KEEP_DEEPEST
         kinds = [(sources, depth, rank, WHICHEVER)]
@@ -98,7 +99,7 @@ class AcceptanceRates:
         return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank, WHICHEVER)) for source in single)
 
     def _declared(self, sources: int, rank: int, grade: int) -> list[tuple[int, float]]:
-        """The rates that the drafters among `sources` declare for tokens of this grade and rank."""
+        """``(drafter, rate)``: the rates that the drafters among `sources` declare for this grade and rank."""
         declared = []
         for drafter, rates in self.grade_rates.items():
             if sources & drafter and 0 <= grade < len(rates):
@@ -107,22 +108,21 @@ class AcceptanceRates:
         return declared
 
     def _holds(self, drafter: int) -> float:
-        """Ratio of a drafter's observed to its declared rates."""
+        """The ratio of a drafter's observed to its declared rates."""
         right, expected = self._graded_right.get(drafter, 0.0), self._graded_expected.get(drafter, 0.0)
         return (right + GRADES_WEIGHT) / (expected + GRADES_WEIGHT)
 
 
 class Proposals:
-    """The proposals of all drafters for one row, merged into one tree without repeats.
+    """The proposals of all drafters for a row, merged into a tree without duplicates. All attributes are per node.
 
     Attributes:
-        tokens: per node; node 0 is the row's last token.
-        parents: per node, the node that it continues.
-        depths: per node.
-        sources: per node, bits of the drafters that propose it.
-        ranks: per node, its place among the siblings of the drafter that ranks it highest.
-        grades: per node, the best grade that a drafter gives it.
-        children: per node, its children by token.
+        tokens: node 0 is the row's last token.
+        parents, depths: of the tree.
+        sources: bits of the drafters that propose the node.
+        ranks: place among the siblings of the drafter that ranks the node highest.
+        grades: the best grade that a drafter gives the node.
+        children: the children by token.
     """
 
     __slots__ = ("children", "depths", "grades", "parents", "ranks", "sources", "tokens")
@@ -142,12 +142,12 @@ class Proposals:
 
         Args:
             source: the drafter's bit.
-            tokens: of nodes 1, 2, …; -1 for none, which ends its branch.
-            parents: of nodes 0, 1, 2, …
-            grades: of nodes 1, 2, …, 0 or more.
+            tokens: tokens of nodes 1, 2, …; -1 for none ends the branch.
+            parents: parents of nodes 0, 1, 2, …
+            grades: grades of nodes 1, 2, …, 0 or more.
 
         Returns:
-            for each node of the merged tree that this drafter proposes, the index of its token; of equal tokens the first.
+            the merged tree's node → index of its token in `tokens` (the first of equal tokens), for every node of this drafter.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -178,7 +178,7 @@ class Proposals:
         return origins
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The sources of the nodes that spell `tokens`, until one is missing."""
+        """The sources of the nodes along `tokens`, up to the first token that is not in the tree."""
         node, sources = 0, []
         for token in tokens:
             child = self.children[node].get(token)
@@ -189,9 +189,10 @@ class Proposals:
         return sources
 
     def ranked(self, rates: AcceptanceRates, least: float = 0.01) -> list[tuple[float, int]]:
-        """``(probability, node)`` of the nodes whose whole path is right with probability `least` or more, likeliest first.
+        """``(probability, node)``, likeliest first: the probability that a node and its whole path are right, if at least `least`.
 
-        Every node comes after its parent. Siblings exclude each other: their probabilities sum to at most their parent's.
+        Every node comes after its parent. The probabilities of siblings sum to at most their parent's, since one of them at most is
+        right.
         """
         likely = [1.0] + [0.0] * (len(self.tokens) - 1)
         ranked = []
@@ -211,13 +212,10 @@ class Proposals:
 
 
 class Follower:
-    """Judges proposals by the tokens that a row writes.
+    """Judges proposals by the tokens that a row writes, and updates `rates`.
 
     Attributes:
-        outlook: running mean of the draft tokens that are expected to be right per step.
-
-    Args:
-        rates: updated with every judgement.
+        outlook: running mean of the expected number of right draft tokens per step.
     """
 
     def __init__(self, rates: AcceptanceRates) -> None:
@@ -243,29 +241,26 @@ class Follower:
         return right
 
     def expect(self, tokens: float) -> None:
-        """Updates the outlook: so many of this step's draft tokens are expected to be right."""
+        """Updates the outlook. tokens: expected number of right draft tokens in this step."""
         self._expected += 1
         self.outlook += max(OUTLOOK_WEIGHT, 1 / self._expected) * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
-        """Judges `proposals`, which continue the row as it is now, by its next tokens."""
+        """Judges `proposals`, which continue the row's present text, by the row's next tokens."""
         if len(proposals) > 1:
             self._open.append((proposals, 0))
 
 
-#: A row with this share of the longest row's steps less to go is e times less likely to be the last one.
+#: A row that has fewer steps to go than the longest row, by this share of the longest, is e times less likely to end last.
 LAST_ROW_SPREAD = 1 / 8
 
 
 def row_weights(tokens: Sequence[int], outlooks: Sequence[float]) -> list[float]:
-    """The value of a token in each row of a call that lasts as long as its last row: how likely the row is the last one.
+    """The value of a token in each row, 1 on average: proportional to the probability that the row is the last to end the call.
 
     Args:
-        tokens: that each row may still write.
-        outlooks: draft tokens that are expected to be right in a step of each row (:attr:`Follower.outlook`).
-
-    Returns:
-        weights, 1 on average.
+        tokens: number of tokens that each row may still write.
+        outlooks: expected number of right draft tokens per step of each row (:attr:`Follower.outlook`).
     """
     if not tokens:
         return []

@@ -1,4 +1,4 @@
-"""Cost curves, which say how long a step takes by nodes, rows, context and tier, and the files that store them."""
+"""Cost curves: measured seconds of a step by nodes, rows, context and tier, and the files that store them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ class _Stored(BaseModel):
 
 
 class Subject(_Stored):
-    """The combination of model, machine and versions that a curve was measured for; it is used for no other.
+    """The combination of model, machine and versions that a curve is valid for.
 
     Attributes:
         model: class and sizes of the model; weights do not matter.
-        dtype: dtype of its weights.
-        quantization: method of a quantised checkpoint, precision of quantized copies and of the cache; "" for the model's own.
-        device: name of the processor, with its instructions and our kernels for them, or of the GPU.
-        threads: number of torch's threads within an operation; 0 on a GPU.
+        dtype: dtype of the weights.
+        quantization: method of a quantized checkpoint, precision of quantized weights and cache; "" without quantization.
+        device: name of the GPU, or of the processor with its instructions and the kernels for them.
+        threads: number of torch's intra-op threads; 0 on a GPU.
         attention: the loop's attention, "sdpa" or "triton".
-        torch: torch's version.
-        package: version of this package; "" in older files.
+        torch, package: versions; package is "" in older files.
     """
 
     model: str
@@ -46,17 +45,17 @@ class Subject(_Stored):
 
     @property
     def key(self) -> str:
-        """A short name of this combination, for files."""
+        """A short hash, for file names."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
 class CostPoint(_Stored):
-    """One measured size.
+    """A measured size of a step.
 
     Attributes:
         rows: number of rows.
-        context: number of tokens per row to which attention looks back.
-        nodes: number of nodes in the block, root included.
+        context: tokens per row that attention looks back at.
+        nodes: nodes of the block per row, root included.
         compiled: whether the step ran compiled.
         seconds: median of several steps: forward, verification and commit.
     """
@@ -77,9 +76,9 @@ class CostCurve(_Stored):
     """Measured points of one subject.
 
     Attributes:
-        version: of the file format.
-        subject: what was measured.
-        points: sorted, each place once.
+        version: version of the file format.
+        subject: model, machine and versions of the measurement.
+        points: sorted by place, without duplicates.
     """
 
     version: int = Field(default=VERSION, ge=VERSION, le=VERSION)
@@ -87,44 +86,40 @@ class CostCurve(_Stored):
     points: tuple[CostPoint, ...] = ()
 
     def with_points(self, points: Iterable[CostPoint]) -> CostCurve:
-        """This curve with `points` added, which replace older ones at the same places."""
+        """The curve with `points` added; they replace older points at the same places."""
         merged = {point.place: point for point in (*self.points, *points)}
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 
     def context_near(self, rows: int, context: int, compiled: bool) -> int | None:
-        """The nearest context at which so many rows were measured in this tier."""
+        """The measured context nearest to `context` for this number of rows and this tier; None if there is none."""
         measured = {point.context for point in self.points if (point.rows, point.compiled) == (rows, compiled)}
         return min(measured, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
-        """Expected seconds of a step.
+        """Expected seconds of a step: linear between measured nodes and contexts, and beyond the last two.
 
-        Linear between the measured numbers of nodes and contexts, and beyond the last two. For other numbers of rows the nearest
-        one is scaled by the nodes of all rows. For a tier that was not measured the other one is taken.
+        For another number of rows, takes the nearest measured number, at the same total of nodes. For a tier that was not measured,
+        takes the other tier.
 
         Raises:
-            ValueError: nothing was measured.
+            ValueError: the curve has no points.
         """
         points = self._nearest(rows, compiled)
         nearest = points[0].rows
         by_context: dict[int, list[tuple[float, float]]] = {}
         for p in points:
             by_context.setdefault(p.context, []).append((p.nodes, p.seconds))
-        # Only the nodes of all rows together count: many rows of few nodes cost as much as few rows of many.
+        # The total number of nodes counts: many rows of few nodes cost as much as few rows of many nodes.
         same_work = nodes * rows / nearest
         by_length = [(float(c), interpolated(sorted(line), same_work)) for c, line in sorted(by_context.items())]
         return interpolated(by_length, context)
 
     def most_nodes(self, rows: int, compiled: bool) -> int:
-        """The largest measured block: as many nodes per row as :meth:`seconds` need not extrapolate for.
-
-        Raises:
-            ValueError: nothing was measured.
-        """
+        """The largest number of nodes per row for which :meth:`seconds` does not extrapolate. Raises ValueError without points."""
         return max(max(p.nodes * p.rows // rows for p in self._nearest(rows, compiled)), 1)
 
     def _nearest(self, rows: int, compiled: bool) -> list[CostPoint]:
-        """The points of the number of rows nearest to `rows`; of the other tier if this one was not measured."""
+        """The points at the measured number of rows nearest to `rows`; of the other tier if this tier has none."""
         points = [p for p in self.points if p.compiled == compiled] or list(self.points)
         if not points:
             raise ValueError("this cost curve holds no points: measure some with decoders.calibrate")
@@ -133,9 +128,8 @@ class CostCurve(_Stored):
 
 
 def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` of the line through points ``(x, y)``, sorted by x.
-
-    Below the first point its value; beyond the last one extrapolated, but never less than the last value.
+    """Interpolates points ``(x, y)``, sorted by x, at `x`. Below the first point: the first y. Beyond the last point: extrapolates,
+    but to no less than the last y.
     """
     if len(line) == 1 or x <= line[0][0]:
         return line[0][1]
@@ -154,12 +148,12 @@ def default_folder() -> Path:
 
 
 def path_of(folder: Path, subject: Subject) -> Path:
-    """The file of the curve of `subject`."""
+    """The file that stores the curve of `subject`."""
     return folder / (subject.key + SUFFIX)
 
 
 def read(folder: Path, subject: Subject) -> CostCurve | None:
-    """The stored curve of `subject`; None if there is none of this version. Warns about a damaged file."""
+    """The stored curve of `subject`; None without a file of this format version. Warns about a damaged file."""
     path = path_of(folder, subject)
     try:
         text = path.read_text(encoding="utf-8")
@@ -183,7 +177,7 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
 
 
 def write(folder: Path, curve: CostCurve) -> Path | None:
-    """Stores `curve`, with the points that another process has stored meanwhile; None, and a warning, if writing fails."""
+    """Stores `curve`, merged with points that another process stored meanwhile. Returns None, with a warning, if writing fails."""
     path = path_of(folder, curve.subject)
     try:
         kept = read(folder, curve.subject) if path.exists() else None

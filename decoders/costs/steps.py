@@ -1,4 +1,4 @@
-"""What a step costs: by a measured curve, corrected by observed steps; without a curve, by observed steps alone."""
+"""Estimates the seconds of a step: from a measured curve corrected by observed steps, or from observed steps alone."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weight of the newest step in the mean ratio of observed to expected seconds, over all sizes and, at least, of one.
+#: Weight of the newest step in the mean ratio of observed to expected seconds: of all sizes, and (at least) of the step's size.
 QUICK, SLOW = 1 / 8, 1 / 32
-#: The curve counts as much as so many steps of a size.
+#: The curve weighs as much as this many observed steps of a size.
 TRUST = 8
 #: Ratios of observed to expected seconds are clipped to this factor, up and down.
 OUTLIER = 3.0
 
-#: By nodes of a block: mean ratio of observed to expected seconds, relative to that of all sizes, and the number of steps.
+#: Nodes of a block → (mean ratio of observed to expected seconds, relative to the ratio of all sizes; number of steps).
 SizeRatios = dict[int, tuple[float, int]]
 KNOWN = (1.0, 0)
 
 
 class StepLine:
-    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps, of which recent ones count more.
+    """Seconds of a step by the nodes of all its rows: a straight line fitted to observed steps; recent steps count more.
 
-    Compiled and uncompiled steps cost differently: the line is forgotten when one kind follows the other.
+    Compiled and uncompiled steps differ in cost: a change between them resets the line.
     """
 
-    #: Share of its weight that a step keeps when the next one comes.
+    #: Every new step multiplies the weights of earlier steps by this.
     DECAY = 0.97
-    #: A node's share of the cost of a step, until steps of several sizes were seen.
+    #: A node's share of a step's cost, before steps of several sizes were observed.
     GUESS = 0.03
-    #: Steps from one trial to the next, before and after steps of several sizes were seen. A trial is a step without a draft if all
-    #: steps had one, else a step for which nodes are taken to cost less than estimated.
+    #: Steps between trials, before and after steps of several sizes were observed. A trial is a step without a draft if all steps
+    #: had a draft, else a step that assumes a lower cost of nodes.
     TRIAL, LATER_TRIAL = 4, 128
-    #: A node's cost is divided by this in a trial.
+    #: A trial divides a node's cost by this.
     HOPE = 4
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StepLine:
         self._smallest = 0
 
     def observe(self, nodes: int, seconds: float, compiled: bool) -> None:
-        """Learns from a step of so many nodes, all rows together."""
+        """Learns from a step. nodes: of all rows together."""
         if compiled != self._compiled:
             self._compiled = compiled
             self._forget()
@@ -54,12 +54,12 @@ class StepLine:
         self._steps += 1
 
     def step(self, nodes: int) -> float | None:
-        """Seconds of a step of so many nodes, all rows together; None before steps of several sizes were seen."""
+        """Expected seconds of a step; None before steps of several sizes were observed. nodes: of all rows together."""
         line = self._line()
         return None if line is None else line[0] + line[1] * nodes
 
     def estimate(self, plain: int) -> tuple[float, float]:
-        """Costs of a step and of each node in it, in an arbitrary unit, for one decision. plain: nodes of a step without a draft."""
+        """The fixed cost of a step and the cost of a node, in an arbitrary unit. plain: nodes of a step without a draft."""
         line, trial = self._line(), self.LATER_TRIAL
         if line is None:
             line, trial = (1.0, self.GUESS), self.TRIAL
@@ -69,7 +69,7 @@ class StepLine:
 
     @property
     def node(self) -> float:
-        """Seconds that a node adds to a step; 0 until steps of several sizes were seen."""
+        """Seconds that a node adds to a step; 0 until steps of several sizes were observed."""
         one, x, y, xx, xy = self._sums
         spread = one * xx - x * x
         return max((one * xy - x * y) / spread, 0.0) if spread > 1e-6 * xx else 0.0
@@ -82,15 +82,15 @@ class StepLine:
 
 
 class StepCosts:
-    """Expected seconds of a verification step of a batch, by nodes per row. The loop shows it every step.
+    """Expected seconds of a verification step of a batch, by nodes per row. The loop reports every step to it.
 
     Args:
-        curve: with points; None if nothing was measured: then `line` is used.
-        rows: of the batch.
+        curve: a curve with points; None uses `line`.
+        rows: rows of the batch.
         context: tokens per row at the start.
-        size: nodes of the padded block for so many nodes of a draft, root included.
-        ratios: how steps at a context differ from the curve, by tier, learnt by earlier calls and updated.
-        line: fitted to steps without a curve by earlier calls, and updated.
+        size: from nodes of a draft to nodes of the padded block, root included.
+        ratios: by context and tier, the ratios of earlier calls' steps to the curve; updated.
+        line: the line that earlier calls fitted without a curve; updated.
     """
 
     def __init__(
@@ -108,15 +108,11 @@ class StepCosts:
 
     @property
     def known(self) -> bool:
-        """Whether there is a curve, or steps of several sizes were seen."""
+        """Whether there is a curve, or steps of several sizes were observed."""
         return self.curve is not None or self._line.step(self.rows) is not None
 
     def step(self, nodes: int) -> float:
-        """Expected seconds of a step whose draft has so many nodes, the root included.
-
-        Raises:
-            ValueError: nothing is :attr:`known`.
-        """
+        """Expected seconds of a step. nodes: of the draft, root included. Raises ValueError unless costs are :attr:`known`."""
         size = self.size(nodes)
         if self.curve is not None:
             return self._of_curve(self.curve, size) * self._scale * self._of_size.get(size, KNOWN)[0]
@@ -126,7 +122,7 @@ class StepCosts:
         return seconds
 
     def to_weigh(self) -> Callable[[int], float]:
-        """As :meth:`step`, in an arbitrary unit, to choose the nodes of one draft.
+        """A function like :meth:`step`, in an arbitrary unit, to choose the number of nodes of one draft.
 
         Without a curve it is sometimes wrong on purpose (a trial), so that steps of several sizes are observed.
         """
@@ -140,9 +136,9 @@ class StepCosts:
         return self._ratios(self.context).setdefault(self.compiled, {})
 
     def affordable(self, share: float) -> int:
-        """Most nodes whose step costs at most ``1 + share`` times the step without a draft.
+        """The greatest number of nodes whose step costs at most ``1 + share`` times the step without a draft.
 
-        Up to 256, and by a curve up to twice as many as were measured: how steep it is beyond may be an accident of two timings.
+        At most 256, and with a curve at most twice the largest measured number: two inaccurate timings may extrapolate to anything.
         """
         limit, best, most = (1 + share) * self.step(1), 1, 256
         if self.curve is not None:
@@ -155,8 +151,8 @@ class StepCosts:
         """Learns from a step.
 
         Args:
-            nodes: of the block as it ran, per row.
-            seconds: of its core.
+            nodes: nodes per row of the padded block.
+            seconds: duration of its core.
             context: tokens of the longest row.
             compiled: whether it ran compiled.
         """
@@ -164,12 +160,12 @@ class StepCosts:
         if self.curve is None:
             self._line.observe(self.rows * nodes, seconds, compiled)
             return
-        # The curve is linear between its contexts: it is evaluated again only when the context has changed by a quarter.
+        # The curve is linear between contexts, so it is evaluated again only after the context changed by a quarter.
         if compiled != self.compiled or not 0.8 * self.context <= context <= 1.25 * self.context:
             known = self._of_size if compiled == self.compiled else {}
             self.compiled, self.context = compiled, context
             self._expected.clear()
-            if not self._of_size:  # no step was seen at such contexts: ratios of others are a start
+            if not self._of_size:  # no observed step had a context like this: start with the last context's ratios
                 self._of_size.update({size: (ratio, 0) for size, (ratio, _) in known.items()})
         own, steps = self._of_size.get(nodes, KNOWN)
         expected = self._of_curve(self.curve, nodes) * own

@@ -1,4 +1,4 @@
-"""The worth of a draft: how many nodes it may have, how many of them to verify, and how often to try a drafter that does not pay."""
+"""Decides how many nodes a draft may have, how many to verify, and how often to try a drafter that costs more than it saves."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from ..draft import Draft
 from .acceptance import CAUTION, AcceptanceRates, Follower, Proposals, row_weights
 from .steps import StepCosts
 
-#: A step with a draft may take this share more time than one without: it must then bring half a token more per step.
+#: A step with a draft may take this share more time than a step without: it pays from half a token more per step.
 SHARE = 0.5
 
 
 def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 256) -> int:
-    """Most nodes of a block, the root included.
+    """The greatest number of nodes of a block, the root included.
 
     Args:
         costs: :attr:`Context.costs`.
-        chosen: set by the user; returned unless None.
-        otherwise: the answer where nothing was measured.
-        most: upper bound of the answer by costs.
-
-    Returns:
-        by costs a power of two of at least 4, so that calls of different lengths share graphs.
+        chosen: the user's choice; returned unless None.
+        otherwise: returned if nothing was measured.
+        most: upper bound of an answer from costs, which is a power of two from 4 up, so that calls of different lengths share graphs.
     """
     if chosen is not None:
         return chosen
@@ -35,21 +32,20 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
 
 def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 255) -> int:
-    """:func:`node_budget` in draft tokens: no number includes the root."""
+    """:func:`node_budget` in draft tokens: numbers without the root."""
     return node_budget(costs, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1
 
 
 def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
-    """How many draft tokens to verify, from the first on: as long as they bring more tokens than their time is worth.
+    """The number of first draft tokens to verify: it maximizes the expected gain minus the price of the time.
 
     Args:
-        gains: tokens that each is expected to bring, all rows together.
-        seconds: of a step by its nodes per row, the root included.
-        price: tokens that a second must bring: the present rate (maximizing tokens per second, as Dinkelbach 1967 does for ratios),
-            times a factor of caution.
+        gains: expected new tokens from each draft token, all rows together.
+        seconds: seconds of a step by nodes per row, root included.
+        price: tokens that a second must bring: the present rate (maximizing a ratio, Dinkelbach 1967) times a factor of caution.
 
     Returns:
-        their number, the tokens that they are expected to bring, and that gain less the price.
+        the number, the expected gain in tokens, and the gain minus the price.
     """
     plain = seconds(1)
     count, gain, worth, total = 0, 0.0, 0.0, 0.0
@@ -61,22 +57,22 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Share of the time that may be spent on trying a drafter whose drafts do not pay.
+#: Share of the time for trying a drafter whose drafts do not pay.
 LOOKING = 0.005
-#: Weight of the newest draft in the mean of what drafts bring.
+#: Weight of the newest draft in the mean net gain.
 LOOK_WEIGHT = 1 / 8
-#: Its multiples modulo one are spread evenly, however many are taken.
+#: Golden ratio: any number of its multiples modulo one are spread evenly.
 GOLDEN = 0.6180339887498949
 
 
 @dataclass
 class Looks:
-    """When to ask a drafter: in every step while that pays, and ever less often while it does not.
+    """When to ask a drafter: in every step while drafts pay, else less and less often.
 
     Attributes:
-        count: how often it was asked.
-        net: mean of the tokens that a draft brought less its price; None before the first.
-        wait: steps between two drafts, on average; 0 while drafts pay.
+        count: number of drafts so far.
+        net: mean gain of a draft minus its price, in tokens; None before the first draft.
+        wait: mean number of steps between drafts; 0 while drafts pay.
     """
 
     count: int = 0
@@ -84,58 +80,57 @@ class Looks:
     wait: int = 0
 
     def due(self, waited: int, most: int) -> bool:
-        """Whether to ask it in this step.
-
-        Waits vary, because in a periodic text equal waits would always end at the same place of a period.
+        """Whether to ask the drafter in this step. Waits vary: equal waits would always try the same place of a periodic text.
 
         Args:
-            waited: steps since it was asked.
-            most: steps to wait at most, on average.
+            waited: steps since the last draft.
+            most: upper bound of the mean wait in steps.
         """
         return waited >= int(2 * min(self.wait, most) * (GOLDEN * self.count % 1) + 0.5)
 
     @property
     def pays(self) -> bool:
-        """Whether drafts bring more than their price at present."""
+        """Whether drafts gain more than their price at present."""
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:
-        """Learns the gain of a draft less its price, in tokens. longest: steps to wait at most."""
+        """Learns the gain of a draft minus its price, in tokens. longest: greatest wait in steps."""
         self.count += 1
         self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
 def affordable(share: float, longest: int) -> int:
-    """Steps between drafts that take `share` of a step, so that drafting takes :data:`LOOKING` of the time; at most `longest`."""
+    """The number of steps between drafts at which drafting takes :data:`LOOKING` of the time, at most `longest`.
+
+    share: duration of a draft relative to a step.
+    """
     return min(math.ceil(share / LOOKING), longest)
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
-    """A running mean with one more measurement of this `weight`, clipped to four times the mean because it may have been interrupted.
-
-    Args:
-        known: the mean so far; None or 0 before there is one.
+    """Adds a measurement to the running mean `known` (None or 0 before the first). Clips it to four times the mean: a longer
+    duration is an interruption.
     """
     return seconds if not known else known + weight * (min(seconds, 4 * known) - known)
 
 
-#: The only drafter's bit.
+#: The bit of the only drafter.
 SOURCE = 1
-#: Most steps between two drafts.
+#: Greatest number of steps between two drafts.
 LONGEST_WAIT = 64
-#: Weight of the newest draft in the mean of what drafts cost.
+#: Weight of the newest draft in the mean duration of drafts.
 DRAFT_WEIGHT = 1 / 8
 
 
 class DraftWorth:
-    """Decides how many nodes of a draft, from the first on, are worth their time in a step of several rows.
+    """Decides how many first nodes of a draft are worth their time in a step of several rows.
 
-    All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, 8 B nodes are run.
+    All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step runs 8 B nodes.
 
     Args:
         costs: returns the batch's present costs.
-        ends: most tokens of each row, where all rows begin together, so that the call lasts as long as its slowest row.
+        ends: greatest length of each row, if all rows begin together and the call ends with the slowest; else None.
         grade_rates: the strategy's declared rates by grade (:attr:`Strategy.grade_rates`).
     """
 
@@ -154,30 +149,28 @@ class DraftWorth:
         self._looks, self._waited = Looks(), 0
 
     def rebatch(self, sources: Sequence[int]) -> None:
-        """Follows the batch after rows have joined or left. sources: which row each was before, -1 for a new one."""
+        """Adapts to rows that joined or left the batch. sources: the former number of each row, -1 for a new row."""
         before = self._rows
         self._rows = [before[row] if row >= 0 else Follower(AcceptanceRates(self._common)) for row in sources]
         self._proposals.clear()
 
     def due(self) -> bool:
-        """Whether to draft in this step: not while drafting takes more time than it saves."""
+        """Whether to draft in this step. While drafting takes more time than it saves, most steps do not."""
         costs = self._costs()
         if self._drafting is None or not costs.known:
             return True
         return self._looks.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
-        """How many of the draft's tokens to verify to maximize the step's tokens per second.
+        """The number of draft tokens to verify that maximizes the step's tokens per second.
 
-        Args:
-            lengths: tokens of each row.
-            finished: which rows have ended.
+        lengths: tokens of each row; finished: whether each row has ended.
         """
         active = [row for row in range(len(self._rows)) if not finished[row]]
         gains = self._gains(draft, active, self._weights(lengths, active))
         seconds = self._costs().to_weigh()
         rate, best = len(active) / seconds(1), 0
-        while True:  # Dinkelbach's iteration: choose by the rate of the last choice, until it no longer rises
+        while True:  # Dinkelbach's iteration: choose by the last choice's rate, until the rate no longer rises
             count, gain, _ = worthwhile(gains, seconds, CAUTION * rate)
             reached = (len(active) + gain / CAUTION) / seconds(count + 1)
             if count == 0 or reached <= rate:
@@ -185,12 +178,12 @@ class DraftWorth:
             rate, best = reached, count
 
     def observe(self, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
-        """Learns whether a step's draft was worth the time. Called before the costs observe the step.
+        """Learns whether a step's draft was worth its time. Called before the costs observe the step.
 
         Args:
-            seconds: of its core.
-            emitted: how many tokens every row has written.
-            drafting: seconds that drafting took; None if the step had no draft.
+            seconds: duration of the step's core.
+            emitted: number of new tokens of every row.
+            drafting: seconds of drafting; None if the step had no draft.
         """
         if drafting is None:
             self._waited += 1
@@ -220,7 +213,7 @@ class DraftWorth:
         )
 
     def _gains(self, draft: Draft, active: Sequence[int], weights: Sequence[float]) -> list[float]:
-        """For every draft token, how many tokens it is expected to bring in all rows together."""
+        """The expected new tokens from every draft token, in all rows together."""
         tokens, parents, grades = draft.read()
         gains = [0.0] * draft.tokens.shape[1]
         for row, weight in zip(active, weights, strict=True):

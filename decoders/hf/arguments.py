@@ -1,6 +1,6 @@
-"""Arguments of ``generate`` with a strategy: each is honoured, translated, or refused. Prompts are checked, too.
+"""Checks the arguments of ``generate`` with a strategy: each is honoured, translated or refused. Checks the prompts, too.
 
-An argument in none of the tables is unknown; a test compares them with the installed transformers.
+An argument in none of the tables is unknown; a test compares the tables with the installed transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..engine.model.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 from ..settings import RuntimeSettings
 
-#: Keywords of ``generate`` that are ours.
+#: Keywords of ``generate`` that this package adds.
 OWN = (
     "strategy", "strategy_config", "decoders_config", "grammar", "thinking", "verifier", "verifier_config", "seed", "generator",
 )  # fmt: skip
@@ -70,7 +70,7 @@ HINTS = (
     "max_matching_ngram_size",
 )
 
-#: Values that transformers up to 5.17 put into every generation config, so that they are no choice of the user's.
+#: Values that transformers up to 5.17 puts into every generation config: the user did not choose them.
 UNSAID = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -79,13 +79,13 @@ UNSAID = {
     "target_lookbehind": 10,
 }
 
-#: Arguments that are settings of the loop: name → (setting, its value).
+#: Arguments that become settings of the loop: name → (setting, function from the argument's value to the setting's).
 TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "disable_compile": ("compile", lambda v: not v and "auto"),
     "prefill_chunk_size": ("prefill_chunk", lambda v: v),
 }
 
-#: Arguments with their meaning in transformers; some have none without beams or an encoder.
+#: Arguments that mean what they mean in transformers; some have no effect without beams or an encoder.
 HONOURED = frozenset({
     "inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
     "prefix_allowed_tokens_fn", "assistant_model", "streamer", "tokenizer", "assistant_tokenizer", "trust_remote_code",
@@ -99,10 +99,10 @@ HONOURED = frozenset({
     "decoder_start_token_id", "transformers_version",
 })  # fmt: skip
 
-#: All arguments of ``generate``: what else a model takes are its own.
+#: All arguments of ``generate``; any other argument belongs to the model's forward pass.
 PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(GenerationConfig()).keys()
 
-#: Arguments of a model's forward pass that say what holds of every text: name → whether a value does.
+#: Arguments of a model's forward pass that change nothing for a text: name → whether this value changes nothing.
 IDLE: dict[str, Callable[[Any], bool]] = {
     "token_type_ids": lambda v: isinstance(v, Tensor) and not v.any(),  # tokenizers of many designs return such zeros
     "logits_to_keep": lambda v: _is_whole(v) and v >= 0,
@@ -116,7 +116,7 @@ _WHOLE_NUMBERS = (
 
 
 def _meant(name: str, value: Any, known: frozenset[str]) -> str:
-    """What to write in the place of an unknown argument."""
+    """The end of an error about an unknown argument: what the caller may have meant."""
     if name in RuntimeSettings.model_fields:
         said = shown(value)
         return f'it is a setting: decoders_config={{"{name}": {said}}} for this call, decoders.enable(model, {name}={said}) for all'
@@ -128,13 +128,13 @@ def _meant(name: str, value: Any, known: frozenset[str]) -> str:
 def refuse_arguments(
     configs: list[GenerationConfig], kwargs: Mapping[str, Any], takes: frozenset[str] = frozenset()
 ) -> None:
-    """Raises, before anything is touched, for arguments that cannot be honoured exactly.
+    """Raises for arguments that the loop cannot honour exactly, before anything is changed.
 
     Args:
-        takes: what the model's forward pass takes beside text, images for example.
+        takes: names of the forward pass's arguments besides text, images for example.
 
     Raises:
-        UnsupportedError: an argument of :data:`REFUSED`, or one of the model's forward pass that the loop does not pass on.
+        UnsupportedError: an argument of :data:`REFUSED`, or an argument of the forward pass that the loop does not pass on.
         SettingsError: a value of the wrong kind.
     """
 
@@ -162,7 +162,7 @@ def refuse_arguments(
 
 
 def of_config(name: str) -> str:
-    """The addition to errors about a value from a config."""
+    """The last sentence of an error about a value from a generation config."""
     return (
         f" It comes from a generation config, which transformers fills from the checkpoint's files: set {name} to None there "
         f"(model.generation_config.{name} = None)."
@@ -170,7 +170,7 @@ def of_config(name: str) -> str:
 
 
 def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the loop for transformers' arguments in `source`, a call or a generation config."""
+    """Translates transformers' arguments in `source` (a call or a generation config) to settings of the loop."""
     options = {}
     for name, (setting, value) in TRANSLATED.items():
         if source.get(name) is not None:
@@ -187,7 +187,7 @@ def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """`value` for a message: tensors by their shape."""
+    """`value` as text for an error; tensors as their shape."""
     if isinstance(value, Tensor) and value.numel() > 1:
         return f"a tensor {list(value.shape)}"
     text = repr(value)
@@ -214,7 +214,7 @@ def _are_ids(value: Any, several: bool) -> bool:
 
 
 def resolve_seed(seed: int | None, generator: torch.Generator | None, sample: bool) -> int:
-    """The seed of the sampling noise: given, or drawn from `generator`, or from torch's global generator."""
+    """The seed of the sampling noise: `seed`, or a number drawn from `generator` or else from torch's global generator."""
     if seed is not None and generator is not None:
         raise SettingsError("give seed= or generator=, not both")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -238,7 +238,7 @@ def said_in(configs: list[GenerationConfig], name: str) -> Any:
 
 
 def first_of(configs: list[GenerationConfig], name: str) -> Any:
-    """The first value that one of `configs` gives to `name`; transformers fills gaps in the same order."""
+    """The value of `name` in the first of `configs` that sets it, as in transformers; None if no config does."""
     return next((v for c in configs if (v := getattr(c, name, None)) is not None), None)
 
 
@@ -247,12 +247,12 @@ ID_TYPES = (torch.int64, torch.int32)
 
 
 def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, cached: int = 0) -> None:
-    """Raises errors in the prompts, before anything is touched. None is left to transformers.
+    """Raises for every error in the prompts, before anything is changed.
 
     Args:
         input_ids: ``[B, P]``.
         attention_mask: ``[B, P]`` of zeros and ones.
-        cached: tokens in the caller's cache, which the mask may cover as well.
+        cached: tokens in the caller's cache, which the mask may cover, too.
 
     Raises:
         InputError: not a tensor, another shape or dtype, an id outside the vocabulary, an invalid mask.
@@ -304,7 +304,7 @@ def _kind(value: Any) -> str:
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None, inferred_from: int | None = None) -> list[Tensor]:
-    """Rows of ``[B, P]`` without their left padding.
+    """The rows of `input_ids` ``[B, P]`` without their left padding.
 
     Args:
         attention_mask: ``[B, P]`` of zeros and ones.

@@ -1,4 +1,4 @@
-"""Draft models of an enabled model: loaded once, checked against its vocabulary, each with an engine of its own."""
+"""Draft models of an enabled model: loads them once, compares vocabularies, and gives each draft model an engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .translation import TokenMap, tokens_of, translated
 
 log = logging.getLogger("decoders")
 
-#: Seconds from which on a comparison of vocabularies is logged.
+#: A comparison of vocabularies is logged if it takes longer than this (seconds).
 SLOW = 2.0
-#: Heads are padded to multiples of up to so many ids; a larger difference means another vocabulary.
+#: Heads are padded to multiples of at most this many ids; a larger difference of sizes means another vocabulary.
 PADDING = 256
 
 
 class Assistants:
-    """The draft models of one enabled model. Their engines are dropped when their models are."""
+    """The draft models of one enabled model. The engine of a draft model is dropped with the draft model."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
@@ -59,10 +59,13 @@ class Assistants:
     def engine(
         self, model: PreTrainedModel, attention: Attention, weights: Scheme | None, exact_products: bool = True
     ) -> Engine:
-        """The engine of a draft model, created once. weights: number format of its matrices, None for its own.
+        """The engine of a draft model, created once.
+
+        Args:
+            weights: number format of the draft model's matrices; None keeps the checkpoint's.
 
         Raises:
-            UnsupportedError: its design does not fit the loop.
+            UnsupportedError: the loop does not support the draft model's design.
         """
         known, precision = self._engines.get(model), Precision(weights, exact_products=exact_products)
         if known is None or not known.refresh(model, attention, precision):
@@ -94,10 +97,10 @@ class Assistants:
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
     ) -> PreTrainedModel:  # fmt: skip
-        """The draft model with the target's vocabulary; created once, and again after its embedding or head was written to.
+        """The draft model with the target's vocabulary; created once, and again after somebody changes its embedding or head.
 
         Raises:
-            UnsupportedError: `difference` without tokenizers; or the vocabularies have too little in common.
+            UnsupportedError: `difference` if a tokenizer is missing; or the vocabularies share too few tokens.
         """
         if tokenizer is None or other is None:
             raise difference
@@ -115,7 +118,7 @@ class Assistants:
         return twin
 
     def load(self, path: str, target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """A draft model and its tokenizer, if it has one; with the target's present dtype and device.
+        """Loads a draft model in the target's dtype and on its device, and the draft's tokenizer (None if there is none).
 
         Raises:
             UnsupportedError: there is no such model.
@@ -139,10 +142,10 @@ class CallAssistants:
     """The draft models that one call may use (:class:`~decoders.engine.decode.request.DraftModels`).
 
     Attributes:
-        kept: the target's draft models.
+        kept: all draft models of the target.
         target: the enabled model.
-        engine, tokenizer: of the target.
-        assistant_tokenizer: of a draft model that is given loaded.
+        engine, tokenizer: the target's.
+        assistant_tokenizer: the tokenizer of a draft model that the caller passes as an object.
         runtime: settings of the call.
     """
 
@@ -154,10 +157,10 @@ class CallAssistants:
     runtime: RuntimeSettings
 
     def engine_of(self, model: PreTrainedModel | str) -> Engine:
-        """The engine of a draft model, given loaded or as a path.
+        """The engine of a draft model (a model object or a path).
 
         Raises:
-            UnsupportedError: no such model, another vocabulary or device than the target's, or a design that does not fit the loop.
+            UnsupportedError: no such model, another vocabulary or device than the target's, or a design that the loop lacks.
         """
         model, tokenizer = self._loaded(model)
         target, engine = self.target, self.engine
@@ -207,7 +210,7 @@ class CallAssistants:
 
 
 def draft_scheme(runtime: RuntimeSettings) -> Scheme | None:
-    """Number format of the matrices of a call's draft models, None for their own."""
+    """The number format for the matrices of a call's draft models; None keeps the checkpoint's."""
     return scheme_of(runtime.weights if runtime.draft_weights == "auto" else runtime.draft_weights)
 
 
@@ -217,9 +220,9 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Raises UnsupportedError unless ids mean the same tokens in both models. Heads may be padded to different sizes.
+    """Raises UnsupportedError unless every id means the same token in both models.
 
-    Tokenizers are compared where both are known; otherwise the sizes of the heads may differ by padding only.
+    Compares the tokenizers if both are known, else the sizes of the heads, which may differ by padding only.
     """
     if draft is target:
         return
@@ -241,14 +244,14 @@ def check_vocabulary(
         )
 
 
-#: Of tokenizers of draft models: the tokenizer that they were compared with, the sizes of both then, and how they differ.
+#: Per draft tokenizer: the target's tokenizer it was compared with, the sizes of both at that time, and their difference.
 _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """:func:`_difference` of their vocabularies, whose listing takes a second where there are many tokens, so not in every call."""
+    """:func:`_difference` of two tokenizers, cached: listing a large vocabulary takes a second."""
     sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
     if known is None or known[0]() is not tokenizer or known[1] != sizes:
         difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
@@ -259,7 +262,7 @@ def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrain
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
-    # Tokens that only the draft has are never proposed if their ids are behind the target's.
+    # The draft never proposes ids behind the target's last one, so extra tokens there do no harm.
     if not moved and all(draft[token] >= len(target) for token in draft.keys() - target.keys()):
         return None
     shown = "; ".join(

@@ -1,6 +1,6 @@
-"""What ``enable`` attaches to a model besides ``generate``: its state for copies, and a ``PeftModel``'s methods that unload adapters.
+"""Attributes that ``enable`` sets on a model besides ``generate``: the state for copies, and methods that unload PEFT adapters.
 
-Models wrapped by PEFT are recognised by their attributes, so the package need not be installed.
+A ``PeftModel`` is recognised by its attributes, so PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNLOADING = ("merge_and_unload", "unload")
 class Unloading:
     """Replaces a method of :data:`UNLOADING` on an enabled ``PeftModel``, and enables the model that the method returns.
 
-    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model.
+    Holds the model, not a bound method: ``copy.deepcopy(model)`` then copies both together.
 
     Attributes:
         wrapper: the ``PeftModel``.
@@ -53,7 +53,7 @@ class Unloading:
 
 
 def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Puts :class:`Unloading` on a ``PeftModel`` whose adapters can be unloaded. ready: see there."""
+    """Puts :class:`Unloading` with `ready` on a ``PeftModel`` whose adapters can be unloaded."""
     for name in UNLOADING:
         if name not in vars(model) and hasattr(model.base_model, name):
             vars(model)[name] = Unloading(model, name, ready)
@@ -66,17 +66,17 @@ def unwatch_unloading(model: Any) -> None:
             del vars(model)[name]
 
 
-#: The method by which ``copy`` and ``pickle`` get an object's state; looked up on the instance before the class.
+#: ``copy`` and ``pickle`` get an object's state by this method, and look it up on the instance before the class.
 GETSTATE = "__getstate__"
 
 
 class CopiedState(dict[str, Any]):
-    """The state of an enabled model for copies. ``copy.copy`` takes the dict itself, without what ``enable`` has attached.
+    """The state of an enabled model for copies. ``copy.copy`` takes the dict itself, without the attributes that ``enable`` set.
 
-    The attached ``generate`` refers to its model: a shallow copy that had it would run the model it was copied from.
+    With the attached ``generate``, a shallow copy would run the original model, because ``generate`` holds its model.
 
     Attributes:
-        whole: the whole state, which ``copy.deepcopy`` and ``pickle`` take: there ``generate`` is copied along with its model.
+        whole: the whole state; ``copy.deepcopy`` and ``pickle`` take it and copy ``generate`` together with its model.
     """
 
     def __init__(self, whole: dict[str, Any], previous: Any) -> None:
@@ -99,18 +99,17 @@ class CopiedState(dict[str, Any]):
 
 
 def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
-    """Raises UnsupportedError for adapters that begin within the prompt or prepare inputs, which the loop would ignore.
+    """Raises UnsupportedError for PEFT adapters that the loop would ignore: aLoRA, and adapters that prepare inputs.
 
     Args:
-        model: the one that generates.
-        wrapper: the ``PeftModel`` around it, None without one.
+        wrapper: the ``PeftModel`` around `model`, or None.
     """
     configs = wrapper.peft_config if wrapper is not None else {}
     active = [configs.get(name) for name in getattr(wrapper, "active_adapters", ())]
     if any(getattr(config, "alora_invocation_tokens", None) for config in active):
         raise UnsupportedError(
-            "aLoRA adapts the tokens from its invocation on, whose places PEFT's own generate looks up and hands to every layer: "
-            "the loop would decode without the adapter. Call generate without strategy= for this one."
+            "aLoRA adapts the tokens from its invocation on: PEFT's own generate looks the invocation up and tells every layer; "
+            "the loop would decode without the adapter. Call generate without strategy= for this adapter."
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
     # PEFT puts the model's own method back as an attribute.
@@ -123,10 +122,9 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
 
 
 def refuse_adapter_names(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError where a ``PeftModel`` around `model` was given ``adapter_names=`` for several rows.
+    """Raises UnsupportedError if the caller passed ``adapter_names=`` for several rows to a ``PeftModel`` around `model`.
 
-    It handles the argument itself: hooks give every layer the names of the rows. The error would leave these hooks on the model, where
-    they break plain calls, so they are removed.
+    PEFT handles the argument by hooks on every layer. The error would leave them there and break plain calls: they are removed.
     """
     if "peft_config" not in vars(model):  # PEFT sets it on models whose layers it has replaced
         return

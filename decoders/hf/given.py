@@ -1,4 +1,4 @@
-"""Prompts that begin with something else than token ids: a caller's key-value cache, vectors, or the soft prompt of an adapter."""
+"""Prompts that begin with something other than token ids: a caller's key-value cache, input embeddings, or a PEFT soft prompt."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedE
 from ..strategy import Strategy
 from .arguments import unpad
 
-#: The names that transformers has for the argument.
+#: transformers' names of the argument for a cache.
 CACHES = ("past_key_values", "cache")
 EMBEDDINGS = "inputs_embeds"
 
 
 class Beginning(ABC):
-    """The beginnings of a call's prompts.
+    """How the prompts of a call begin.
 
     Attributes:
-        name: of the argument that they come from.
+        name: the argument that holds the beginning.
     """
 
     name: str
@@ -36,17 +36,17 @@ class Beginning(ABC):
     def prompts(
         self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
     ) -> list[Tensor]:
-        """Rows without left padding: ids, -1 for what the call names no token of.
+        """The prompts' token ids without left padding; -1 at positions that are not tokens.
 
         Args:
-            input_ids: ``[B, P]``, mask: as transformers have prepared them.
-            given_mask: as the caller gave it.
+            input_ids, mask: ``[B, P]``, as transformers prepared them.
+            given_mask: the caller's mask.
             inferred_from: see :func:`~decoders.hf.arguments.unpad`.
         """
         return unpad(self.whole(input_ids, given_mask), mask, inferred_from)
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Ids of all that the mask is over."""
+        """The ids of all positions that `mask` covers."""
         return input_ids
 
     @abstractmethod
@@ -56,32 +56,31 @@ class Beginning(ABC):
         """The keys and values of `rows` prompts.
 
         Args:
-            engine: of `model`.
+            engine: the engine of `model`.
             mask: ``[rows, …]``.
-            copies: how many of these rows are one of the call's (``num_return_sequences``).
-            side: of the texts, see :meth:`~decoders.engine.model.target.Target.side_of`.
+            copies: rows per prompt (``num_return_sequences``).
+            side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         """
 
     def check(self, strategy: Strategy) -> None:
-        """Raises UnsupportedError if `strategy` has to be shown all of a prompt."""
+        """Raises UnsupportedError if `strategy` must read every token of a prompt."""
         if strategy.reads_prompt:
             raise UnsupportedError(
-                f"strategy {strategy.name!r} learns from every token of the prompt and what the model computes there, and {self.name} "
-                "holds something else: take another strategy, or pass the whole text as input_ids without it"
+                f"strategy {strategy.name!r} learns from every token of the prompt and the model's output there, and {self.name} "
+                f"does not hold them: take another strategy, or pass the whole text as input_ids without {self.name}"
             )
 
 
 def beginning_of(
     arguments: Mapping[str, Any], strategy: Strategy, model: PreTrainedModel, wrapper: Any
 ) -> Beginning | None:
-    """What the prompts of a call begin with; None for ids alone.
+    """How the prompts of a call begin; None if they are token ids alone.
 
     Args:
-        strategy: of the call.
-        wrapper: the ``PeftModel`` around `model`, None without one.
+        wrapper: the ``PeftModel`` around `model`, or None.
 
     Raises:
-        InputError: a value of the wrong kind. SettingsError: several. UnsupportedError: it cannot be read.
+        InputError: a value of the wrong type. SettingsError: several beginnings. UnsupportedError: the loop cannot read it.
     """
     given = {name: arguments[name] for name in (*CACHES, EMBEDDINGS) if arguments.get(name) is not None}
     soft = SoftPrompt.of(wrapper)
@@ -98,11 +97,11 @@ def beginning_of(
 
 @dataclass(frozen=True)
 class CallCache(Beginning):
-    """A cache of the caller's.
+    """The caller's key-value cache.
 
     Attributes:
-        name: of the argument.
-        length: tokens that it holds, padding included.
+        name: the argument.
+        length: tokens in the cache, padding included.
     """
 
     name: str
@@ -111,7 +110,7 @@ class CallCache(Beginning):
 
     @staticmethod
     def of(name: str, cache: Any) -> CallCache | None:
-        """None for an empty one."""
+        """None for an empty cache."""
         if not isinstance(cache, Cache):
             raise InputError(
                 f"{name} must be a cache of transformers (DynamicCache, StaticCache), not a {type(cache).__name__}; "
@@ -121,7 +120,7 @@ class CallCache(Beginning):
         return CallCache(name, cache, length) if length else None
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Ids of cached and new tokens: `input_ids` begin with the former, unless `mask` is longer than they are."""
+        """The ids of cached and new tokens. `input_ids` hold both, unless `mask` is longer than they are; then cached ids are -1."""
         if mask is not None and mask.shape[1] > input_ids.shape[1]:
             return torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
         if input_ids.shape[1] <= self.length:
@@ -137,7 +136,7 @@ class CallCache(Beginning):
         cached = check_cache(engine.target, self.cache)
         if cached not in (1, rows // copies, rows):
             raise InputError(
-                f"{self.name} holds {cached} rows and there are {rows // copies} prompts: give as many, or one that all go on with"
+                f"{self.name} holds {cached} rows and there are {rows // copies} prompts: give as many rows, or one row for all"
             )
         padding = [0] * rows if mask is None else (mask == 0).sum(1).tolist()
         return GivenPrompts(self.cache, self.length, tuple(row * cached // rows for row in range(rows)), tuple(padding))
@@ -145,7 +144,7 @@ class CallCache(Beginning):
 
 @dataclass(frozen=True)
 class Embeddings(Beginning):
-    """Vectors in the place of all tokens of the prompts, as the input embedding would give them.
+    """The prompts as vectors instead of token ids, as the input embedding returns them.
 
     Attributes:
         vectors: ``[B, P, H]``.
@@ -169,7 +168,7 @@ class Embeddings(Beginning):
         return Embeddings(value.to(model.device, model.dtype))
 
     def whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """`input_ids` stand at the end of as many places as there are vectors."""
+        """-1 for every vector, except that `input_ids` take the last positions."""
         places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
         return torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]
 
@@ -192,12 +191,12 @@ class Embeddings(Beginning):
 
 @dataclass(frozen=True)
 class SoftPrompt(Beginning):
-    """The learnt beginning of all prompts: what prompt tuning, p-tuning and prefix tuning of PEFT put there.
+    """The learnt beginning of all prompts, from PEFT's prompt tuning, p-tuning or prefix tuning.
 
     Attributes:
         wrapper: the ``PeftModel``.
-        name: with that of the method.
-        length: places that it takes.
+        name: names PEFT's method, for errors.
+        length: number of virtual tokens.
     """
 
     wrapper: Any
@@ -216,8 +215,8 @@ class SoftPrompt(Beginning):
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind not in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
             raise UnsupportedError(
-                f"{kind} of PEFT decides by more than the prompt what stands before it. Prompt tuning, p-tuning, prefix tuning and "
-                "adapters of layers (LoRA and its kin) work; call generate without strategy= for this one."
+                f"{kind} of PEFT is not supported: the loop reads prompt tuning, p-tuning, prefix tuning, and adapters of layers "
+                "(LoRA and its kin). Call generate without strategy= for this adapter."
             )
         return SoftPrompt(wrapper, f"the soft prompt of PEFT ({kind})", int(config.num_virtual_tokens))
 
@@ -244,15 +243,15 @@ class SoftPrompt(Beginning):
 def read_vectors(
     engine: Engine, model: PreTrainedModel, vectors: Tensor, side: int, mask: Tensor | None = None
 ) -> Cache | None:  # fmt: skip
-    """What the own forward pass of `model` stores of `vectors` ``[B, P, H]``; None for no places.
+    """Runs transformers' forward pass of `model` on `vectors` ``[B, P, H]``, and returns the cache; None if P is 0.
 
     Args:
-        engine: of `model`, whose weights are used.
-        side: of the texts.
+        engine: holds the weights of `model`.
+        side: see :meth:`~decoders.engine.model.target.Target.side_of`.
         mask: ``[B, P]``, zeros for left padding.
 
     Raises:
-        UnsupportedError: the design reads no vectors.
+        UnsupportedError: the design does not read vectors.
     """
     if not vectors.shape[1]:
         return None

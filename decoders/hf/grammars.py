@@ -1,4 +1,4 @@
-"""The grammars of a call: from the value of ``grammar=`` to one compiled grammar per row, and a verdict on every text."""
+"""The grammars of a call: compiles ``grammar=`` to a grammar per row, and reports whether every text conforms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-#: Tokenizers, or states of one, whose vocabularies are cached.
+#: Number of tokenizers, or states of a tokenizer, whose vocabularies are cached.
 KEPT = 8
 
 
@@ -39,11 +39,11 @@ class Grammars:
 
         Args:
             given: the value of ``grammar=``, see :func:`~decoders.constraints.coerce.as_specs`.
-            rows: of the batch.
-            per_prompt: how many rows in succession share a prompt.
-            size: of the logits.
+            rows: rows of the batch.
+            per_prompt: successive rows that share a prompt.
+            size: entries of the logits.
             thinking: the value of ``thinking=``.
-            prompts: of the rows, which may end within a thought.
+            prompts: token ids per row; a prompt may end within a thought.
 
         Raises:
             GrammarError, SettingsError, UnknownNameError, UnsupportedError.
@@ -84,9 +84,9 @@ class Grammars:
         return any(grammar is not None for grammar in self.rows)
 
     def judge(self, texts: Sequence[Sequence[int]]) -> list[GrammarUse | None]:
-        """The verdicts on the rows' texts, given as token ids with their stop tokens.
+        """Notes for every row whether its text is complete and valid. texts: token ids, stop tokens included.
 
-        A complete text that breaks a condition which its language cannot express is reported, with a warning, and returned.
+        Some schemas have conditions that no grammar expresses: a complete text that breaks such a condition gives a warning.
         """
         for row, (grammar, use) in enumerate(zip(self.rows, self.uses, strict=True)):
             if grammar is None or use is None:
@@ -105,7 +105,7 @@ class Grammars:
 def _compiler(
     vocabulary: Vocabulary, runtime: RuntimeSettings, compilations: list[Compilation]
 ) -> Callable[[Spec], CompiledGrammar]:
-    """A function that compiles specifications, and adds an entry to `compilations` for each."""
+    """A function that compiles a specification and appends the compilation to `compilations`."""
 
     def compile(spec: Spec) -> CompiledGrammar:
         backend = resolve_backend(spec.backend or runtime.constraint_backend)
@@ -129,7 +129,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int, stops: S
             "grammar= needs a token that ends the text: set eos_token_id in the call or the generation config"
         )
     added = tuple((token, each.content, each.special) for token, each in tokenizer.added_tokens_decoder.items())
-    state = (len(tokenizer), tuple(tokenizer.all_special_ids), added)  # in the key, because tokenizers can be changed
+    state = (len(tokenizer), tuple(tokenizer.all_special_ids), added)  # in the cache's key: a tokenizer can change
     return _vocabulary(tokenizer, size, tuple(stops), state)
 
 
@@ -141,7 +141,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, stops: tuple[int,
 def _check_fit(
     grammar: CompiledGrammar, size: int, stops: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Refuses a compiled grammar for another vocabulary."""
+    """Raises if `grammar` was compiled for another vocabulary."""
     name, own = grammar.language.name, grammar.vocabulary
     if len(own) != size or set(own.stops) != set(stops):
         raise UnsupportedError(
@@ -150,7 +150,7 @@ def _check_fit(
         )
     if tokenizer is None:
         return
-    with suppress(UnsupportedError):  # the bytes of these tokens are unknown: nothing to compare
+    with suppress(UnsupportedError):  # unknown bytes cannot be compared
         tokens = vocabulary_of(tokenizer, size, stops).tokens
         if own.tokens == tokens:
             return

@@ -1,6 +1,6 @@
-"""Images, videos and sounds in a call of ``generate``: which arguments they are, where they stand in prompts, what tells them apart.
+"""Images, videos and sounds of a call of ``generate``: their arguments, their positions in the prompts, and their hashes.
 
-No design is known by name: a model's forward pass says what it takes, and its config which tokens stand for parts of images.
+The code names no design: a model's forward pass lists its arguments, and its config lists the placeholder tokens of images.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from ..engine.model.layout import placeholder_ids
 from ..engine.model.own_forward import PER_TOKEN, WRONGLY_DIVIDED, MultimodalInputs
 from ..errors import UnsupportedError
 
-#: Arguments of a forward pass that are no part of a prompt.
+#: Arguments of a forward pass that are not inputs.
 _OTHERS = frozenset({"labels", "logits_to_keep", "return_dict", "kwargs"})
 
 
 def arguments_of(model: PreTrainedModel) -> frozenset[str]:
-    """Names of what the model's forward pass takes beside a text's tokens; none of a design that reads nothing but text."""
+    """The arguments of the model's forward pass; empty for a text-only model."""
     if placeholder_ids(model) is None:
         return frozenset()
     return frozenset(inspect.signature(type(model).forward).parameters) - _OTHERS
 
 
 def may_change_itself(model: PreTrainedModel) -> bool:
-    """Whether the design takes more than text by a ``generate`` of its own, which may change the model by what a prompt has: Granite
-    Speech switches adapters on for sounds, and off for text.
+    """Whether a multimodal model has a ``generate`` of its own, which may change the model depending on the prompt.
+
+    Granite Speech, for example, switches adapters on for sounds and off for text.
     """
     kind: Any = type(model)
     return kind.generate is not GenerationMixin.generate and placeholder_ids(model) is not None
@@ -49,15 +50,15 @@ def inputs_of(
     repeats: int,
     divides: bool = True,
 ) -> MultimodalInputs | None:
-    """What the prompts of a call have besides text; None if they have nothing.
+    """The images, videos and sounds of a call's prompts; None for prompts of text alone.
 
     Args:
-        model: private, since designs note in themselves where positions are.
-        given: the arguments of the call that ``generate`` has no use for itself.
+        model: a private copy, because some designs store positions in the module.
+        given: arguments of the call for the model's forward pass.
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
-        repeats: how many rows decode each prompt.
-        divides: whether prompts are read one by one, where it can be told which images are whose.
+        repeats: rows per prompt.
+        divides: whether to divide the images among the prompts, so that each prompt is read alone, if the division is clear.
 
     Raises:
         UnsupportedError: a prompt ends with an image.
@@ -75,17 +76,17 @@ def inputs_of(
     ends = [int(places[-1]) + 1 if len(places) else 0 for places in rows]
     if not contents and not any(ends):
         return None
-    if not any(ends):  # nothing says where they stand
+    if not any(ends):  # no placeholder says where the images stand
         ends = [length - 1 for length in lengths]
     if any(end == length for end, length in zip(ends, lengths, strict=True)):
         raise UnsupportedError(
-            "a prompt ends with an image, a video or a sound, and the loop goes on from a token of text: put the question, or what the "
-            "chat template adds for the answer, behind it"
+            "a prompt ends with an image, a video or a sound, and the loop continues from a text token: put the question, or the "
+            "chat template's start of the answer, behind it"
         )
     digest, hashes = _digest(contents), []
     for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         types = [kind[row, width - length :][:end] for kind in kinds.values()]
-        # Which images are a prompt's depends on the placeholders of those before it.
+        # The placeholders of the prompts before this one decide which images belong to it.
         taken = [input_ids[each][special[each]] for each in range(row)]
         hashes.append(_digest((digest, taken, types)) if end else "")
     arguments = _prepared(model, given, input_ids, mask)
@@ -110,10 +111,10 @@ def inputs_of(
 
 
 def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any]] | None:
-    """The contents of each prompt; None if they do not say whose they are. That the model takes them so is seen when it reads them.
+    """Divides `contents` among the prompts; None if the division is unclear. The model may still refuse it when it reads a prompt.
 
     Args:
-        special: ``[B, P]`` bool, the places of images.
+        special: ``[B, P]`` bool, positions of images.
     """
     begins = special & ~torch.nn.functional.pad(special, (1, 0))[:, :-1]
     images, places = begins.sum(1).tolist(), special.sum(1).tolist()
@@ -126,7 +127,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
         if size is None:
             shares = None
         elif unclear and size == len(rows) and (not several or value.shape[1:2] == (max(images),)):
-            return None  # an entry is an image, or a row with room for the most images
+            return None  # an entry may be an image, or a row padded to the greatest number of images
         elif size == sum(images):
             shares = images
         elif size == len(rows):
@@ -145,7 +146,7 @@ def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any
 def _prepared(
     model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None
 ) -> dict[str, Any]:
-    """The arguments of the model's forward pass, as transformers' ``generate`` makes them for its first one."""
+    """The arguments that transformers' ``generate`` passes to the model's first forward pass."""
     padding = torch.ones_like(input_ids) if mask is None else mask.long()
     device = input_ids.device
     arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
@@ -162,18 +163,18 @@ def _prepared(
 
 
 def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
-    """By how much positions behind the prompts are ahead of places."""
+    """Per prompt, the position of the next token minus the number of tokens (images may advance positions otherwise)."""
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)
-    # Of several kinds of positions, those of text are equal in all but a first one that counts tokens.
+    # M-RoPE has several kinds of positions: a text token has the same in all, except in a first kind that counts tokens.
     last = positions[..., -1]
     last = (last[-1] if last.dim() == 2 else last).expand(len(lengths)).tolist()
     return [position + 1 - length for position, length in zip(last, lengths, strict=True)]
 
 
 def _digest(value: Any) -> str:
-    """Tells contents apart; that of something which cannot be read is nothing else's."""
+    """A hash of `value`; unique for a value that cannot be read."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()

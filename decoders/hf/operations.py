@@ -1,9 +1,9 @@
-"""transformers' logits processors as operations of the step."""
+"""Translates transformers' logits processors to operations inside the step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from ..sampling.top import MOST_OF_TOP_K
 
 #: Score of a token that an operation rules out.
 REMOVED = float("-inf")
-#: Operations whose values depend on the lengths of a call.
+#: Operations whose values depend on the prompt's length or the output's.
 AT_A_LENGTH = frozenset({"min_new_tokens", "suppress_at", "forced_tokens"})
 
 #: The name of an operation, its value, and its sequences of tokens.
@@ -29,10 +29,10 @@ Operation = tuple[str, float, tuple[tuple[tuple[int, ...], float], ...]]
 class TokenPenalties(LogitsProcessor):
     """``frequency_penalty`` and ``presence_penalty``: ``score - count * frequency - (count > 0) * presence``.
 
-    Counts are those of a token in the new text.
+    ``count`` is how often the new text has the token.
 
     Args:
-        prompt: tokens of the prompt.
+        prompt: number of prompt tokens.
     """
 
     def __init__(self, prompt: int, frequency: float, presence: float) -> None:
@@ -50,8 +50,8 @@ class PaddedPrompts:
 
     Attributes:
         ids: ``[B, P]`` int64.
-        mask: over them, and over what else a prompt has.
-        vocab: tokens of the model.
+        mask: attention mask over the ids, and over cached tokens or vectors before them.
+        vocab: the model's number of tokens.
     """
 
     ids: Tensor
@@ -63,13 +63,17 @@ class PaddedPrompts:
         return self.ids.shape[1]
 
     def starts_at(self, places: Tensor) -> bool:
-        """Whether `places` ``[B]`` are those where the texts begin."""
+        """Whether the texts begin at `places` ``[B]``."""
         if self.mask is None or self.mask.shape != self.ids.shape:
             return not places.any()
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
 
+    def have(self, sequences: Iterable[tuple[Sequence[int], float]]) -> bool:
+        """Whether the model has all tokens of the `sequences`; transformers raises where it lacks one."""
+        return all(0 <= token < self.vocab for tokens, _ in sequences for token in tokens)
+
     def equal(self, ids: Tensor) -> bool:
-        """Whether `ids` are the prompts, before or after they were repeated."""
+        """Whether `ids` are the prompts, with or without repetition for ``num_return_sequences``."""
         copies = max(len(self.ids) // max(len(ids), 1), 1)
         return torch.equal(ids.repeat_interleave(copies, 0), self.ids)
 
@@ -77,10 +81,10 @@ class PaddedPrompts:
 def plan_sampling(
     processors: LogitsProcessorList, prompts: PaddedPrompts, config: GenerationConfig, stop_tokens: tuple[int, ...]
 ) -> tuple[SamplingPlan, tuple[float, ...], OperationSequences, Processors | None]:
-    """Turns transformers' prepared processors into operations of the step, or keeps them all for the host.
+    """Translates transformers' processors to operations inside the step, or keeps all of them for the host.
 
-    Only exact types are recognised, because a subclass may do anything. A single processor that the plan cannot express, such as one
-    with its own `filter_value`, keeps all of them on the host, since their order matters.
+    Recognises exact types only, because a subclass may do anything. If the plan cannot express a single processor (a `filter_value`
+    of its own, for example), all stay on the host, since their order matters.
     """
     keep_scores, sample = bool(config.return_dict_in_generate and config.output_scores), bool(config.do_sample)
     each = [_operations(processor, prompts, stop_tokens) for processor in processors]
@@ -92,11 +96,11 @@ def plan_sampling(
 
 
 def _operations(x: Any, prompts: PaddedPrompts, stop_tokens: tuple[int, ...]) -> list[Operation] | None:
-    """The operations that processor `x` stands for; None if there are none."""
+    """The operations equal to processor `x`; None if no operations are."""
     length = prompts.length
-    forced: Callable[[Any, int], list[Operation]] = lambda tokens, place: [  # noqa: E731
-        ("forced_tokens", place - length, _alone(tokens, 0.0))
-    ]
+    forced: Callable[[Any, int], list[Operation] | None] = lambda tokens, place: (  # noqa: E731
+        [("forced_tokens", place - length, own)] if prompts.have(own := _alone(tokens, 0.0)) else None
+    )
     known: dict[type, Callable[[], list[Operation] | None]] = {
         p.TemperatureLogitsWarper: lambda: _value("temperature", x.temperature),
         # Representable as a float, and larger than any vocabulary.
@@ -136,7 +140,7 @@ def _value(name: str, value: float) -> list[Operation]:
 
 
 def _alone(tokens: Any, bias: float) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Each of the `tokens` as a sequence with a `bias`."""
+    """A sequence of one token with `bias`, for each of `tokens`."""
     listed: Sequence[int] = torch.as_tensor(tokens).flatten().tolist()
     return tuple(((token,), bias) for token in dict.fromkeys(listed))
 
@@ -156,9 +160,9 @@ def _repetition(x: Any, prompts: PaddedPrompts) -> list[Operation] | None:
 
 
 def _biases(biases: Mapping[tuple[int, ...], float], prompts: PaddedPrompts) -> list[Operation] | None:
-    """None for tokens that the model lacks, for which transformers raises; and where the order matters in which biases are added."""
+    """None if the model lacks a token (transformers raises), or if the order of adding biases would change the sum."""
     ends = Counter(tokens[-1] for tokens, bias in biases.items() if bias != REMOVED)
-    if any(token >= prompts.vocab for tokens in biases for token in tokens) or max(ends.values(), default=0) > 2:
+    if not prompts.have(biases.items()) or max(ends.values(), default=0) > 2:
         return None
     listed = tuple((tuple(map(int, tokens)), float(bias)) for tokens, bias in biases.items())
     return [("sequence_bias", 0.0, listed)]

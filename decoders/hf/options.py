@@ -1,4 +1,4 @@
-"""The options of a call of ``generate``: arguments, then generation configs, then settings, read once."""
+"""Reads the options of a call of ``generate`` once: from its arguments, then generation configs, then settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..verifiers.verifier import Verifier
 from .arguments import HINTS, OWN, REFUSED, TRANSLATED, first_of, hints_of, loop_options, of_config, said_in, shown
 from .attached import is_peft
 
-#: Keywords that may stand in a generation config, which takes what JSON can hold.
+#: Keywords that a generation config may have, and their JSON types.
 _CONFIGURABLE: dict[str, tuple[type, ...]] = {
     "strategy": (str,),
     "strategy_config": (Mapping,),
@@ -31,11 +31,11 @@ _CONFIGURABLE: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """The defaults that :func:`decoders.enable` was given for calls.
+    """Defaults of calls, from :func:`decoders.enable`.
 
     Attributes:
-        strategy: as in ``generate``; None: calls without a strategy are transformers' own.
-        strategy_config: its settings.
+        strategy: as in ``generate``; None leaves calls without a strategy to transformers.
+        strategy_config: settings of the strategy.
         runtime: settings of the loop.
     """
 
@@ -44,7 +44,7 @@ class Defaults:
     runtime: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises the errors that a call would raise because of them."""
+        """Raises the errors that a call with these defaults would raise."""
         _check_mapping("strategy_config", self.strategy_config)
         load_settings(RuntimeSettings, None, {}, {}, enabled=self.runtime, sections=registry().strategies())
         if self.strategy is not None:
@@ -53,7 +53,7 @@ class Defaults:
             raise SettingsError("strategy_config needs a strategy: give enable() strategy=… too")
 
     def config_for(self, strategy: Any, configured: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """These defaults' settings of `strategy`, overridden by `configured`, those from a generation config."""
+        """The default settings of `strategy`, overridden by the settings in a generation config (`configured`)."""
         chosen_here = isinstance(self.strategy, (str, type)) and strategy_name(self.strategy) == strategy_name(strategy)
         if not chosen_here or not self.strategy_config or isinstance(strategy, Strategy):
             return configured
@@ -97,10 +97,12 @@ class Options:
     def read(
         arguments: Mapping[str, Any], config: GenerationConfig | None, defaults: Defaults = NO_DEFAULTS
     ) -> Options | None:
-        """The options in `arguments` and the model's own `config`; None without a strategy, where ``generate`` is transformers' own.
+        """The options of a call; None for a call without a strategy, which transformers' ``generate`` decodes.
 
         Args:
-            defaults: for options in neither.
+            arguments: of ``generate``.
+            config: the model's generation config.
+            defaults: for options that neither has.
 
         Raises:
             SettingsError, UnknownNameError, UnsupportedError, PluginError.
@@ -134,7 +136,7 @@ class Options:
             if misplaced:
                 raise SettingsError(f"{', '.join(misplaced)} needs a strategy: pass strategy=… too")
             return None
-        # A config that names a strategy has settings of that strategy only.
+        # Settings in a config that names a strategy belong to that strategy alone.
         same = configured["strategy"] is None or strategy_name(configured["strategy"]) == strategy_name(chosen)
         in_call = with_hints(chosen, own["strategy_config"], hints_of(others))
         in_config = with_hints(chosen, configured["strategy_config"] if same else None, hints_of(in_configs), of_config)
@@ -151,16 +153,16 @@ class Options:
         )
 
     def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
-        """The arguments of these names that have a value, and the options without them."""
+        """Splits off the arguments called `names`: returns their values that are not None, and options without them."""
         taken = {name: value for name, value in self.arguments.items() if name in names}
         others = {name: value for name, value in self.arguments.items() if name not in names}
         given = {name: value for name, value in taken.items() if value is not None}
         return given, replace(self, arguments=others) if taken else self
 
     def check(self) -> None:
-        """Raises UnsupportedError if the strategy lacks an argument that it needs, or is given two draft models.
+        """Raises UnsupportedError if the strategy lacks an argument that it needs, or gets two draft models.
 
-        A draft model beside a strategy that takes none gives a warning, so that one call may be tried with every strategy.
+        Warns of a draft model that the strategy does not use: the same call can then be tried with every strategy.
         """
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
@@ -187,7 +189,7 @@ class Options:
 
 
 def _configured(configs: list[GenerationConfig]) -> dict[str, Any]:
-    """Our own options in generation configs."""
+    """The options of this package in generation configs."""
     configured = {name: first_of(configs, name) for name in _CONFIGURABLE}
     for name, kinds in _CONFIGURABLE.items():
         if not isinstance(configured[name], (*kinds, type(None))):
@@ -211,9 +213,9 @@ class OwnDefaults:
     """The options in a checkpoint's own generation config.
 
     Attributes:
-        config: a copy that goes with every strategy.
+        config: a copy with values that every strategy accepts.
         strategy_config: settings of the strategy, drafting hints included.
-        left_out: values that are neither in the copy nor settings, by name, as text.
+        left_out: values that are neither in the copy nor in the settings, by name, as text.
     """
 
     config: GenerationConfig
@@ -222,12 +224,11 @@ class OwnDefaults:
 
     @staticmethod
     def of(config: GenerationConfig, strategy: str, strategy_config: Mapping[str, Any]) -> OwnDefaults:
-        """The defaults without values that ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), without several
-        texts per prompt, which requests ask for in another way, and without sampling at temperature 0. Drafting hints become settings
-        of `strategy` if it has them.
+        """Removes values that ``generate(strategy=…)`` refuses (``use_cache=False``, ``num_beams``), sampling at temperature 0, and
+        ``num_return_sequences`` (a request has its own argument). Turns drafting hints into settings of `strategy` if it has them.
 
         Args:
-            strategy, strategy_config: of requests that name none. Settings count before hints.
+            strategy, strategy_config: the defaults of requests; these settings override hints.
         """
         own, settings = copy.copy(config), dict(strategy_config)
         left_out = {name: value for name, (refused, _) in REFUSED.items() if refused(value := said_in([own], name))}
@@ -240,7 +241,7 @@ class OwnDefaults:
                 settings = dict(with_hints(strategy, settings, {name: value}) or {})
             except UnsupportedError:
                 left_out[name] = value
-            except SettingsError:  # contradicts a setting, which counts
+            except SettingsError:  # contradicts a setting: the setting counts
                 continue
         for name in (*left_out, *HINTS):
             setattr(own, name, None)

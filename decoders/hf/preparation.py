@@ -1,4 +1,4 @@
-"""Processors, criteria and generation config as transformers prepares them, in the loop's terms; reused for calls of the same kind."""
+"""Translates the processors, criteria and generation config that transformers prepares; reused by calls of the same kind."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _INSIDE = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriter
 #: Criteria that judge rows independently, by exact type.
 _BY_ROW = (stopping_criteria.StopStringCriteria, stopping_criteria.MaxTimeCriteria)
 
-#: Arguments of ``generate`` that differ between requests of a kind, or that are not passed to transformers.
+#: Arguments of ``generate`` that differ between calls of a kind, or that transformers does not get.
 _OWN = frozenset(
     {"input_ids", "attention_mask", "max_new_tokens", "streamer", "tokenizer", "assistant_model", "assistant_tokenizer"}
 )
 _PLAIN = (bool, int, float, str, type(None))
-#: Most preparations that are kept; a service needs one for every combination of sampling parameters.
+#: Greatest number of preparations that are kept: a server needs a preparation per combination of sampling parameters.
 LIMIT = 64
 
-#: Everything that a preparation depends on, except prompt and length.
+#: All inputs of a preparation except prompt and length.
 Kind = tuple[object, ...]
 
 
@@ -41,14 +41,14 @@ class Preparation:
 
     Attributes:
         config: the generation config in force.
-        length: most tokens of a row, padded prompt included.
+        length: greatest number of tokens of a row, padded prompt included.
         stop_tokens: end-of-sequence ids.
         pad_token: fills ended rows.
-        pads_ended_rows: whether a row that a criterion stopped is padded while others go on.
+        pads_ended_rows: whether a row is padded after a criterion stopped it while other rows go on.
         plan: the operations on logits inside the step.
-        values: the plan's parameters.
-        sequences: likewise.
-        processors: all logits processors if the plan cannot express one of them, else None.
+        values: the values of the plan's operations.
+        sequences: the token sequences of the plan's operations.
+        processors: all logits processors if the plan cannot express every processor, else None.
         criteria: stopping criteria that the step does not decide itself.
     """
 
@@ -70,7 +70,7 @@ class Preparation:
         config: GenerationConfig,
         prompts: PaddedPrompts,
     ) -> Preparation:
-        """From the arguments that transformers passes to a custom ``generate``."""
+        """Reads the arguments that transformers passes to a custom ``generate``."""
         # A length criterion of the user's replaces transformers' own, so the list counts, not the config.
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
@@ -88,24 +88,19 @@ class Preparation:
 
     @property
     def reusable(self) -> bool:
-        """Whether only lengths depend on the prompt, so that other calls of this kind can use it."""
+        """Whether nothing but lengths depends on the prompt, so that other calls of this kind can use the preparation."""
         on_host = self.processors is not None or self.criteria is not None
         return not on_host and self.config.min_new_tokens is None and AT_A_LENGTH.isdisjoint(self.plan.operations)
 
     def of_length(self, prompt: int, new_tokens: int) -> Preparation:
-        """This preparation for a prompt and an output of other lengths."""
+        """The same preparation for other lengths of prompt and output."""
         config, length = copy.copy(self.config), prompt + new_tokens
         config.max_length, config.max_new_tokens = length, new_tokens
         return replace(self, config=config, length=length)
 
 
 def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], arguments: Mapping[str, Any]) -> Kind | None:
-    """What transformers' preparation of a call depends on, except prompt and length; None if it cannot be reused.
-
-    Args:
-        configs: generation configs of the call.
-        arguments: of ``generate``.
-    """
+    """The key of a call's preparation: all its inputs except prompt and length; None if it cannot be reused."""
     ids, mask, count = (arguments.get(name) for name in ("input_ids", "attention_mask", "max_new_tokens"))
     if not isinstance(ids, Tensor) or len(ids) != 1 or mask is None or type(count) is not int or count < 1:
         return None
@@ -125,7 +120,7 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
 
 
 def _state(values: Mapping[str, Any]) -> tuple[object, ...] | None:
-    """A hashable equivalent of `values`; None if one of them is not plain data."""
+    """`values` as a hashable tuple; None if a value is not plain data."""
     state = []
     for name, value in values.items():
         if type(value) is list and all(type(entry) is int for entry in value):

@@ -1,4 +1,4 @@
-"""Preparing a call: from transformers' preparation to a :class:`Request`, and from the output back to transformers' form."""
+"""Turns a call of ``generate`` into a :class:`Request`, and the request's output into transformers' form."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class DecodersOutput(GenerateDecoderOnlyOutput):
 
 
 class StreamAligner:
-    """Passes a streamer ``[B]`` tokens per position as soon as every row has reached it or has ended.
+    """Sends a streamer ``[B]`` tokens per position, as soon as every row has reached the position or has ended.
 
-    A row that ended early is padded, as in transformers. A streamer that wants the tokens of each step may have a method
-    ``on_step(new: list[list[int]])``, called before their ``put``.
+    A row that ended early is padded, as in transformers. A streamer may define ``on_step(new: list[list[int]])``: it is called
+    with the tokens of each step, before ``put``.
     """
 
     def __init__(self, streamer: BaseStreamer, pad_token: int) -> None:
@@ -63,7 +63,7 @@ class StreamAligner:
         self.sent = 0
 
     def step(self, new: list[list[int]], written: list[list[int]], ended: list[bool]) -> None:
-        """Sends the positions that are complete in `written`, all tokens of each row; rows that have `ended` are not waited for."""
+        """Sends the complete positions of `written` (all tokens of each row). Does not wait for rows that have `ended`."""
         if hasattr(self.streamer, "on_step"):
             self.streamer.on_step(new)
         going = [len(tokens) for tokens, end in zip(written, ended, strict=True) if not end]
@@ -83,14 +83,13 @@ class StreamAligner:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call as a request, with what converts its output to a result in transformers' form.
+    """A call as a request; converts the request's output to transformers' form.
 
     Attributes:
-        engine: of the model.
-        request: the call in the loop's terms.
+        engine: the model's engine.
         input_ids: ``[B, P]`` as transformers prepared them.
-        grammars: of the rows.
-        aligner: passes tokens to the call's streamer, if there is one.
+        grammars: the grammars of the rows.
+        aligner: sends tokens to the call's streamer; None without a streamer.
         config: the generation config in force.
     """
 
@@ -102,7 +101,7 @@ class PreparedCall:
     config: GenerationConfig
 
     def judge(self, written: RequestOutput) -> None:
-        """Notes in the report what became of the texts; may take long where a grammar is wider than what was asked for."""
+        """Adds to the report whether the texts conform to their grammars; slow if a schema has conditions beyond its grammar."""
         written.report.grammars = self.grammars.judge(written.generated)
 
     def result(self, written: RequestOutput) -> Tensor | DecodersOutput:
@@ -122,7 +121,7 @@ class PreparedCall:
             return sequences
 
         def by_position(per_row: list[list[Tensor]]) -> tuple[Tensor, ...]:
-            # Rows that have ended get zeros.
+            # Ended rows get zeros.
             blank = next((torch.zeros_like(t) for row in per_row for t in row), torch.empty(0))
             return tuple(torch.stack([row[t] if t < len(row) else blank for row in per_row]) for t in range(longest))
 
@@ -142,19 +141,19 @@ def prepare(
     """Turns a checked call into a request.
 
     Args:
-        model: the user's.
-        tokenizer: of the call or of the model.
-        engine_of: returns the model's engine, created if needed; called after all checks that do not need it.
-        assistants: draft models used with `model`.
+        model: the user's model.
+        tokenizer: the call's tokenizer or the model's.
+        engine_of: returns the model's engine, created if needed; called after all checks that do not need the engine.
+        assistants: draft models of `model`.
         kept: transformers' preparations of earlier calls.
-        beginning: of the prompts, where that is no text.
+        beginning: how the prompts begin, if not with token ids.
     """
     beside, options = options.apart(arguments_of(model) - PLAIN)
     if beside and beginning is not None:
-        kept_anyway = "; leave the cache out, what was read of images before is kept"
+        kept_anyway = "; leave the cache out: the loop keeps what it has read of images"
         hint = kept_anyway if isinstance(beginning, CallCache) else ""
         raise UnsupportedError(
-            f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images begins with nothing else{hint}"
+            f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images has to be given whole{hint}"
         )
     idle, options = options.apart(frozenset(IDLE))
     given, runtime = options.arguments, options.runtime
@@ -181,8 +180,8 @@ def prepare(
     check_lengths(model, prompts, new_tokens)
     if preparation.processors is not None and not options.verifier.coupled:
         raise UnsupportedError(
-            f"verifier={options.verifier.name!r} needs the distribution after every draft token at once, and a logits "
-            "processor of this call is asked about one token after the other: take verifier='coupled'"
+            f"verifier={options.verifier.name!r} needs the distributions after all draft tokens at once, and a logits "
+            "processor of this call works token by token: take verifier='coupled'"
         )
     if len(prompts) > 1 and preparation.pads_ended_rows:
         check_pad_token(model, preparation.pad_token)
@@ -200,13 +199,13 @@ def prepare(
     if seen is not None and any(bool((torch.isin(prompt, seen) | (prompt < 0)).any()) for prompt in prompts):
         raise UnsupportedError(
             f"past_key_values of {type(model).__name__} does not say which positions its images have taken: give the whole prompt with "
-            "its images, of which nothing is read twice"
+            "its images; the loop keeps what it has read of them"
         )
     read = beginning.read(engine, model, mask, len(prompts), copies, side) if beginning is not None else None
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
         own = engine.own_forward(model, engine.target)
-        # A strategy that reads prompts is shown all of them together.
+        # A strategy that reads prompts reads all of them together.
         multimodal = inputs_of(own.model, beside, *of_prompts, copies, not options.strategy.reads_prompt)
     grammars = Grammars.of(
         options.grammar, len(prompts), copies, tokenizer, engine.target.vocab_size,
@@ -235,10 +234,10 @@ def prepare(
 def prepared_by_transformers(
     model: PreTrainedModel, options: Options, tokenizer: PreTrainedTokenizerBase | None, beside: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, Preparation]:
-    """Prompts ``[B, P]``, their mask and everything else as transformers' ``generate`` prepares them.
+    """The prompts ``[B, P]``, their mask and the preparation, from transformers' ``generate``.
 
     Args:
-        beside: what prompts have besides text. A design with a ``generate`` of its own goes by it, to switch adapters for example.
+        beside: images and sounds. A model with a ``generate`` of its own may act on them, by switching adapters for example.
     """
 
     def custom_generate(
@@ -250,7 +249,7 @@ def prepared_by_transformers(
         return input_ids, mask, Preparation.of(logits_processor, stopping_criteria, generation_config, padded)
 
     arguments = {name: value for name, value in options.arguments.items() if name not in _HANDLED}
-    # Stop strings are added here, because transformers does not pass the tokenizer to a custom loop.
+    # transformers does not pass the tokenizer to a custom loop, so stop strings are added here.
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
     # As in transformers, an argument counts before any config, whatever its value.
     strings = options.arguments.get("stop_strings", first_of(options.configs, "stop_strings"))
@@ -263,7 +262,7 @@ def prepared_by_transformers(
     arguments["stopping_criteria"] = criteria
     if arguments.get("generation_config") is not None:
         arguments["generation_config"] = _without_own_work(arguments["generation_config"])
-    # transformers fills gaps from the model's config, so a shallow copy of the model gets a cleaned config.
+    # transformers fills gaps from the model's generation config, so a shallow copy of the model gets a cleaned config.
     stand_in: Any = copy.copy(model)
     stand_in.generation_config = _without_own_work(model.generation_config)
     without_position_ids(stand_in)
@@ -276,7 +275,7 @@ def prepared_by_transformers(
 
 
 def _without_own_work(config: GenerationConfig) -> GenerationConfig:
-    """A copy without what the loop handles itself: stop strings, the static cache, drafting."""
+    """A copy of `config` without the options that the loop handles: stop strings, the static cache, drafting."""
     config = copy.copy(config)
     for name in ("stop_strings", "cache_implementation", *HINTS, *TRANSLATED):
         setattr(config, name, None)

@@ -1,4 +1,4 @@
-"""``decoders.warmup`` and ``decoders.calibrate``: preparing a model before its first call, and measuring its steps."""
+"""``decoders.warmup`` and ``decoders.calibrate``: prepare a model before its first call, and measure its steps."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .wrapper import Generate
 
 #: A periodic prompt, so that drafts of every size are proposed and accepted; ids are cut to the vocabulary.
 PROMPT = (3, 5, 7, 11) * 6
-#: Tokens of the call in which a strategy's own work is timed.
+#: New tokens of the call that times a strategy's own work.
 TOKENS = 32
 
 
 @dataclass(frozen=True)
 class WarmupPart:
-    """One strategy with one number of rows.
+    """The warm-up of a strategy with a number of rows.
 
     Attributes:
         strategy: name.
-        rows: of the batch.
+        rows: rows of the batch.
         sampling: whether tokens were sampled.
-        seconds: of the whole call.
-        compile_seconds: spent waiting for compilation.
-        compilations: graphs compiled.
+        seconds: duration of the call.
+        compile_seconds: seconds of waiting for compilation.
+        compilations: number of compiled graphs.
     """
 
     strategy: str
@@ -54,10 +54,10 @@ class Warmup:
     """The costs of a warm-up.
 
     Attributes:
-        pack_seconds: creating the engine, with quantized copies if any; 0.0 if it existed.
-        compile_seconds: compiling the forward pass and the strategies' functions.
-        compilations: graphs compiled.
-        parts: per number of rows and strategy, in the order of the arguments.
+        pack_seconds: seconds of creating the engine and its quantized weights; 0.0 if the engine existed.
+        compile_seconds: seconds of compiling the forward pass and the strategies' functions.
+        compilations: number of compiled graphs.
+        parts: an entry per number of rows and strategy, in the order of the arguments.
     """
 
     pack_seconds: float
@@ -109,9 +109,9 @@ class StrategyCost:
 
     Attributes:
         strategy: name.
-        propose: seconds per step, the passes of a draft model included.
-        observe: seconds per step.
-        step: seconds of the whole step.
+        propose: seconds of ``propose`` per step, passes of a draft model included.
+        observe: seconds of ``observe`` per step.
+        step: seconds of a whole step.
     """
 
     strategy: str
@@ -125,9 +125,9 @@ class Calibration:
     """The results of a calibration.
 
     Attributes:
-        curve: of the model, earlier measurements included.
-        assistant: of the draft model, if one was given: its pass is a step of one node.
-        strategies: costs of those that the model can use as it is.
+        curve: the model's cost curve, earlier measurements included.
+        assistant: the draft model's cost curve, if there is a draft model; its forward pass is a step of one node.
+        strategies: costs of the strategies that the model can use without further files.
         path: the curve's file.
     """
 
@@ -172,24 +172,24 @@ def _strategy_costs(
         strategy = resolve_strategy(name)
         if entry.cls.needs_grammar or (strategy.needs_assistant and assistant_model is None):
             continue
-        if entry.cls.takes_assistant:  # its work is that of others
+        if entry.cls.takes_assistant:  # 'auto' and the like: other strategies do the work
             continue
         extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
         call = {"do_sample": False, **options, "max_new_tokens": TOKENS, **extra}
         try:
-            _report(generate, name, 1, call)  # prepares things
+            _report(generate, name, 1, call)  # compiles and fills caches
             report = _report(generate, name, 1, call)
         except DecodersError:
-            if name == "autoregressive":  # options that plain decoding refuses are wrong for all
+            if name == "autoregressive":  # every strategy would refuse these options
                 raise
-            continue  # this model has no heads, or is not of the kind that the strategy wants
+            continue  # this model lacks the strategy's heads, or has an unsuitable design
         timings, steps = report.timings, report.steps
         costs.append(StrategyCost(name, timings.propose / steps, timings.observe / steps, timings.steps / steps))
     return tuple(costs)
 
 
 def _runtime(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
-    """The loop's settings of calls with `options`."""
+    """The loop's settings in a call with `options`."""
     given = dict(options.get("decoders_config") or {})
     enabled, sections = generate.defaults.runtime, registry().strategies()
     return load_settings(RuntimeSettings, None, given, {}, enabled=enabled, sections=sections)

@@ -1,4 +1,4 @@
-"""Whether a tokenizer is a model's: drafts from texts, grammars and stop strings mean nothing where ids stand for other tokens."""
+"""Checks that a tokenizer belongs to a model: with another model's ids, grammars, stop strings and drafts from texts are wrong."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.model.layout import embeddings_of
 from ..errors import SettingsError
 
-#: Embeddings are padded for the hardware, in published models by up to 2% (905 of Phi-2's 51,200 rows), and some text models lack the
-#: token that stands for an image.
+#: Published models pad embeddings by up to 2% for the hardware (905 of Phi-2's 51,200 rows), and some text models lack the
+#: placeholder token of images.
 PADDING, PADDED_PART = 256, 32
 
 
 def check_tokenizer(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Raises SettingsError if `tokenizer` cannot be the model's: by the number of its tokens, or by those that end a text."""
+    """Raises SettingsError if `tokenizer` has too many or too few tokens for `model`, or other stop tokens."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return
     if getattr(
         model.config, "cost_scaled", ""
-    ):  # a model that the bench has padded to the cost of a larger one, vocabulary included
+    ):  # the bench has padded the model, its vocabulary included, to the cost of a larger model
         return
     added, rows = tokenizer.added_tokens_decoder, embeddings_of(model)
     size = max(len(tokenizer), *(token + 1 for token in added), 0)
@@ -45,6 +45,6 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def _stops_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens with which `model` ends a text where a call names none."""
+    """The stop tokens in the model's generation config."""
     given = getattr(model.generation_config, "eos_token_id", None)
     return tuple(map(int, given if isinstance(given, Iterable) else () if given is None else (given,)))

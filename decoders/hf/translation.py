@@ -1,8 +1,7 @@
-"""Draft models with another vocabulary than the target's draft through the tokens that both have: the token-level intersection
-of Timor et al. 2025 (arXiv 2502.05202).
+"""Draft models with another vocabulary than the target's: token-level intersection, Timor et al. 2025 (arXiv 2502.05202).
 
-The draft model gets an embedding and a head with a row for every token of the *target*, so that everything around it (rows, cache,
-noise, grammars, verification) works in the target's ids.
+The draft model gets an embedding and a head with a row for every token of the *target*. Everything else (rows, cache, noise,
+grammars, verification) works with the target's ids.
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ from .attached import GETSTATE
 
 #: Least share of the target's tokens that the draft must have.
 LEAST_SHARED = 0.1
-#: Logit of tokens that the draft lacks. Their probability is 0 in every precision; checks of the model compare logits, which infinities
-#: would break.
+#: Logit of tokens that the draft lacks: probability 0 in every precision. Infinity would break the checks that compare logits.
 ABSENT = -1e4
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """The draft's ids for those of the target.
+    """The draft model's id of every token of the target.
 
     Attributes:
-        written: ``[V]`` int64, the draft's token with the same bytes, -1 without one.
-        read: ``[V]`` int64, the token that the draft reads instead: the same, or the last token of its own encoding of the text,
-            so that every token has one slot in both caches.
-        shared: share of the target's text tokens that the draft has.
+        written: ``[V]`` int64, the draft's token with the same bytes; -1 if there is none.
+        read: ``[V]`` int64, the token that the draft reads: the same, or the last token of the draft's encoding of the text, so that
+            every token takes one slot in both caches.
+        shared: fraction of the target's text tokens that the draft has.
         own: the target's tokens in bytes.
         other: the draft's tokens in bytes.
     """
@@ -50,10 +48,10 @@ class TokenMap:
 def token_map(
     tokenizer: PreTrainedTokenizerBase, size: int, draft_tokenizer: PreTrainedTokenizerBase, draft_size: int
 ) -> TokenMap:
-    """The map between two vocabularies. size, draft_size: of the heads.
+    """The map between two vocabularies. size, draft_size: entries of the logits.
 
     Raises:
-        UnsupportedError: one of them cannot be told in bytes.
+        UnsupportedError: the bytes of a vocabulary's tokens are unknown.
     """
     own = Vocabulary.of(tokenizer, size, [])
     other = Vocabulary.of(draft_tokenizer, draft_size, [])
@@ -75,7 +73,7 @@ def token_map(
 
 
 def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's text as far as its bytes are valid UTF-8; the name of a special token."""
+    """A token's text without invalid UTF-8, or the name of a special token."""
     if text is None:
         name = tokenizer.convert_ids_to_tokens(token)
         return name if isinstance(name, str) else ""
@@ -85,7 +83,7 @@ def _text(text: bytes | None, tokenizer: PreTrainedTokenizerBase, token: int) ->
 def tokens_of(
     draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> TokenMap:  # fmt: skip
-    """:func:`token_map` of two models. Raises UnsupportedError: one of them cannot be told in bytes."""
+    """:func:`token_map` of two models. Raises UnsupportedError if the bytes of a vocabulary's tokens are unknown."""
     sizes = [vocabulary_of(model) for model in (target, draft)]
     try:
         return token_map(tokenizer, sizes[0], draft_tokenizer, sizes[1])
@@ -94,10 +92,10 @@ def tokens_of(
 
 
 def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap) -> PreTrainedModel:
-    """`draft` with the target's vocabulary: it shares all parameters with `draft` but those of embedding and head.
+    """A copy of `draft` with the target's vocabulary. It shares all parameters with `draft` except the embedding and the head.
 
     Raises:
-        UnsupportedError: too few tokens are shared, or the draft's embedding or head is of a kind whose rows cannot be selected.
+        UnsupportedError: the models share too few tokens, or rows of the draft's embedding or head cannot be selected.
     """
     head, embedding = draft.get_output_embeddings(), draft.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):

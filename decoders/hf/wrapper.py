@@ -1,4 +1,4 @@
-"""The replacement of ``model.generate``: transformers' own without a strategy, the loop with one."""
+"""Replaces ``model.generate``: the loop decodes a call with a strategy, transformers a call without."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from .tokenizers import check_tokenizer
 
 _POSITIONAL = [p for p in inspect.signature(GenerationMixin.generate).parameters if p not in ("self", "kwargs")]
 _DEFAULTS = RuntimeSettings.model_validate({})
-#: Most tokens of texts that are given to be remembered; about 25 MB.
+#: Greatest number of tokens that ``remember(texts=…)`` keeps; about 25 MB.
 GIVEN_TOKENS = 1 << 18
 
 
 class Generate:
-    """The replacement of ``model.generate``; a call without a strategy goes to transformers' own.
+    """Replaces ``model.generate``. A call without a strategy goes to transformers' ``generate``.
 
-    It refers to the model, not to a bound method, so that ``copy.deepcopy(model)`` copies it along with the model.
+    Holds the model, not a bound method: ``copy.deepcopy(model)`` then copies both together.
 
     Args:
-        previous: the instance's own ``generate`` before, if it had one.
-        wrapper: the ``PeftModel`` around the model whose ``generate`` this is, if there is one.
-        defaults: of calls.
+        previous: a ``generate`` that the instance had before, or None.
+        wrapper: the ``PeftModel`` around the model whose ``generate`` is replaced, or None.
+        defaults: defaults of calls.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Generate:
         return {k: v for k, v in vars(self).items() if k not in ("_engine", "_lock", "_preparations", "_schedulers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy gets an engine of its own, because it may be moved to another device.
+        # A copy of the model gets its own engine, because it may move to another device.
         self._engine: Engine | None = None
         self._lock = CallLock()
         self._preparations: dict[Kind, Preparation] = {}
@@ -109,30 +109,30 @@ class Generate:
                 return result
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """``generate`` as it was before ``enable``."""
+        """Calls the ``generate`` that the model had before ``enable``."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         model: Any = self.wrapper if self.wrapper is not None else self.model
-        # Not stored as a bound method, which deepcopy would leave bound to the old model.
+        # deepcopy would leave a stored bound method bound to the old model.
         return type(model).generate(model, *args, **kwargs)
 
     @contextmanager
     def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """Within it, no other call changes a model that may change itself by what prompts have besides text.
+        """Keeps other calls from changing the model, if its ``generate`` may change it (:func:`may_change_itself`).
 
         Raises:
-            UnsupportedError: it may change for the call's, and a scheduler decodes with it.
+            UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with it.
         """
         if not may_change_itself(self.model):
             yield
             return
-        with self._lock:  # from the change to the last token
+        with self._lock:  # held from the change to the last token
             if any(scheduler.alive for scheduler in self._schedulers):
                 self._refuse_change(given)
             yield
 
     def share(self, scheduler: Any) -> None:
-        """While `scheduler` is ``alive``, no call may change the model; one that has done so ends first."""
+        """No call may change the model while `scheduler` is ``alive``. Waits for a call that has changed it."""
         with self._lock if may_change_itself(self.model) else nullcontext():
             self._schedulers.add(scheduler)
 
@@ -145,11 +145,7 @@ class Generate:
             )
 
     def prepared(self, **kwargs: Any) -> PreparedCall:
-        """A call of ``generate`` with a strategy, checked and prepared, for a scheduler that decodes it.
-
-        Raises:
-            the errors of ``generate``.
-        """
+        """Checks and prepares a call of ``generate`` with a strategy for a scheduler. Raises the errors of ``generate``."""
         options = Options.read(kwargs, self.model.generation_config, self.defaults)
         assert options is not None, "only calls with a strategy are decoded in the loop"
         with ordinary_device(self.model):
@@ -157,10 +153,10 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
-        """Checks and prepares a call; refusals come before anything is changed. shares: whether it shares its steps with others."""
+        """Checks a call before anything is changed, then prepares it. shares: whether it is decoded with other calls' rows."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
-        if ready is None:  # else the model was checked already
+        if ready is None:  # otherwise the model has been checked
             refuse_unfit(self.model)
         refuse_ignored_adapters(self.model, self.wrapper)
         refuse_adapter_names(self.model)
@@ -175,7 +171,7 @@ class Generate:
         changes = may_change_itself(self.model)
         if changes and shares:
             self._refuse_change(given)
-        # That of a prompt of vectors is over these.
+        # With inputs_embeds, the mask covers the vectors and not input_ids.
         mask = None if isinstance(beginning, Embeddings) else given.get("attention_mask")
         check_inputs(
             self.model, given.get("inputs") if input_ids is None else input_ids, mask,
@@ -183,10 +179,10 @@ class Generate:
         )  # fmt: skip
         options.check()
         tokenizer = given.get("tokenizer") or self.tokenizer
-        if tokenizer is not self.tokenizer:  # that one was checked when it was given
+        if tokenizer is not self.tokenizer:  # enable() has checked self.tokenizer
             check_tokenizer(self.model, tokenizer)
 
-        def engine_of() -> Engine:  # as transformers' preparation has left the model
+        def engine_of() -> Engine:  # called after transformers' preparation, which may change the model
             return (self.ready_engine(options.runtime) if changes else ready) or self.engine(options.runtime)
 
         return prepare(self.model, options, tokenizer, engine_of, self._assistants, self._preparations, beginning)
@@ -194,10 +190,10 @@ class Generate:
     def compiles_with(
         self, stops: Sequence[int], config: Mapping[str, Any] | None
     ) -> tuple[Vocabulary, Backend, float]:
-        """Vocabulary, backend and time limit by which grammars are compiled.
+        """The vocabulary, backend and time limit (seconds) that compile grammars.
 
         Args:
-            stops: tokens that end a text.
+            stops: stop tokens.
             config: ``decoders_config`` of the calls.
 
         Raises:
@@ -210,8 +206,8 @@ class Generate:
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
         """The engine for the model's present weights; built on first use and again after weights change."""
-        # Two first calls from two threads share one engine. Calls hold the same lock: with separate locks a nested call
-        # (of a streamer) and one in another thread could deadlock.
+        # The lock lets first calls in two threads share an engine. Calls hold the same lock: with two locks, a streamer's nested
+        # call and a call in another thread could deadlock.
         precision = _precision(runtime)
         with self._lock:
             if self._engine is not None and not self._engine.refresh(self.model, runtime.attention, precision):
@@ -224,13 +220,13 @@ class Generate:
             return self._engine
 
     def prepared_since(self, begun: float) -> float:
-        """Seconds of making the model ready and checking it since `begun`, by ``time.perf_counter()``."""
+        """Seconds spent on preparing and checking the model since `begun` (``time.perf_counter()``)."""
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The engine if it exists and the model is unchanged, without waiting for the lock; None if :meth:`engine` has work to do.
+        """The engine if it exists and the model is unchanged, else None. Does not wait for the lock.
 
-        A scheduler holds the lock for a step at a time, and submitting a request should not wait for it.
+        A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """
         present = self._engine
         if present is None or self._remembered:
@@ -239,7 +235,7 @@ class Generate:
 
     @contextmanager
     def ahead(self) -> Iterator[float]:
-        """Gives this thread the model before others that wait for it; yields the seconds waited."""
+        """Gives this thread the model before other waiting threads; yields the seconds waited."""
         begun = time.monotonic()
         self._lock.acquire(first=True)
         try:
@@ -276,10 +272,10 @@ class Generate:
                 self._remembered |= memories
 
     def remember_texts(self, texts: Iterable[str | Sequence[int]]) -> int:
-        """Adds texts to those that were given before, see :func:`decoders.remember`; the tokens that there was no room for.
+        """Adds texts for drafting, see :func:`decoders.remember`. Returns the number of tokens dropped for lack of room.
 
         Raises:
-            SettingsError: they are no texts of this model.
+            SettingsError: `texts` are not texts of this model.
         """
         if isinstance(texts, str):
             raise SettingsError("remember() takes a list of texts: texts=[text]")
@@ -327,7 +323,7 @@ def _precision(runtime: RuntimeSettings) -> Precision:
 def ordinary_device(model: PreTrainedModel) -> AbstractContextManager:
     """Sets a default device that the loop can work with.
 
-    The model's device or the CPU stays the default if it is, because the caller's processors and streamers may rely on it.
+    The default stays if it is the model's device or the CPU, because the caller's processors and streamers may rely on it.
     """
     default = torch.get_default_device().type
     return nullcontext() if default in ("cpu", model.device.type) else torch.device("cpu")

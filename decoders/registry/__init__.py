@@ -1,6 +1,6 @@
-"""Access to the plugins of this process, the built-in one and the installed ones.
+"""The built-in plugin and the installed plugins of this process.
 
-``registry()`` lists them, finds objects by name, and registers more plugins; ``resolve_*`` turn a user's value into an object.
+``registry()`` lists plugins, finds objects by name and registers more plugins; ``resolve_*`` turn a user's value into an object.
 """
 
 from .kinds import Entry, PluginInfo

@@ -1,4 +1,4 @@
-"""The plugin of this package: its strategies, verifiers and grammar backends, through the same hooks as other plugins."""
+"""The built-in plugin: provides this package's strategies, verifiers and grammars by the hooks that all plugins use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..hookspecs import hookimpl
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 
-#: Commands of this package, listed to reserve their names; the command line defines them without loading plugins.
+#: Reserved names of commands; the command line defines these commands without loading plugins.
 COMMANDS = (
     "demo", "generate", "warmup", "calibrate", "advise", "strategies", "verifiers", "grammar-backends", "plugins", "grammars",
     "config", "serve",

@@ -1,4 +1,4 @@
-"""The kinds of things that plugins can provide, each with its hook and checks, and the settling of names within a kind."""
+"""The kinds of things that plugins provide (strategies, verifiers, …): their hooks, their checks, and which plugin gets a name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class Kind(Generic[Provided]):
     """A kind of class that plugins provide. Names are unique within a kind.
 
     Attributes:
-        noun: for messages.
-        plural: of the noun.
-        base: base class of the classes.
-        hook: name of the hook that provides them.
-        check_more: further checks of this kind: takes a class and how messages name it, raises PluginError.
+        noun, plural: the kind in errors.
+        base: base class of the provided classes.
+        hook: name of the hook that returns them.
+        check_more: further checks; takes a class and its name in errors, raises PluginError.
     """
 
     noun: str
@@ -41,11 +40,7 @@ class Kind(Generic[Provided]):
     check_more: Callable[[type[Provided], str], None]
 
     def collect(self, provided: Iterable[object]) -> dict[str, type[Provided]]:
-        """The classes that one plugin provides, by name.
-
-        Raises:
-            PluginError: a class cannot be registered, or two have one name.
-        """
+        """Checks the classes that a plugin returned and gives them by name. Raises PluginError for invalid classes or equal names."""
         if isinstance(provided, type):
             raise PluginError(f"{self.hook} must return an iterable of classes, not one class")
         if not isinstance(provided, Iterable):
@@ -59,11 +54,7 @@ class Kind(Generic[Provided]):
         return classes
 
     def check(self, cls: object) -> str:
-        """The name of a class of this kind.
-
-        Raises:
-            PluginError: `cls` cannot be registered.
-        """
+        """Checks a class and returns its name. Raises PluginError if `cls` is invalid."""
         shown = f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else repr(cls)
         if not isinstance(cls, type) or not issubclass(cls, self.base):
             raise PluginError(f"{shown} is not a subclass of decoders.{self.base.__name__}")
@@ -82,10 +73,10 @@ class GrammarKind(Kind[Any]):
             raise PluginError(f"{self.hook} must return a dict of grammars by name, not {type(provided).__name__}")
         for name, value in provided.items():
             _snake_case(name, "a grammar's name")
-            # Other values are checked on first use.
+            # First use checks other values.
             if value is None or isinstance(value, (bool, int, float, bytes, str, list, tuple)):
                 raise PluginError(
-                    f"grammar {name!r} is {type(value).__name__}: what grammar= takes, or a function that makes it"
+                    f"grammar {name!r} is {type(value).__name__}: give a value that grammar= takes, or a function that returns it"
                 )
         return dict(provided)
 
@@ -109,13 +100,13 @@ class CommandKind(Kind[Any]):
 
 
 def is_maker(value: object) -> bool:
-    """Whether a plugin gave a function that returns a grammar. Types and ``list[int]``, which can be called too, are grammars."""
+    """Whether `value` is a function that returns a grammar. Types and ``list[int]`` are callable, too, but are grammars."""
     return inspect.isroutine(value) or isinstance(value, partial)
 
 
-#: The form of all names but commands'.
+#: The form of all names except commands.
 SNAKE_CASE = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
-#: A command as it is typed, with its group if it is in one.
+#: A command as typed, with its group if it has one.
 COMMAND_NAME = re.compile("((bench|train) )?[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -164,9 +155,9 @@ COMMAND = CommandKind("command", "commands", ABC, "decoders_commands", lambda cl
 KINDS: tuple[Kind[Any], ...] = (STRATEGY, VERIFIER, BACKEND, GRAMMAR, OBSERVER, COMMAND)
 
 
-#: Name of this package's own plugin, and its distribution.
+#: Name of the built-in plugin, and its distribution.
 BUILTIN, DISTRIBUTION = "builtin", "hf-decoders"
-#: Provider of plugins that were registered by hand.
+#: Provider of plugins that :meth:`Registry.register` added.
 THIS_PROCESS = "(this process)"
 
 Status = Literal["loaded", "blocked", "failed", "conflict"]
@@ -178,13 +169,12 @@ class PluginInfo:
 
     Attributes:
         name: entry-point name.
-        version: of its distribution.
-        provider: name of its distribution.
-        hooks: hooks it implements.
-        strategies, verifiers, grammar_backends, grammars, observers, commands: names it claims, usable or not.
-        status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (a name is also claimed by
-            another plugin; its other names are usable).
-        error: the reason of any status but "loaded".
+        version, provider: the version and name of its distribution.
+        hooks: hooks that it implements.
+        strategies, verifiers, grammar_backends, grammars, observers, commands: names that it claims, usable or not.
+        status: "loaded", "blocked" (by a list), "failed" (nothing of it is used), "conflict" (another plugin claims one of its
+            names, too; the others are usable).
+        error: the reason for a status other than "loaded".
     """
 
     name: str
@@ -202,7 +192,7 @@ class PluginInfo:
 
     @property
     def key(self) -> str:
-        """A unique key: several distributions may use one entry-point name."""
+        """A unique key: distributions may use the same entry-point name."""
         return f"{self.provider}:{self.name}"
 
     def __str__(self) -> str:
@@ -211,7 +201,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Entry(Generic[Provided]):
-    """A usable name: its class (for a grammar or command the plugin's object), its distribution and version."""
+    """A usable name, its class (for a grammar or a command, the plugin's object), its distribution and version."""
 
     name: str
     cls: type[Provided]
@@ -221,13 +211,12 @@ class Entry(Generic[Provided]):
 
 @dataclass(frozen=True)
 class Names(Generic[Provided]):
-    """The settled names of one kind.
+    """The names of a kind.
 
     Attributes:
-        kind: their kind.
         usable: entries by name.
-        conflicts: names that several plugins claim, so that none has them, with the message.
-        lost: messages by plugin key, one for each name that the plugin claims and did not get.
+        conflicts: names that several plugins claim, unusable for all, with the error.
+        lost: errors by plugin key, one for each name that the plugin claims and did not get.
     """
 
     kind: Kind[Provided]
@@ -251,10 +240,9 @@ class Names(Generic[Provided]):
 
 
 def settle(kind: Kind[Provided], claims: Iterable[tuple[PluginInfo, Mapping[str, type[Provided]]]]) -> Names[Provided]:
-    """Decides which plugin gets each name. The built-in plugin keeps its names; of other plugins that claim one name, none gets it.
+    """Decides which plugin gets each name. The built-in plugin keeps its names; other plugins that claim the same name all lose it.
 
-    Args:
-        claims: every plugin with its classes by name, in order of loading.
+    claims: every plugin with its classes by name, in order of loading.
     """
     claimants: defaultdict[str, list[tuple[PluginInfo, type[Provided]]]] = defaultdict(list)
     for plugin, classes in claims:

@@ -1,7 +1,7 @@
-"""The registry: loads the built-ins and every installed plugin; a broken plugin is listed with its error and left out.
+"""The registry: loads the built-in plugin and every installed plugin. It lists a broken plugin with its error and does not use it.
 
-Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-separated entry-point or distribution
-names), ``DECODERS_PLUGINS_STRICT=1`` (a plugin that fails or clashes is an error instead of a line in the list).
+Environment: ``DECODERS_PLUGINS_BLOCK`` and ``DECODERS_PLUGINS_ALLOW`` (comma-separated entry-point or distribution names),
+``DECODERS_PLUGINS_STRICT=1`` (raises for a plugin that fails to load or whose names clash).
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from .kinds import (
 
 
 class Registry:
-    """All plugins of this process. Most callers want the shared one, :func:`registry`.
+    """All plugins of this process. Most callers want the shared registry, :func:`registry`.
 
     Raises:
-        PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two claim one name.
+        PluginError: with ``DECODERS_PLUGINS_STRICT=1``, if a plugin fails to load or two plugins claim a name.
     """
 
     def __init__(self) -> None:
         self.manager = _manager()
         self._lock = threading.RLock()
         self._plugins: dict[str, PluginInfo] = {}  # by key, in order of loading
-        self._classes: dict[str, dict[Kind[Any], dict[str, type]]] = {}  # by key of those that are used, kind and name
+        self._classes: dict[str, dict[Kind[Any], dict[str, type]]] = {}  # by key of a loaded plugin, kind and name
         self._names: dict[Kind[Any], Names[Any]] = {}
         self._observers: dict[type[Observer], Observer] = {}
         self._listening: tuple[Observer, ...] = ()
@@ -80,42 +80,27 @@ class Registry:
         return dict(self._names[VERIFIER].usable)
 
     def verifier(self, name: str) -> type[Verifier]:
-        """The class registered as `name`, found as :meth:`strategy` finds its own. A strategy may have the same name.
-
-        Raises:
-            PluginError: several plugins claim the name.
-            UnknownNameError: nobody does.
-        """
+        """The class registered as `name`; raises as :meth:`strategy`. A strategy may have the same name."""
         return self._find(VERIFIER, name)
 
     def grammar_backends(self) -> dict[str, Entry[Backend]]:
-        """Every usable backend of grammars by name: the built-ins first, then by provider."""
+        """Every usable grammar backend by name: the built-ins first, then by provider."""
         return dict(self._names[BACKEND].usable)
 
     def grammar_backend(self, name: str) -> type[Backend]:
-        """The class registered as `name`, found as :meth:`strategy` finds its own.
-
-        Raises:
-            PluginError: several plugins claim the name.
-            UnknownNameError: nobody does.
-        """
+        """The class registered as `name`; raises as :meth:`strategy`."""
         return self._find(BACKEND, name)
 
     def grammars(self) -> dict[str, Entry[Any]]:
-        """Every grammar that has a name: the library's first, then by provider."""
+        """Every named grammar: the library's first, then by provider."""
         return dict(self._names[GRAMMAR].usable)
 
     def grammar(self, name: str) -> Any:
-        """What a plugin gave as the grammar `name`, found as :meth:`strategy` finds its own.
-
-        Raises:
-            PluginError: several plugins claim the name.
-            UnknownNameError: nobody does.
-        """
+        """The object that a plugin registered as grammar `name`; raises as :meth:`strategy`."""
         return self._find(GRAMMAR, name)
 
     def commands(self) -> dict[str, Entry[Any]]:
-        """Every command by name. Names of this package's own commands are only reserved: their functions do nothing."""
+        """Every command by name. The functions of this package's commands do nothing: they reserve names."""
         return dict(self._names[COMMAND].usable)
 
     def observers(self) -> dict[str, Entry[Observer]]:
@@ -136,7 +121,7 @@ class Registry:
             raise
 
     def origin(self, cls: type) -> str:
-        """Distribution and version of a registered class; the module of any other."""
+        """The distribution and version of a registered class; the module of another class."""
         for kind in KINDS:
             for entry in self._names[kind].usable.values():
                 if entry.cls is cls:
@@ -144,11 +129,11 @@ class Registry:
         return cls.__module__
 
     def plugins(self) -> list[PluginInfo]:
-        """Every plugin found, with its status."""
+        """All plugins with their status."""
         return list(self._plugins.values())
 
     def unmatched(self) -> list[str]:
-        """Messages for names in the block and allow lists that no found plugin has."""
+        """Messages about names in the block and allow lists that no plugin has."""
         names = {canonical(name) for info in self._plugins.values() for name in (info.name, info.provider)}
         return [
             f"DECODERS_PLUGINS_{which} names {name!r}, which no plugin is called. {suggest(name, names)}"
@@ -159,7 +144,7 @@ class Registry:
     def register(self, plugin: object, name: str) -> PluginInfo:
         """Adds `plugin` (a module or object with ``@decoders.hookimpl`` functions) to this process as `name`.
 
-        A name clash is reported as it is for installed plugins: look at the returned ``status``.
+        If its names clash with other plugins' names, the returned ``status`` is "conflict".
 
         Raises:
             PluginError: the plugin is invalid, or `name` is taken.
@@ -176,10 +161,10 @@ class Registry:
             return self._plugins[info.key]
 
     def unregister(self, name: str) -> None:
-        """Removes the plugin that :meth:`register` added as `name`; the names it blocked are free again.
+        """Removes the plugin that :meth:`register` added as `name`, and frees its names.
 
         Raises:
-            UnknownNameError: nothing was registered under that name.
+            UnknownNameError: no plugin was registered as `name`.
         """
         with self._lock:
             own = {info.name: key for key, info in self._plugins.items() if info.provider == THIS_PROCESS}
@@ -219,7 +204,7 @@ class Registry:
                 raise PluginError(clash.error)
 
     def _add(self, info: PluginInfo, plugin: object) -> None:
-        """Validates `plugin` in a manager of its own and, only if all of it is valid, adds it to this registry."""
+        """Checks `plugin` in a separate manager and, if it is valid as a whole, adds it to the registry."""
         if self.manager.is_registered(plugin):
             raise PluginError(f"it is the same object as plugin {self.manager.get_name(plugin)!r}")
         trial = _manager()
@@ -234,7 +219,7 @@ class Registry:
             raise PluginError("it has no function marked @decoders.hookimpl")
         classes: dict[Kind[Any], dict[str, type]] = {}
         for kind in KINDS:
-            answers = getattr(trial.hook, kind.hook)()  # one, or none from a plugin without that hook
+            answers = getattr(trial.hook, kind.hook)()  # one answer; none if the plugin lacks the hook
             classes[kind] = kind.collect(answers[0]) if answers else {}
         self._observers |= {cls: cls() for cls in classes[OBSERVER].values()}
         self.manager.register(plugin, info.key)
@@ -246,7 +231,7 @@ class Registry:
         )  # fmt: skip
 
     def _settle(self) -> None:
-        """Settles all names anew, and notes with each plugin those that it did not get."""
+        """Decides again which plugin gets each name, and adds the lost names to the plugins' errors."""
         names = {
             kind: settle(kind, [(self._plugins[key], found[kind]) for key, found in self._classes.items()])
             for kind in KINDS
@@ -255,7 +240,7 @@ class Registry:
             problem = " ".join(message for kind in KINDS for message in names[kind].lost.get(key, ())) or None
             self._plugins[key] = replace(self._plugins[key], status="conflict" if problem else "loaded", error=problem)
         self._listening = tuple(self._observers[entry.cls] for entry in names[OBSERVER].usable.values())
-        self._names = names  # readers take no lock: replaced as a whole
+        self._names = names  # replaced as a whole, because readers take no lock
 
 
 _lock = threading.RLock()
@@ -264,15 +249,15 @@ _loading = False
 
 
 def registry() -> Registry:
-    """The registry of this process, loaded on first use; safe to call from any thread.
+    """The registry of this process, loaded on first use; thread-safe.
 
     Raises:
-        PluginError: see :class:`Registry`; or a plugin asks for the registry while it is being imported.
+        PluginError: see :class:`Registry`; or a plugin calls this function while it is imported.
     """
     global _shared, _loading
     if _shared is None:
         with _lock:
-            if _loading:  # only the loading thread itself gets past the lock
+            if _loading:  # the lock lets nobody but the loading thread get here
                 raise PluginError("a plugin must not ask for the registry while it is being loaded")
             if _shared is None:
                 _loading = True
@@ -306,7 +291,7 @@ def _provider(point: metadata.EntryPoint) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The error in one line, with the place if the plugin's own code raised it."""
+    """The error in one line; with file and line if the plugin's code raised it."""
     text = " ".join(str(error).split())
     if isinstance(error, PluginError | pluggy.PluginValidationError):
         return text

@@ -1,4 +1,4 @@
-"""Strategies, verifiers and grammar backends from what a user writes: a name, ``"a+b"``, a class or an object."""
+"""Turns a user's value (a name, ``"a+b"``, a class or an object) into a strategy, verifier, grammar backend or grammar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .plugins import registry
 def resolve_strategy(
     chosen: Any, call: Mapping[str, Any] | None = None, configured: Mapping[str, Any] | None = None
 ) -> Strategy:
-    """A strategy object from what the user wrote: a name, ``"a+b"``, a class, or an object.
+    """The strategy that `chosen` means: a name, ``"a+b"``, a class or an object. call, configured: settings; the call's count first.
 
     Raises:
         UnknownNameError, SettingsError, PluginError.
@@ -70,13 +70,13 @@ def with_hints(
     hints: Mapping[str, Any],
     where: Callable[[str], str] = lambda hint: "",
 ) -> Mapping[str, Any] | None:
-    """The ``strategy_config`` `config` with transformers' drafting `hints` as the settings that they stand for.
+    """Adds transformers' drafting `hints` to the ``strategy_config`` `config`, as the settings that the strategy maps them to.
 
     Args:
-        where: returns what an error adds about the origin of a hint.
+        where: returns an error's last sentence, about the origin of a hint.
 
     Raises:
-        UnsupportedError: a strategy has no setting for one. SettingsError: a setting is given twice.
+        UnsupportedError: a strategy has no setting for a hint. SettingsError: a setting is given twice.
         UnknownNameError, PluginError: see :func:`resolve_strategy`.
     """
     if not hints:
@@ -112,7 +112,7 @@ def with_hints(
 
 
 def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Verifier:
-    """A verifier object from what the user wrote: a name, a class or an object. config: its settings.
+    """The verifier that `chosen` means: a name, a class or an object. config: its settings.
 
     Raises:
         UnknownNameError, SettingsError, PluginError.
@@ -131,7 +131,7 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
 
 
 def resolve_backend(chosen: Any) -> Backend:
-    """A backend of grammars from what the user wrote: a name, a class or an object; None is ``auto``.
+    """The grammar backend that `chosen` means: a name, a class or an object; None is ``auto``.
 
     Raises:
         UnknownNameError, SettingsError, PluginError.
@@ -146,10 +146,10 @@ def resolve_backend(chosen: Any) -> Backend:
 
 
 def resolve_grammar(name: str) -> Spec | CompiledGrammar:
-    """The grammar called `name`: of the library, or of a plugin.
+    """The grammar `name` of the library or of a plugin.
 
     Raises:
-        UnknownNameError: there is none. PluginError: several plugins claim the name.
+        UnknownNameError: no grammar has this name. PluginError: several plugins claim the name.
         GrammarError: the plugin's object is no grammar.
     """
     try:
@@ -161,17 +161,19 @@ def resolve_grammar(name: str) -> Spec | CompiledGrammar:
             raise unknown_grammar(name, error.choices) from None
     grammar = as_spec(value() if is_maker(value) else value, resolve_grammar)
     if grammar is None:
-        raise GrammarError(f"the plugin's function for grammar {name!r} made none")
+        raise GrammarError(
+            f"the plugin's function for grammar {name!r} made none: it must return a value that grammar= takes"
+        )
     if isinstance(grammar, Spec) and grammar.label is None:
         grammar = dataclasses.replace(grammar, label=canonical(name))
     return grammar
 
 
 def grammar_or_file(text: str) -> Spec | CompiledGrammar:
-    """The grammar in the file `text`, or else that of this name.
+    """The grammar in the file `text` if it exists, else the grammar called `text`.
 
     Raises:
-        GrammarError: `text` is clearly a file's name, and there is no such file. Also all that :func:`resolve_grammar` raises.
+        GrammarError: `text` looks like a file's name, and there is no such file. Also all errors of :func:`resolve_grammar`.
     """
     library.check_file(text)
     return spec_of_file(Path(text)) if Path(text).is_file() else resolve_grammar(text)

@@ -1,6 +1,4 @@
-"""The figures of a call: :class:`Report`, returned as ``out.report``; and :class:`Observer`, whose methods are called while calls
-run.
-"""
+"""The figures of a call (:class:`Report`, returned as ``out.report``), and :class:`Observer`, which is called during calls."""
 
 from .figures import GrammarUse, Stage, Stopwatch, Timings
 from .report import BUSY, ObservedCall, Observer, Report

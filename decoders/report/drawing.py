@@ -25,7 +25,7 @@ PARTS = {
 
 
 def draw(report: Any, lengths: Any, drafts: Any, seconds: Any) -> None:
-    """Draws the figures of a :class:`~decoders.report.Report` into three axes of matplotlib: tokens of steps, draft tokens, seconds."""
+    """Draws a :class:`~decoders.report.Report` into three axes of matplotlib: tokens per step, draft tokens, seconds."""
     tokens, steps = sum(report.new_tokens), report.steps
     _numbered(lengths, lengths.bar(range(1, len(report.accepted_lengths) + 1), report.accepted_lengths), "{:.0f}")
     lengths.set(

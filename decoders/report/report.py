@@ -1,4 +1,4 @@
-"""The figures of a call, shown as lines, in a notebook or as a plot; and the base class of observers."""
+"""The report of a call: figures as lines, in a notebook or as a plot; and the base class of observers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .written import Tree, Written, bars
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Share of waiting in the steps' time from which comparisons are worthless, and the fewest steps to judge it by.
+#: Speeds cannot be compared if steps waited for more than this share of their time; judged from this many steps on.
 BUSY, FEW_STEPS = 0.5, 4
 
 
@@ -28,44 +28,38 @@ class Report:
 
     Attributes:
         strategy: registry name.
-        settings: the settings in force; of merged strategies those of every part under its name, and of the merging itself.
+        settings: the strategy's settings; for merged strategies, the settings of every part by name, and of the merging.
         exact: False if the strategy or verifier may change the distribution.
-        verifier: name of the verifier ("coupled").
-        verifier_settings: the verifier's settings.
-        compiled_steps: how many of `steps` ran compiled, the others uncompiled.
-        threads: number of processor threads of the last step: fewer than torch's own number if other processes take the cores; 0 on
-            another device.
-        waiting: share of the steps' time in which the decoding thread had no processor, or waited for threads without one, because
-            other processes take the cores (see :attr:`busy`); 0 on another device.
-        replayed_steps: how many of `steps` replayed a recording, in part or as a whole (CUDA).
-        unrecorded: why steps that should have been recorded ran one by one (CUDA, slow); recording is tried again. "": none did.
-        reused: per row, number of prompt tokens that were not read because an earlier call left their keys and values.
-        same_bits: in low precision, whether a token has the same bits in every block, so that drafts do not decide near-ties
-            otherwise, by a brief check when the model was made ready; None if it was not checked.
-        checked: the ISO date on which this design was compared with transformers' own passes: today, or an earlier day whose
-            verdict was kept.
-        weights: "int8" or "int4" for quantized copies of the weights; "keep" for the model's own weights.
-        kv_cache: "int8" for keys and values in int8; "keep" for the model's own dtype.
+        verifier, verifier_settings: name of the verifier ("coupled") and its settings.
+        compiled_steps: number of `steps` that ran compiled.
+        threads: processor threads of the last step, less than torch's number if other processes take the cores; 0 on a GPU.
+        waiting: share of the steps' time in which the decoding thread, or a thread that it waited for, had no processor because
+            other processes take the cores (see :attr:`busy`); 0 on a GPU.
+        replayed_steps: number of `steps` that replayed a recording, in part or as a whole (CUDA).
+        unrecorded: why steps that should have been recorded ran kernel by kernel (CUDA, slow); recording is tried again. "" if all
+            were recorded.
+        reused: per row, number of prompt tokens whose keys and values came from an earlier call.
+        same_bits: in low precision, whether a token's logits have the same bits in every block, so that drafts do not change
+            near-ties; from a brief check when the model was prepared. None if not checked.
+        checked: ISO date of the comparison of this design with transformers' forward passes: today, or the date of a stored verdict.
+        weights: "int8" or "int4" for quantized weights; "keep" for the checkpoint's.
+        kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
-        prompt_tokens: per row.
-        new_tokens: per row.
-        steps: target forwards that commit tokens.
-        prefill_steps: how many of them, 0 or 1, read the end of the prompt as well; their core is timed as
-            ``timings.prefill``.
-        drafted: number of draft tokens that the target verified, all rows.
-        accepted: number of them that it accepted.
+        prompt_tokens, new_tokens: per row.
+        steps: target forward passes that commit tokens.
+        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` has their core.
+        drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
         accepted_lengths: histogram; entry ``n`` counts row-steps that committed ``n + 1`` tokens.
-        nodes: largest block that was verified.
+        nodes: size of the largest verified block.
         timings: see :class:`Timings`.
         time_to_first_token: seconds from the call to the first committed token.
         peak_memory: bytes of the static caches (CPU) or of the device allocator's peak (CUDA).
         recorded_memory: bytes that recordings keep for replays, including recordings of earlier calls (CUDA).
-        compilations: graphs compiled during this call.
+        compilations: number of graphs compiled during the call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
         details: the strategy's own figures, JSON-safe; see :meth:`decoders.Strategy.details`.
-        grammars: per row, None for rows that may write anything; empty without ``grammar=``.
-        written: the tokens, their drafters, and with the setting ``trace`` the tree of every step. It is not part of
-            :meth:`as_dict`.
+        grammars: per row, None for rows without a grammar; empty without ``grammar=``.
+        written: the tokens, their drafters, and with the setting ``trace`` the tree of every step. Not in :meth:`as_dict`.
     """
 
     strategy: str
@@ -103,22 +97,22 @@ class Report:
     written: Written | None = field(default=None, repr=False, compare=False)
 
     def waited(self, seconds: float) -> None:
-        """Adds a compilation for which the call waited."""
+        """Adds a compilation that the call waited for."""
         self.timings.compile += seconds
         self.compilations += 1
 
     def waits(self, wall: float, computing: float) -> None:
-        """Adds a step of `wall` seconds; its thread had a processor for `computing` of them."""
+        """Adds a step of `wall` seconds, in which the decoding thread had a processor for `computing` seconds."""
         share = max(1 - computing / wall, 0.0) if wall > 0 else 0.0
         self.waiting += (share - self.waiting) / (self.steps + 1)
 
     def finished(self, begun: float | None) -> None:
-        """Adds the time after the last step to `timings.finish`; called again, it adds the time since. begun: when the call began."""
+        """Adds the time since the last measured part to `timings.finish`. begun: start of the call (``time.perf_counter()``)."""
         if begun is not None:
             self.timings.finish += time.perf_counter() - begun - self.timings.call
 
     def share(self, spent: Mapping[str, float], nodes: int, compiled: bool, replayed: bool) -> None:
-        """Adds a step that was shared with other requests: its whole time, its block size, and how it ran."""
+        """Adds a step shared with other requests: its whole time, its block size, and whether it ran compiled or replayed."""
         own = vars(self.timings)
         for part, seconds in spent.items():
             own[part] += seconds
@@ -133,12 +127,12 @@ class Report:
 
     @property
     def busy(self) -> bool:
-        """Whether the steps waited for processors for more than half of their time, so that speeds cannot be compared."""
+        """Whether the steps waited for processors for more than half of their time: then speeds cannot be compared."""
         return self.waiting > BUSY and self.steps >= FEW_STEPS
 
     @property
     def busy_line(self) -> str:
-        """The line about waiting, for messages."""
+        """The line about waiting, for warnings."""
         return f"other processes take the cores: steps waited {self.waiting:.0%} of their time"
 
     @property
@@ -148,7 +142,7 @@ class Report:
 
     @property
     def same_tokens(self) -> str:
-        """Whether the tokens equal plain decoding's, as text. Bits are not checked in float32, nor for recurrent layers."""
+        """Whether the tokens equal plain decoding's, as text. Bits are checked in low precision, without recurrent layers."""
         if not self.exact:
             return f"no: {self.strategy if self.verifier == 'coupled' else f'verifier {self.verifier}'} is lossy"
         if self.same_bits is None:
@@ -169,7 +163,7 @@ class Report:
     def overhead(self) -> float:
         """Share of the decoding steps' seconds outside the forward passes of target and draft models.
 
-        A step whose core was timed as prefill counts as much as the others.
+        For a step whose core is timed as prefill, assumes the mean core of the other steps.
         """
 
         def inside(stages: list[Stage]) -> float:
@@ -183,12 +177,12 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows per second of start, prefill and steps. Work that is done once per model is excluded."""
+        """New tokens of all rows per second of start, prefill and steps; without work that is done once per model."""
         seconds = self.timings.start + self.timings.prefill + self.timings.steps
         return sum(self.new_tokens) / seconds if seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, derived figures included, ready for ``json.dumps``."""
+        """All figures, derived ones included, ready for ``json.dumps``."""
         figures = asdict(replace(self, written=None))
         del figures["written"]
         return figures | {
@@ -203,7 +197,7 @@ class Report:
         }
 
     def lines(self) -> list[tuple[str, str]]:
-        """The main figures: about ten names, each with its figures."""
+        """The main figures as about ten lines ``(name, text)``."""
         share = f" ({self.acceptance_rate:.0%})" if self.drafted else ""
         compiled = f"{self.compiled_steps} of {self.steps} steps"
         if self.compilations:
@@ -233,7 +227,7 @@ class Report:
         return "\n".join(f"{name:<11} {value}" for name, value in self.lines())
 
     def _repr_html_(self) -> str:
-        """In a notebook: the figures, how many tokens steps brought, and the text with drafted tokens in colour."""
+        """For notebooks: the figures, the histogram of tokens per step, and the text with drafted tokens in colour."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in self.lines()
         )
@@ -244,7 +238,7 @@ class Report:
         """The draft tree of a step, counted from 0: ``print`` draws it as text, ``svg()`` and notebooks as a picture.
 
         Raises:
-            SettingsError: nothing was kept (``decoders_config={"trace": True}`` keeps it), or there is no such step or row.
+            SettingsError: no trees were kept (``decoders_config={"trace": True}`` keeps them), or no such step or row exists.
         """
         traced = self.written.steps if self.written is not None else []
         if not any(traced):
@@ -256,14 +250,9 @@ class Report:
         return self.written.tree(step, row)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draws how many tokens steps wrote, how many draft tokens were accepted, and where the seconds went, with matplotlib (``pip
-        install 'hf-decoders[bench]'``).
+        """Draws tokens per step, accepted draft tokens and seconds by part with matplotlib (``pip install 'hf-decoders[bench]'``).
 
-        Args:
-            path: of a picture to write; None to write none.
-
-        Returns:
-            matplotlib's ``Figure``, which notebooks show.
+        Returns matplotlib's ``Figure``, which notebooks show; writes it to the picture file `path`, if given.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -280,7 +269,7 @@ class Report:
 
 
 def seconds_line(timings: Timings) -> str:
-    """A call's seconds by part, the longest first; parts below a hundredth are summed."""
+    """A call's seconds by part, longest first; sums parts below 1%."""
     whole = timings.call
     parts = {name: value for name, value in vars(timings).items() if name != "background"}
     large = sorted((n for n, v in parts.items() if v >= whole / 100 and v), key=lambda n: -parts[n])
@@ -299,7 +288,7 @@ def grammar_line(use: GrammarUse, seconds: float) -> str:
 
 
 def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """The lines about a draft model; its drafter's models follow, indented."""
+    """The lines about a draft model, followed by its drafter's draft models, indented."""
     quantized = "" if stage.weights == "keep" else f" in {stage.weights}"
     text = f"{stage.model}{quantized}: {stage.passes} passes in {stage.forward_seconds:.2f} s"
     if stage.drafter is not None:
@@ -314,14 +303,14 @@ def stage_lines(stage: Stage, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, eq=False)
 class ObservedCall:
-    """One call of ``generate``, or one request of a scheduler. The same object in every method of an observer.
+    """One call of ``generate``, or one request of a scheduler. Every method of an observer gets the same object.
 
     Attributes:
         model: the model that decodes.
         strategy: registry name, ``a+b`` for merged strategies.
-        prompt_tokens: per row.
+        prompt_tokens: prompt tokens of each row.
         max_new_tokens: per row.
-        sampled: whether tokens are drawn; greedy otherwise.
+        sampled: True for sampling, False for greedy decoding.
     """
 
     model: PreTrainedModel
@@ -332,10 +321,10 @@ class ObservedCall:
 
 
 class Observer(ABC):
-    """Base class of all observers. Its methods do nothing; subclasses override the ones that they need.
+    """Base class of all observers. Its methods do nothing; subclasses override the methods that they need.
 
-    An observer is created once, without arguments. Its methods are called for the calls of all models, in the decoding thread. An
-    exception in a method becomes a warning, and the call goes on. Time spent here is part of the call's ``timings.host``.
+    An observer is created once, without arguments. The decoding thread calls its methods for the calls of all models. An exception
+    in a method becomes a warning, and the call goes on. The methods' time is part of the call's ``timings.host``.
 
     Class attributes:
         name: registry name, ``snake_case``.
@@ -346,10 +335,10 @@ class Observer(ABC):
     summary: ClassVar[str] = ""
 
     def start(self, call: ObservedCall) -> None:
-        """Called before anything is read or decoded."""
+        """Called before the prompt is read."""
 
     def step(self, call: ObservedCall, tokens: list[list[int]]) -> None:
         """Called after every step. tokens: each row's new tokens; empty for rows that have ended."""
 
     def end(self, call: ObservedCall, report: Report, error: BaseException | None) -> None:
-        """Called when the call is over. error: the error that ended it; None if it was completed or cancelled."""
+        """Called after the call. error: the error that ended it; None if it was completed or cancelled."""

@@ -1,4 +1,4 @@
-"""The output of a call for readers: the text coloured by drafter, and the tree of a step."""
+"""The tokens of a call for display: the text coloured by drafter, and the draft tree of a step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COLOURS = ("#2e7d32", "#1565c0", "#ad1457", "#e65100", "#6a1b9a", "#00838f")
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One row's block in a step.
+    """The block of a row in a step.
 
     Attributes:
-        tokens: token of every node; the first is the last token before the step, -1 is no token.
-        parents: parent of every node; -1 for the first, and for nodes that are never accepted.
-        path: the accepted nodes, the first node included.
-        own: the target's own token behind the path; None if the row ended before.
-        drafters: the drafter of each node, "" for the first.
+        tokens: token of every node; node 0 is the last token before the step, -1 is no token.
+        parents: parent of every node; -1 for node 0 and for nodes that are never accepted.
+        path: the accepted nodes, node 0 included.
+        own: the target's token after the path; None if the row ended before it.
+        drafters: the drafter of each node, "" for node 0.
     """
 
     tokens: list[int]
@@ -41,11 +41,11 @@ class Written:
     """The tokens of a call, by row. The lists are shared with the call and grow with it.
 
     Attributes:
-        prompts: the prompts, 1-D int64, without padding; -1 where the call gave no token.
+        prompts: the prompts, 1-D int64, without padding; -1 at positions that are not tokens.
         tokens: the new tokens.
         drafters: the drafter of each new token, "" for the target's own.
         steps: every step, for traced rows.
-        tokenizer: the call's tokenizer or None. It is not pickled; pickles keep the texts.
+        tokenizer: the call's tokenizer or None. Pickles keep the texts instead.
     """
 
     prompts: Sequence[Tensor]
@@ -63,13 +63,13 @@ class Written:
         return vars(self) | {"tokenizer": None, "_texts": texts, "_pieces": pieces}
 
     def text_of(self, token: int) -> str:
-        """The text of a single token."""
+        """The text of a token."""
         if self._texts is not None and token in self._texts:
             return self._texts[token]
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
 
     def pieces(self, row: int = 0) -> list[tuple[str, str]]:
-        """The new text in pieces, each with the drafter of its last token, "" for the target's own. Without a tokenizer, ids."""
+        """The new text as pieces ``(text, drafter of the last token)``, "" for the target's own. Without a tokenizer, ids."""
         if self._pieces is not None:
             return self._pieces[row]
         tokens, drafters = self.tokens[row], self.drafters[row]
@@ -82,7 +82,6 @@ class Written:
         return [(text, who) for text, who in cut if text]
 
     def colours(self) -> dict[str, str]:
-        """A colour for each drafter."""
         names = dict.fromkeys(who for row in self.drafters for who in row if who)
         return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
 
@@ -110,9 +109,9 @@ class Tree:
     """The draft tree of a step: ``print`` draws it as text, :meth:`svg` and notebooks as a picture.
 
     Attributes:
-        step: the step that is drawn.
+        step: the step to draw.
         texts: the texts of its nodes.
-        own: the text of the target's own token behind the path.
+        own: the text of the target's token after the path.
     """
 
     step: TracedStep
@@ -126,7 +125,7 @@ class Tree:
         return "\n".join(self._lines(0, "", ""))
 
     def _lines(self, node: int, lead: str, below: str) -> Iterator[str]:
-        """The lines of a node and its descendants. A chain whose tokens are all accepted, or all rejected, is one line."""
+        """The lines of a node and its descendants. A chain of accepted tokens is one line, and so is a chain of rejected tokens."""
         chain, path = [node], self.step.path
         while len(children := self._children(chain[-1])) == 1 and node and (children[0] in path) == (node in path):
             chain.append(children[0])
@@ -141,14 +140,14 @@ class Tree:
             yield f"{below}└─= [{self.own}]  (the model's own)"
 
     def svg(self) -> str:
-        """A picture: accepted nodes are filled, rejected ones pale, and the target's own token has its own edge."""
+        """An SVG picture: accepted nodes are filled, rejected nodes pale, and the target's token has a blue edge."""
         width, height, gap = 8.0, 34, 26
         boxes: list[tuple[float, float, str, str]] = []
         lines: list[str] = []
         lowest = 0
 
         def place(node: int, x: float) -> float:
-            """Draws a node and its descendants, and returns their height."""
+            """Draws a node and its descendants, and returns the node's y coordinate."""
             nonlocal lowest
             text, path = self.texts[node], self.step.path
             wide = width * max(len(text), 1) + 14

@@ -1,7 +1,7 @@
-"""Choosing a token: processed scores, plus noise that depends on the seed, the row, the position and the token alone.
+"""Choosing a token: processed scores plus noise, a function of the seed, the row, the position and the token.
 
-For strategies that have scores of their own: ``process`` applies the target's processors, ``candidates`` and ``largest`` find the
-best tokens without sorting the vocabulary, ``gumbel_noise`` is the noise that the target draws with.
+For strategies with scores of their own: ``process`` applies the target's processors, ``candidates`` and ``largest`` find the
+best tokens without sorting the vocabulary, ``gumbel_noise`` computes the target's sampling noise.
 """
 
 from .choice import Candidates, candidates

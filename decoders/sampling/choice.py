@@ -1,4 +1,4 @@
-"""The candidates after each node, and the draw from them: a few tokens where the processors leave few, else all."""
+"""The tokens that the processors keep after each node, and the draw of one. Works on few tokens if the processors keep few."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from .processors import choose as choose_of_all
 from .selection import NEVER, Operations, Selection, by_reference, select
 from .top import first_largest, largest
 
-#: Up to this vocabulary the noise of all tokens is computed.
+#: For vocabularies up to this size, the noise of every token is computed.
 _FEW = 4096
-#: Numbers per pass, so that they stay in a core's cache.
+#: Numbers per pass: they fit a core's cache.
 _CHUNK = 1 << 17
 
 
@@ -41,10 +41,11 @@ class Candidates:
     """The tokens that may follow every node, with their processed scores.
 
     Attributes:
-        scores: ``[B, N, K]`` float32, ``-inf`` for what is ruled out.
-        tokens: ``[B, N, K]`` int64, each once, -1 in columns that a node does not use; None for the whole vocabulary.
+        scores: ``[B, N, K]`` float32, ``-inf`` for removed tokens.
+        tokens: ``[B, N, K]`` int64, without duplicates; -1 in unused columns; None for the whole vocabulary.
         vocab: ``V``.
-        selection: ``[B * N, K]``, where some tokens are uncertain; `reference` decides about the rows it is given.
+        selection: ``[B * N, K]``, if some tokens are uncertain.
+        reference: decides given rows of `selection` exactly.
     """
 
     scores: Tensor
@@ -55,11 +56,11 @@ class Candidates:
 
     @staticmethod
     def whole(scores: Tensor) -> Candidates:
-        """All of the vocabulary; scores: ``[B, N, V]``."""
+        """Candidates that are the whole vocabulary; scores: ``[B, N, V]``."""
         return Candidates(scores, None, scores.shape[-1])
 
     def choose(self, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> Tensor:
-        """The token after each node, ``[B, N]`` int64, as :func:`~decoders.sampling.processors.choose` says."""
+        """The token after each node, ``[B, N]`` int64, as :func:`~decoders.sampling.processors.choose` defines it."""
         if self.tokens is None:
             if not host_reads(self.scores):
                 return choose_of_all(self.scores, plan, inputs, positions)
@@ -69,7 +70,7 @@ class Candidates:
         tied = (noisy == best) & (self.tokens >= 0)
         token = torch.where(tied, self.tokens, self.vocab).amin(-1)
         if self.selection is not None:
-            # The draw is certain if the drawn token is, whatever else is uncertain.
+            # A certain token that wins the draw is the result, whether or not other tokens are uncertain.
             doubtful = self.selection.open | (
                 self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)
             ).any(-1)
@@ -78,9 +79,8 @@ class Candidates:
         return torch.where(best[..., 0] > NEVER, token, 0)
 
     def best(self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` best tokens of every node, ``[B, N, C]`` int64, and their log-probabilities, float32.
-
-        Both of ``softmax(scores + noise)``, noise 0 when greedy.
+        """The `count` best tokens of every node by ``softmax(scores + noise)``, ``[B, N, C]`` int64, and their log-probabilities,
+        float32. Greedy decoding has noise 0.
         """
         settled = self.settled()
         if settled.tokens is None:
@@ -94,13 +94,13 @@ class Candidates:
             values, tokens = values.view(*noisy.shape[:2], count), tokens.view(*noisy.shape[:2], count)
             return tokens, values - values[..., :1] - _log_total(noisy, values[..., :1])
         noisy = settled._noisy(settled.tokens, plan, inputs, positions)
-        # Tokens that are ruled out come last, but before columns without a token.
+        # Removed tokens rank last, but before unused columns.
         rank = noisy.clamp(min=torch.finfo(noisy.dtype).min).masked_fill(settled.tokens < 0, NEVER)
         column = rank.topk(count).indices
         return settled.tokens.gather(-1, column), noisy.log_softmax(-1).gather(-1, column)
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
-        """Of `tokens` ``[B, N]``, each one of the candidates: ``[B, N]`` float32."""
+        """The log-probabilities of `tokens` ``[B, N]``, which must be candidates: ``[B, N]`` float32."""
         settled = self.settled()
         scores = settled.scores
         if settled.tokens is None:
@@ -112,20 +112,20 @@ class Candidates:
         return own - best[..., 0] - _log_total(scores, best)[..., 0]
 
     def dense(self) -> Tensor:
-        """``[B, N, V]`` float32, ``-inf`` for what is ruled out."""
+        """The scores of the whole vocabulary, ``[B, N, V]`` float32, ``-inf`` for removed tokens."""
         settled = self.settled()
         if settled.tokens is None:
             return settled.scores.float()
         scores = settled.scores
         best = scores.max(-1, keepdim=True)
-        # Columns without a score write the best token's again, so that no two columns disagree about a token.
+        # Unused columns write the best token's score again, so that all columns of a token write the same score.
         out = scores == NEVER
         tokens = torch.where(out, settled.tokens.gather(-1, best.indices), settled.tokens)
         dense = torch.full((*scores.shape[:2], self.vocab), NEVER)
         return dense.scatter_(-1, tokens.clamp(min=0), torch.where(out, best.values, scores))
 
     def settled(self) -> Candidates:
-        """The same without uncertain tokens: exactly those that the processors' definitions leave."""
+        """The same candidates with uncertain tokens decided by `reference`."""
         if self.selection is None:
             return self
         doubtful = ~self.selection.settled
@@ -146,14 +146,14 @@ def candidates(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     at_least: int = 1, prefixes: Prefixes | None = None,
 ) -> Candidates:  # fmt: skip
-    """The tokens that the plan's operations leave after every node: logits ``[B, N, V]``, positions ``[B, N]``.
+    """The tokens that the plan's operations keep after every node: logits ``[B, N, V]``, positions ``[B, N]``.
 
-    Equal to :func:`~decoders.sampling.processors.process`, which runs instead where the host cannot read the device or the
-    code is being traced.
+    Equal to :func:`~decoders.sampling.processors.process`, which runs instead if the host cannot read the device or the code is
+    being traced.
 
     Args:
-        at_least: fewest tokens per node, those that are ruled out included.
-        prefixes: the nodes' texts; without them the operations that read these are left out.
+        at_least: least number of tokens per node, removed tokens included.
+        prefixes: the nodes' texts; without them, operations that read the text are skipped.
     """
     names = plan.operations
     first = next((i for i, name in enumerate(names) if name not in FIRST), len(names))
@@ -174,7 +174,7 @@ def candidates(
 
 
 def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
-    """`scores` without the stop tokens of nodes that come too `early` ``[B, N]``. stop_tokens: ``[E]`` or ``[B, E]``."""
+    """Removes the stop tokens from the `scores` of `early` nodes (``[B, N]`` bool). stop_tokens: ``[E]`` or ``[B, E]``."""
     stops = stop_tokens.expand(len(scores), -1)
     real = (stops >= 0) & (stops < scores.shape[-1])
     row, node, column = (early[..., None] & real[:, None]).nonzero().unbind(1)
@@ -184,7 +184,7 @@ def _without_ends(scores: Tensor, early: Tensor, stop_tokens: Tensor) -> Tensor:
 
 
 def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """The tokens that the operations `names` leave of the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]`` by row."""
+    """The tokens that the operations `names` keep of the scores `legal` ``[B, N, V]``. values: ``[K]``, or ``[B, K]`` by row."""
     if all(name == "temperature" for name in names):
         for value in values.unbind(-1):
             legal = at_temperature(legal.float(), value.view(-1, 1, 1))
@@ -201,7 +201,7 @@ def _left(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) ->
 
 
 def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) -> Candidates:
-    """:func:`_left` with values per row, ``[B, K]``: rows with equal values are processed together."""
+    """:func:`_left` with values per row, ``[B, K]``: processes rows with equal values together."""
     kinds, kind_of = values.unique(dim=0, return_inverse=True)
     if len(kinds) == 1:
         return _left(legal, names, kinds[0], at_least)
@@ -220,7 +220,7 @@ def _by_row(legal: Tensor, names: Sequence[str], values: Tensor, at_least: int) 
 
 
 def _log_total(scores: Tensor, best: Tensor) -> Tensor:
-    """Logarithm of the sum of exponentials less `best` ``[..., 1]``, as log-softmax computes it: precise where scores are large."""
+    """``logsumexp(scores) - best``, with `best` ``[..., 1]`` the maximum; as precise for large scores as log-softmax."""
     return (scores - best).exp_().sum(-1, keepdim=True).log_()
 
 
@@ -232,7 +232,7 @@ def _selected(
 
 
 def _allowed(logits: Tensor, masks: Masks) -> Tensor:
-    """:meth:`Masks.allow` in vectorized arithmetic, limited by memory bandwidth."""
+    """:meth:`Masks.allow` in vectorized arithmetic."""
     if masks.allowed is None:
         return logits
     bound = masks.allowed[..., : logits.shape[-1]].to(logits.dtype)
@@ -240,10 +240,10 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 
 
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals, with the noise of few tokens.
+    """``argmax(scores + noise)`` over ``[B, N, V]``, the first of equals. Computes the noise of few tokens only.
 
-    Noise is ``-log E`` with ``E >= u``, the hash's upper bits over 2^32: a token with ``u > exp(score - bound)`` stays below
-    `bound`, and the best noisy score of a few likely tokens is such a bound. Only the bits are computed for all tokens.
+    Noise is ``-log E`` with ``E >= u``, where ``u`` is the hash's upper bits over 2^32. So a token with ``u > exp(score - bound)``
+    stays below `bound`, the best noisy score of a few likely tokens. For all tokens, only the bits are computed.
     """
     vocab = scores.shape[-1]
     if vocab <= _FEW:
@@ -254,7 +254,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     noisy = likely.float() + noise_of(keys, positions, tokens.view(*shape, -1)).view_as(likely)
     bound, column = noisy.max(-1)
     start = noise_keys(keys, positions).flatten()  # [R]
-    # The slack covers bits that are not final and compared in float32, and the rounding of scores when noise is added.
+    # The slack covers the last mixing round, comparison in float32, and the rounding of scores when noise is added.
     level = (bound - 1e-3 - 4e-7 * bound.abs()).clamp(min=-1e30)[:, None]
     candidates_found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
     width = max(_CHUNK // len(rows), 1024)
@@ -275,9 +275,9 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _upper_bits(start: Tensor, begin: int, count: int) -> Tensor:
-    """The hash's upper 32 bits of ``count`` tokens from `begin` on, ``[R, count]`` float32; the last mixing round is left out.
+    """The upper 32 bits of the hashes of `count` tokens from `begin` on, ``[R, count]`` float32, without the last mixing round.
 
-    start: ``[R]`` int64. As in :func:`~decoders.sampling.processors.mix64`, in two buffers.
+    start: ``[R]`` int64. As :func:`~decoders.sampling.processors.mix64`, in two buffers.
     """
     z = torch.arange(begin + 1, begin + count + 1).mul_(GOLDEN) + start[:, None]
     t = z >> 30

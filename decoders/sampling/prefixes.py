@@ -1,7 +1,6 @@
-"""Operations that read the text in front of a token, for all nodes of a block at once: penalties, n-grams, sequences.
+"""Operations that read the text before a token, for all nodes of a block at once: penalties, n-grams, sequences.
 
-Each equals a processor of transformers that is called with the path of every node as its prefix. Beside the scores ``[B, N, V]`` they
-read a node's path, the row's text and its padding, as transformers shows these to its processors.
+Each equals a processor of transformers called once per node, with the row's padding, its text and the node's path as `input_ids`.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from torch import Tensor
 from ..common.devices import host_reads
 
 NEVER = float("-inf")
-# Three kinds of places without a token, no two of which are equal.
+# Three kinds of places without a token; different values, so that they never match each other.
 _NONE, _BEFORE_TEXT, _BEFORE_PATH = -1, -2, -3
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The texts that the nodes of a block end.
+    """The texts that end with the nodes of a block.
 
     Attributes:
         tokens: ``[B, L]`` int64, the rows' tokens, prompts included.
-        length: ``[B]`` int64, how many of them are committed. Node 0 is the last of these.
+        length: ``[B]`` int64, number of committed tokens. Node 0 is the last committed token.
         prompt_length: ``[B]`` int64.
-        nodes: ``[B, N]`` int64, -1 for no draft token.
+        nodes: ``[B, N]`` int64, tokens of the nodes; -1 for no draft token.
         offsets: ``[B, N]`` int64, position of each node relative to node 0's.
         visible: ``[B, N, N]`` bool, ``visible[b, q, k]``: node ``k`` is on the path to node ``q``, or is ``q``.
-        padding: ``[B, P]`` int64, what transformers shows in front of a row's tokens, aligned on the right; -1 for none.
+        padding: ``[B, P]`` int64, transformers' left padding of a row, aligned on the right; -1 for none.
     """
 
     tokens: Tensor
@@ -42,11 +41,9 @@ class Prefixes:
     padding: Tensor
 
     def text(self, begin: Tensor | int | None = None, end: Tensor | None = None) -> Tensor:
-        """``[B, P + L]``: padding and committed tokens, -1 for others.
+        """``[B, P + L]``: padding and committed tokens from `begin` to `end` (exclusive, ``[B, 1]``), -1 elsewhere.
 
-        Args:
-            begin: the first place of a row's tokens that counts, ``[B, 1]``; None counts the padding, too.
-            end: that behind the last one; None is the row's length.
+        None for `begin` includes the padding; None for `end` is the row's length.
         """
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         counts = index < (self.length[:, None] if end is None else end)
@@ -57,16 +54,16 @@ class Prefixes:
 
     @property
     def path(self) -> Tensor:
-        """``[B, N, N]``: the tokens behind the committed text on the path to each node, -1 elsewhere."""
+        """``[B, N, N]``: the draft tokens on the path to each node, -1 elsewhere."""
         behind = torch.arange(self.nodes.shape[1], device=self.nodes.device) > 0
         return torch.where(self.visible & behind, self.nodes[:, None], _NONE)
 
     def seen(self, text: Tensor) -> Tensor:
-        """``[B, N, T + N]``: the tokens of a `text` ``[B, T]`` and of each node's path."""
+        """``[B, N, T + N]``: the tokens of `text` ``[B, T]`` and of each node's path."""
         return torch.cat([text[:, None].expand(-1, self.nodes.shape[1], -1), self.path], -1)
 
     def last(self, count: int) -> Tensor:
-        """``[B, N, count]``: the last tokens up to each node, that of the node first."""
+        """``[B, N, count]``: the last tokens up to each node, the node's own token first."""
         back = torch.arange(count, device=self.nodes.device)
         place = self.offsets[..., None] - back  # relative to node 0
         on_path = self.visible[:, :, None] & (self.offsets[:, None, None] == place[..., None])  # [B, N, count, N]
@@ -79,17 +76,16 @@ class Prefixes:
         return tokens.masked_fill(tokens < 0, _BEFORE_PATH)
 
 
-#: Per operation, sequences of tokens, each with the bias of its last one.
+#: Per operation, sequences of tokens, each with the bias of its last token.
 OperationSequences = tuple[tuple[tuple[tuple[int, ...], float], ...], ...]
 
 
 @dataclass(frozen=True)
 class BiasedSequences:
-    """Sequences of tokens whose last one gets a bias where the others stand in front of it.
+    """Sequences of tokens. The last token of a sequence gets a bias after the tokens before it.
 
     Attributes:
-        tokens: ``[M, S]`` int64, or ``[B, M, S]``, by row. A sequence is aligned on the right, with -1 in front of it. They are in the
-            order of their last tokens; all are -1 if there are none.
+        tokens: ``[M, S]`` int64, or ``[B, M, S]`` by row; sorted by last token, aligned on the right, filled with -1.
         biases: ``[M]`` float32, or ``[B, M]``.
     """
 
@@ -100,15 +96,15 @@ class BiasedSequences:
 def _changed(
     scores: Tensor, tokens: Tensor, change: Callable[[Tensor, Tensor], Tensor], onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """`onto`, or `scores`, with changed scores of a few tokens, ``[B, N, V]``: the rest is copied, and nothing else is that large.
+    """A copy of `onto` (or `scores`) ``[B, N, V]`` with changed scores of a few tokens; allocates nothing else of this size.
 
     Args:
-        tokens: ``[B, N or 1, K]`` int64, some of them more than once; -1 for none.
-        change: of the old scores ``[B, N, K]`` of these tokens, and their ids, alike for equal tokens.
+        tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
+        change: from the old scores ``[B, N, K]`` of `tokens` and their ids to new scores, equal for equal tokens.
     """
     onto = scores if onto is None else onto
     tokens = torch.where(tokens < scores.shape[-1], tokens, _NONE)
-    one = tokens.amax(-1, keepdim=True)  # takes the place of those that are none
+    one = tokens.amax(-1, keepdim=True)  # replaces the entries that are -1
     index = torch.where(tokens < 0, one, tokens).clamp(min=0).expand(*scores.shape[:2], -1)
     new = change(scores.gather(-1, index), index)
     return onto.scatter(-1, index, torch.where(one < 0, onto.gather(-1, index), new))
@@ -123,17 +119,17 @@ def repetition_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: o
 
 
 def padded_repetition_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: object) -> Tensor:
-    """Padding counts as text: a processor without ``prompt_ignore_length``."""
+    """``repetition_penalty`` without ``prompt_ignore_length``: padding counts as text."""
     return _penalized(scores, prefixes.seen(prefixes.text()), value)
 
 
 def prompt_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: object) -> Tensor:
-    """``encoder_repetition_penalty``, of a model without an encoder."""
+    """``encoder_repetition_penalty`` of a decoder-only model."""
     return _penalized(scores, prefixes.text(end=prefixes.prompt_length[:, None])[:, None], value)
 
 
 def _by_count(scores: Tensor, prefixes: Prefixes, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`scores` after a `change` by how often the new text up to each node has a token."""
+    """Changes the scores of tokens in the new text: ``change(old scores, counts of the token up to the node)``."""
     text, path = prefixes.text(begin=prefixes.prompt_length[:, None]), prefixes.path
     inside = ((text >= 0) & (text < scores.shape[-1])).to(scores.dtype)
     counts = scores.new_zeros(len(scores), scores.shape[-1])
@@ -160,7 +156,7 @@ def presence_penalty(scores: Tensor, value: Tensor, prefixes: Prefixes, **_: obj
 def no_repeat_ngram(
     scores: Tensor, value: Tensor, prefixes: Prefixes, sequences: BiasedSequences, **_: object
 ) -> Tensor:
-    """Without the tokens that would repeat an n-gram; value: n, at most the ``S`` of `sequences`."""
+    """Removes tokens that would repeat an n-gram; value: n, at most the ``S`` of `sequences`."""
     size = sequences.tokens.shape[-1]
     last, text = prefixes.last(size), prefixes.text()
     back = torch.arange(size - 1, device=scores.device)
@@ -185,13 +181,12 @@ def sequence_bias(
     here: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    """Also ``bad_words_ids`` and ``suppress_tokens``, whose bias is ``-inf``. The value is not used.
+    """``sequence_bias``; also ``bad_words_ids`` and ``suppress_tokens``, whose bias is ``-inf``. `value` is not used.
 
-    Args:
-        here: ``[B, N]`` bool, nodes behind which there is a bias; None for all.
+    here: ``[B, N]`` bool, the nodes after which biases are added; None for all.
     """
     in_front, last = sequences.tokens[..., :-1].flip(-1), sequences.tokens[..., -1].contiguous()
-    first = torch.searchsorted(last, last)  # of those with the same last token
+    first = torch.searchsorted(last, last)  # the first sequence with the same last token
     in_front = in_front if in_front.dim() == 2 else in_front[:, None]
     last, first, biases = (own if own.dim() == 1 else own[:, None] for own in (last, first, sequences.biases))
     complete = ((in_front == prefixes.last(in_front.shape[-1])[:, :, None]) | (in_front < 0)).all(-1)  # [B, N, M]
@@ -201,14 +196,14 @@ def sequence_bias(
 
 
 def suppress_at(scores: Tensor, value: Tensor, positions: Tensor, **more: object) -> Tensor:
-    """:func:`sequence_bias` for one token: that behind `value` new ones."""
+    """:func:`sequence_bias` at one position: after `value` new tokens."""
     return sequence_bias(scores, value, here=positions == value.squeeze(-1), **more)  # type: ignore[arg-type]
 
 
 def forced_tokens(
     scores: Tensor, value: Tensor, positions: Tensor, sequences: BiasedSequences, **_: object
 ) -> Tensor:  # fmt: skip
-    """Nothing but the last tokens of the `sequences` behind `value` new ones."""
+    """After `value` new tokens, keeps nothing but the last tokens of `sequences`."""
     here = positions[..., None] == value
     if host_reads(scores) and not here.any():
         return scores

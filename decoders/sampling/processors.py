@@ -1,4 +1,4 @@
-"""Choosing a token: processed logits plus noise that depends on the seed and the position alone."""
+"""Choosing a token: logits, processed by operations equal to transformers' processors, plus noise."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class SamplingPlan:
 
     Attributes:
         operations: names of :data:`OPERATIONS`; each takes one entry of the `values` tensor.
-        sample: draw with noise; otherwise take the argmax.
-        keep_scores: return the processed scores.
+        sample: whether to draw with noise; otherwise take the argmax.
+        keep_scores: whether to return the processed scores.
         masked: whether a grammar masks tokens (:class:`Masks`) before any operation.
     """
 
@@ -47,7 +47,7 @@ class SamplingPlan:
 
     @property
     def reads_text(self) -> bool:
-        """Whether an operation depends on the text in front of a token."""
+        """Whether an operation depends on the text before a token."""
         return any(name in READ_TEXT for name in self.operations)
 
 
@@ -56,12 +56,12 @@ class SamplingInputs:
     """The tensors a plan reads.
 
     Attributes:
-        values: ``[max(1, len(operations))]`` float32, one parameter per operation, or ``[B, …]``, by row; for top_p it is
-            ``1 - top_p``, subtracted in double precision as transformers does.
+        values: ``[max(1, len(operations))]`` float32, a parameter per operation, or ``[B, …]`` by row; the parameter of top_p is
+            ``1 - top_p``, subtracted in double precision as in transformers.
         keys: ``[B]`` int64, noise key of each row.
-        stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]``, by row; -1 for none.
+        stop_tokens: ``[E]`` int64, end-of-sequence ids, or ``[B, E]`` by row; -1 for none.
         sequences: ``[K, M, S]`` int64, the tokens of each operation's :class:`~decoders.sampling.prefixes.BiasedSequences`, or
-            ``[B, K, M, S]``, by row. This and what follows is None where no operation reads the text.
+            ``[B, K, M, S]`` by row. `sequences`, `biases` and `padding` are None if no operation reads the text.
         biases: ``[K, M]`` float32, or ``[B, K, M]``.
         padding: ``[B, P]`` int64, see :class:`~decoders.sampling.prefixes.Prefixes`.
     """
@@ -74,14 +74,14 @@ class SamplingInputs:
     padding: Tensor | None = None
 
     def of_rows(self, begin: int, end: int) -> SamplingInputs:
-        """The inputs of some of the rows."""
+        """The inputs of the rows from `begin` to `end`."""
         return self.of(slice(begin, end))
 
     def of(self, rows: slice | Tensor) -> SamplingInputs:
         """The inputs of `rows`."""
 
         def of_rows(tensor: Tensor | None, shared: int) -> Any:
-            """shared: the tensor's dimensions where all rows have the same."""
+            """shared: number of dimensions of a tensor that all rows share."""
             return tensor if tensor is None or tensor.dim() == shared else tensor[rows]
 
         return replace(
@@ -90,23 +90,22 @@ class SamplingInputs:
         )  # fmt: skip
 
     def value(self, operation: int) -> Tensor:
-        """The parameter of an operation, ``[]`` or ``[B, 1, 1]`` to broadcast over scores ``[B, N, V]``."""
+        """The parameter of an operation, ``[]`` or ``[B, 1, 1]``; broadcasts over scores ``[B, N, V]``."""
         return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
 
     def sequences_of(self, operation: int) -> BiasedSequences:
-        """The sequences of an operation."""
         assert self.sequences is not None and self.biases is not None
         return BiasedSequences(self.sequences[..., operation, :, :], self.biases[..., operation, :])
 
 
 @dataclass(frozen=True)
 class Replacements:
-    """Drawn tokens that are replaced by others, depending on the node.
+    """Replaces drawn tokens by other tokens, depending on the node.
 
     Attributes:
         keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.
-        tokens: ``[M]`` int64, the replacement of each.
-        kinds: ``[B, N]`` int64, ``kind * V`` of each node; at kind 0 nothing is replaced.
+        tokens: ``[M]`` int64, the replacement for each key.
+        kinds: ``[B, N]`` int64, ``kind * V`` of each node; kind 0 replaces nothing.
     """
 
     keys: Tensor
@@ -120,7 +119,7 @@ class Replacements:
         return torch.where(self.keys[place] == keys, self.tokens[place], tokens)
 
     def moved(self, probabilities: Tensor) -> Tensor:
-        """The distribution ``[B, N, V]`` after replacement, from that of the drawn tokens."""
+        """The distribution ``[B, N, V]`` after replacement, given `probabilities` of the drawn tokens."""
         drawn = self.keys % probabilities.shape[-1]
         here = self.kinds[..., None] == self.keys - drawn
         mass = torch.where(here, probabilities[..., drawn], 0.0)
@@ -132,16 +131,16 @@ class Masks:
     """Which tokens may follow each node of a block.
 
     Attributes:
-        allowed: ``[B, N, V]`` bool; None allows everything. Unpacked outside the step, because gcc 12 miscompiles inductor's
+        allowed: ``[B, N, V]`` bool; None allows all tokens. Unpacked outside the step, because gcc 12 miscompiles inductor's
             CPU code for bit tests beside 64-bit noise (torch 2.13).
-        replacements: of drawn tokens; None for none.
+        replacements: replacements of drawn tokens, or None.
     """
 
     allowed: Tensor | None
     replacements: Replacements | None = None
 
     def allow(self, logits: Tensor) -> Tensor:
-        """`logits` ``[B, N, V]`` with ``-inf`` for what may not follow."""
+        """`logits` ``[B, N, V]`` with ``-inf`` for forbidden tokens."""
         if self.allowed is None:
             return logits
         return logits.masked_fill(~self.allowed[..., : logits.shape[-1]], float("-inf"))
@@ -151,7 +150,7 @@ class Masks:
         return tokens if self.replacements is None else self.replacements.of(tokens)
 
     def of_rows(self, begin: int, end: int) -> Masks:
-        """The masks of some rows."""
+        """The masks of the rows from `begin` to `end`."""
         allowed, replaced = self.allowed, self.replacements
         return Masks(
             None if allowed is None else allowed[begin:end],
@@ -160,7 +159,7 @@ class Masks:
 
 
 def mix64(z: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, bit for bit the same on every device."""
+    """splitmix64's finaliser on int64; equal bits on every device."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -169,20 +168,20 @@ def mix64(z: Tensor) -> Tensor:
 def advanced(start: Tensor, steps: Tensor | int) -> Tensor:
     """``start + steps * GOLDEN``: splitmix64's state `steps` draws later.
 
-    The product is taken after the sum: inductor treats values of ``arange`` as 32-bit index arithmetic in Triton, and so their
-    product with a constant, but ``GOLDEN`` needs 64 bits. A sum with a value from memory has 64.
+    The sum comes before the product: in Triton, inductor gives ``arange`` and its product with a constant 32 bits, and ``GOLDEN``
+    needs 64. A sum with a value from memory has 64 bits.
     """
     return (start * GOLDEN_INVERSE + steps) * GOLDEN
 
 
 def row_keys(seed: int, rows: int, device: torch.device) -> Tensor:
-    """``[B]`` int64 noise keys of the rows of a batch, from one seed."""
+    """``[B]`` int64: the noise keys of a batch's rows, from a seed."""
     index = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
     return _keys(torch.full((rows,), seed, dtype=torch.int64, device=device), index)
 
 
 def first_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
-    """``[B]`` int64: for every seed the key that :func:`row_keys` gives the first row."""
+    """``[B]`` int64: for every seed, the key of the first row by :func:`row_keys`."""
     return _keys(torch.tensor(seeds, dtype=torch.int64, device=device), 1)
 
 
@@ -191,35 +190,32 @@ def _keys(start: Tensor, index: Tensor | int) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise as a pure function of (key, position, token id).
+    """Standard Gumbel noise ``[B, N, V]`` float32, a function of (key, position, token id).
 
-    ``-log E`` with ``E = -log(1 - u)``: in this form the upper tail, which decides unlikely draws, has all 32 bits of resolution.
+    ``-log E`` with ``E = -log(1 - u)``: the upper tail, which decides unlikely draws, then has all 32 bits of resolution.
 
     Args:
         keys: ``[B]`` int64.
-        positions: ``[B, N]`` int64, how many tokens the row has generated before the draw.
-
-    Returns:
-        ``[B, N, V]`` float32.
+        positions: ``[B, N]`` int64, number of tokens that the row has generated before the draw.
     """
     tokens = torch.arange(vocab, dtype=torch.int64, device=keys.device)
     return noise_of(keys, positions, tokens.expand(*positions.shape, vocab))
 
 
 def noise_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64 only, ``[B, N, K]`` float32."""
+    """:func:`gumbel_noise` of `tokens` ``[B, N, K]`` int64: ``[B, N, K]`` float32."""
     bits = mix64(advanced(noise_keys(keys, positions)[..., None], tokens + 1))
     u = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-u.clamp(max=1 - 2.0**-24)))
 
 
 def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """``[B, N]`` int64: the key of a position, which with a token gives its noise."""
+    """``[B, N]`` int64: the keys of positions; a position's key and a token determine the noise."""
     return mix64(advanced(keys[:, None], positions))
 
 
-#: Scores up to 2^17 stay finite when divided by it. At lower temperatures only the best token would be left, and the quotients
-#: would be infinite; transformers raises there.
+#: Scores up to 2^17 divided by it are finite. A lower temperature would keep only the best token and make quotients infinite;
+#: transformers raises.
 LEAST_TEMPERATURE = 2.0**-111
 
 
@@ -276,8 +272,7 @@ def _min_new_tokens(scores: Tensor, value: Tensor, positions: Tensor, stop_token
     return scores.masked_fill(is_stop & (positions[..., None] < value), float("-inf"))
 
 
-#: Operations that can run inside the step: name → function of (scores ``[B, N, V]``, value ``[]`` or ``[B, 1, 1]``); results equal
-#: transformers' own.
+#: Operations inside the step: name → function of (scores ``[B, N, V]``, value ``[]`` or ``[B, 1, 1]``), equal to transformers'.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **READ_TEXT,
     "min_new_tokens": _min_new_tokens,
@@ -288,10 +283,10 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "min_p": _min_p,
     "typical_p": _typical_p,
 }
-#: Operations that transformers runs before those that scale and truncate. They may forbid what a grammar asks for, or ask for what
-#: it forbids.
+#: Operations that transformers runs before scaling and truncation. They may forbid a token that a grammar requires, or require a
+#: token that it forbids.
 FIRST = frozenset({*READ_TEXT, "min_new_tokens"})
-#: The same for devices where sorting a large vocabulary takes longer than reading it several times.
+#: Variants for devices where sorting a large vocabulary takes longer than reading it several times.
 WITHOUT_SORT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "large_top_k": kth_without_sort,
     "top_p": top_p_without_sort,
@@ -303,9 +298,9 @@ def process(
     logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
     prefixes: Prefixes | None = None,
 ) -> Tensor:  # fmt: skip
-    """Runs the plan's operations over every node: ``[B, N, V]`` float32 logits to scores of the same shape.
+    """Runs the plan's operations on ``[B, N, V]`` float32 logits; returns scores of the same shape.
 
-    Without `prefixes` the operations that read the text are left out.
+    Without `prefixes`, operations that read the text are skipped.
     """
     legal = logits if masks is None else masks.allow(logits)
     scores, names = legal, plan.operations
@@ -314,7 +309,7 @@ def process(
         if unsorted and names[i : i + 2] == ("top_k", "top_p"):
             scores = top_k_top_p(scores, inputs.value(i), inputs.value(i + 1))
         elif unsorted and i and names[i - 1 : i + 1] == ("top_k", "top_p"):
-            continue  # done together
+            continue  # top_k_top_p has done both
         elif unsorted and name in WITHOUT_SORT:
             scores = WITHOUT_SORT[name](scores.float(), inputs.value(i))
         elif name not in FIRST:
@@ -329,7 +324,7 @@ def process(
 def first_of(
     scores: Tensor, operation: int, name: str, inputs: SamplingInputs, positions: Tensor, prefixes: Prefixes | None
 ) -> Tensor:
-    """`scores` after one of the operations :data:`FIRST`."""
+    """`scores` after an operation of :data:`FIRST`."""
     value = inputs.value(operation)
     if name not in READ_TEXT:
         return OPERATIONS[name](scores, value, positions=positions, stop_tokens=inputs.stop_tokens)
@@ -340,7 +335,7 @@ def first_of(
 
 
 def grammar_first(scores: Tensor, legal: Tensor) -> Tensor:
-    """`scores`, but `legal` where no token is left: nothing forbids the last token that a grammar allows."""
+    """`scores`, or `legal` at nodes where `scores` have no token left: the grammar counts before the operations."""
     return torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, legal)
 
 
@@ -355,9 +350,9 @@ def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions
 
 
 def first_best(noisy: Tensor) -> Tensor:
-    """Index of the largest entry of the last axis, the first of equals: argmax for scores with noise or masks.
+    """``argmax`` over the last axis, the first of equals, for scores with noise or masks.
 
-    Not argmax: inductor's CPU code for an argmax fused with integer arithmetic returns garbage (torch 2.13).
+    Not ``argmax`` itself: inductor's CPU code for an argmax fused with integer arithmetic returns garbage (torch 2.13).
     """
     index = torch.arange(noisy.shape[-1], device=noisy.device)
     best = torch.where(noisy == noisy.amax(-1, keepdim=True), index, noisy.shape[-1]).amin(-1)

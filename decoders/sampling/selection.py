@@ -1,9 +1,8 @@
-"""The tokens that the processors keep, found without sorting the vocabulary, on devices whose values Python can read at no cost.
+"""Finds the tokens that processors keep without sorting the vocabulary, on devices whose values Python can read at no cost.
 
-The reference are the functions of :data:`~decoders.sampling.processors.OPERATIONS`. Here the few tokens that can be kept are selected
-first, and the same rules are applied to them. Where a decision depends on how the reference rounds a sum, or on the order in which
-its sort leaves equal scores (torch's is not stable), the token is marked as unsure, and the reference decides about the row if a
-result depends on it.
+The reference is :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may be kept, then
+applies the same rules to them. A token is unsure if the reference's rounding of a sum, or its order of equal scores (torch's sort is
+not stable), decides about it; if the result depends on an unsure token, the reference processes the row.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from torch import Tensor
 from .processors import OPERATIONS, at_temperature
 from .top import first_largest, largest
 
-#: How many of the largest scores are tried first; mostly enough.
+#: Number of largest scores that are tried first; enough in most steps.
 FIRST = 64
 #: Half the distance from 1 to the next float32: the largest relative error of one operation.
 _ROUNDING = 2.0**-24
-#: float32 numbers per vector register, which is the number of partial sums of torch's softmax; at least 4 on any CPU.
+#: float32 numbers per vector register, as many as partial sums in torch's softmax; at least 4 on any CPU.
 _LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NEVER = float("-inf")
 
@@ -31,12 +30,12 @@ Operations = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens of ``R`` rows that are kept, or may be.
+    """The tokens of ``R`` rows that the operations keep or may keep.
 
     Attributes:
-        scores: ``[R, K]`` float32, ``-inf`` for what is not kept.
-        tokens: ``[R, K]`` int64, -1 in columns that a row does not use.
-        unsure: ``[R, K]`` bool, tokens that the reference may or may not keep.
+        scores: ``[R, K]`` float32, ``-inf`` for removed tokens.
+        tokens: ``[R, K]`` int64, -1 in unused columns.
+        unsure: ``[R, K]`` bool, tokens that the reference may keep or remove.
         open: ``[R]`` bool, rows that only the reference can decide.
     """
 
@@ -47,7 +46,7 @@ class Selection:
 
     @property
     def settled(self) -> Tensor:
-        """``[R]`` bool, whether the row certainly equals the reference's."""
+        """``[R]`` bool, rows that certainly equal the reference's."""
         return ~(self.open | self.unsure.any(-1))
 
     def put(self, index: Tensor, better: Selection) -> Selection:
@@ -69,10 +68,9 @@ def _sure(scores: Tensor, tokens: Tensor) -> Selection:
 
 
 def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
-    """What the operations leave of ``[R, V]`` scores; at least one of them must truncate.
+    """The tokens that the operations keep of ``[R, V]`` scores; at least one operation must truncate.
 
-    Args:
-        at_least: fewest columns ``K``, as far as the vocabulary has so many tokens.
+    at_least: least number of columns ``K``, if the vocabulary has as many tokens.
     """
     first = next(i for i, (name, _) in enumerate(operations) if name != "temperature")
     scale, (name, value) = [value for _, value in operations[:first]], operations[first]
@@ -91,10 +89,10 @@ def select(scores: Tensor, operations: Operations, at_least: int) -> Selection:
 
 
 def by_reference(scores: Tensor, operations: Operations, at_least: int) -> Selection:
-    """As :func:`select`, by the reference."""
+    """:func:`select` by the reference operations."""
     dense = scores.float()
     for name, value in operations:
-        if name in ("top_k", "large_top_k"):  # the k-th is what it is, sorted or not
+        if name in ("top_k", "large_top_k"):  # the k-th largest score needs no full sort
             kth = largest(dense, min(max(int(value), 1), dense.shape[-1]))[0][:, -1:]
             dense = dense.masked_fill(dense < kth, NEVER)
         else:
@@ -111,7 +109,7 @@ def _scaled(scores: Tensor, scale: list[Tensor]) -> Tensor:
 
 
 def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Selection:
-    """Everything that ties with the k-th is kept. Dividing is monotone, so it can follow the selection."""
+    """Keeps all ties with the k-th score. Division by the temperature is monotone, so it can follow the selection."""
     vocab = scores.shape[-1]
     k = min(max(k, 1), vocab)
     count = max(FIRST, at_least, k + k // 8 + 8)
@@ -119,7 +117,7 @@ def _top_k_of(scores: Tensor, scale: list[Tensor], k: int, at_least: int) -> Sel
         values, tokens = largest(scores, count)
         values = _scaled(values, scale)
         kth = values[:, k - 1 : k]
-        # If the last column equals the k-th, further ties may be outside; scores of -inf are never kept.
+        # If the last column equals the k-th score, more ties may be outside; scores of -inf are never kept.
         if count >= vocab or bool(((values[:, -1:] < kth) | (kth == NEVER)).all()):
             return _sure(values.masked_fill(values < kth, NEVER), tokens)
         count *= 4
@@ -135,12 +133,12 @@ def _enough(
     whole: Tensor, order: Tensor, probabilities: Tensor, wanted: float, at_least: int,
     decide: Callable[[Tensor, Tensor, Tensor, bool], Selection],
 ) -> Selection:  # fmt: skip
-    """Decides among the tokens with the largest `order` ``[R, V]``: first a few, then as many as needed in rows left open.
+    """Decides among the tokens with the largest `order` ``[R, V]``: first among a few, then among more in rows left open.
 
     Args:
-        wanted: the probability that suffices to decide.
-        decide: takes the scores ``[Q, K]`` of some rows, the tokens, the rows ``[Q, 1]`` and whether these are all tokens.
-            In columns that a row does not use the score is ``-inf`` and the token -1.
+        wanted: total probability of the tokens that suffice to decide.
+        decide: takes scores ``[Q, K]`` and tokens of some rows, the rows' numbers ``[Q, 1]``, and whether these are all tokens.
+            Unused columns have the score ``-inf`` and the token -1.
     """
     vocab = whole.shape[-1]
     count = min(max(FIRST, at_least), vocab)
@@ -157,11 +155,11 @@ def _enough(
 
 
 def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
-    """``[K]`` tokens with the largest `order` ``[V]``, in order, which have at least the probability `wanted` together."""
+    """``[K]``: the tokens with the largest `order` ``[V]``, sorted, whose probabilities sum to at least `wanted`."""
     bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
     mass = torch.bincount(bins, weights=probabilities, minlength=1024)
     last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
-    tokens = (bins >= last - 1).nonzero()[:, 0]  # one more: no border is where a bin ends
+    tokens = (bins >= last - 1).nonzero()[:, 0]  # one bin more, so that the border is not the last selected token
     return tokens[order[tokens].argsort(descending=True)]
 
 
@@ -186,17 +184,17 @@ def _top_p(selection: Selection, value: Tensor) -> Selection:
 
 
 def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value: Tensor) -> Selection:
-    """What top_p keeps of the largest scores ``[R, K]``, descending.
+    """The tokens that top_p keeps of the largest scores ``[R, K]``, descending.
 
-    The reference sums probabilities from the smallest score on and drops tokens while the sum is at most ``value = 1 - p``. Its
-    sum up to a token is the total less the probabilities of larger scores, known here in double precision but for one factor: the
-    float32 sum S that softmax divides by. An addition has an error of at most 2^-24 of its result, and the r-th largest score
-    passes through about r / lanes additions; so the relative error of S is at most 2^-24 (E[r] / lanes + a few), where E[r] is the
-    mean rank under the probabilities: the ranks of the top K are known, the rest are at most V.
+    The reference sums probabilities from the smallest score on and drops tokens while the sum is at most ``value = 1 - p``. Its sum
+    up to a token is the total minus the probabilities of larger scores. Here they are known in double precision, except for the
+    float32 sum S that softmax divides by. An addition has an error of at most 2^-24 of its result, and the r-th largest score passes
+    through about r / lanes additions: the relative error of S is at most 2^-24 (E[r] / lanes + a few), where E[r] is the mean rank
+    under the probabilities. The ranks of the top K are known, all others are at most V.
 
     Args:
         share: ``[R, K]`` float64, probabilities.
-        outside: most tokens that may follow these.
+        outside: greatest number of tokens beyond the K.
     """
     count = scores.shape[1]
     cumulative = share.cumsum(-1)
@@ -212,7 +210,7 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     left_open = torch.zeros(len(scores), dtype=torch.bool)
     if outside:
         left_open = ~dropped[:, -1]
-    # Which of equal scores are dropped depends on the reference's sort: at the end of the certain and at the begin of the dropped.
+    # The reference's sort decides which of equal scores are dropped, at the last certain token and at the first dropped token.
     ends = certain.sum(-1, keepdim=True).clamp(max=count - 1), (~dropped).sum(-1, keepdim=True) - 1
     for border in [scores.gather(1, end) for end in ends]:
         equal = (scores == border) & (border > NEVER)
@@ -225,7 +223,7 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
 
 
 def _min_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
-    # The reference's own comparison over all tokens; only what it keeps is sorted.
+    # The reference's comparison over all tokens; only kept tokens are sorted.
     vocab = whole.shape[-1]
     probabilities = whole.softmax(-1)
     limit = value * probabilities.amax(-1, keepdim=True)
@@ -242,7 +240,7 @@ def _min_p(selection: Selection, value: Tensor) -> Selection:
     limit = value * probabilities.amax(-1, keepdim=True)
     best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.argmax(-1, keepdim=True), True)
     above = (probabilities >= limit) | best
-    # Both sides are divided by one sum, here and in the reference: only the rounding of the quotients can differ.
+    # Here and in the reference, one sum divides both sides: only the rounding of the quotients can differ.
     close = ((probabilities - limit).abs() <= 1e-6 * limit) & ~best & (scores > NEVER)
     return replace(selection, scores=scores.masked_fill(~(above | close), NEVER), unsure=selection.unsure | close)
 
@@ -256,7 +254,7 @@ def _typical_p_of(whole: Tensor, value: Tensor, at_least: int) -> Selection:
 
     def decide(scores: Tensor, tokens: Tensor, index: Tensor, everything: bool) -> Selection:
         share = probabilities[index, tokens.clamp(min=0)].masked_fill(tokens < 0, 0).double()
-        # The largest may come first in this order: then every addition has an error of up to 2^-24 of the total.
+        # If the largest comes first in this order, every addition has an error of up to 2^-24 of the total.
         margin = value.double() * _ROUNDING * (2 * vocab / _LANES + 64)
         surprise = -near[index, tokens.clamp(min=0)].masked_fill(tokens < 0, NEVER)
         return _typical(scores, tokens, surprise, torch.zeros(1), share, margin, everything, value)
@@ -270,7 +268,7 @@ def _typical_p(selection: Selection, value: Tensor) -> Selection:
     finite = logp.masked_fill(share == 0, 0)
     entropy = -(finite * share).sum(-1, keepdim=True)
     surprise, order = (-logp - entropy).abs().sort(-1)
-    # The reference's surprises are float32: two within this distance may be ordered the other way there.
+    # The reference's surprises are float32: it may order two surprises within this distance the other way.
     blur = 2.0**-16 * (1 + finite.abs().amax(-1, keepdim=True))
     margin = value.double() * _ROUNDING * (surprise.shape[1] + 64)
     scores, tokens = selection.scores.gather(1, order), selection.tokens.gather(1, order)
@@ -281,18 +279,17 @@ def _typical(
     scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
     value: Tensor,
 ) -> Selection:  # fmt: skip
-    """What typical_p keeps of the least surprising ``[R, K]``, ascending.
-
-    Kept are tokens no more surprising than the one at which the sum of probabilities reaches `value`.
+    """The tokens that typical_p keeps of the least surprising ``[R, K]``, ascending: up to the token at which the sum of
+    probabilities reaches `value`, and all equally surprising tokens.
 
     Args:
         surprise: ``[R, K]``, with an error of at most `blur` ``[R, 1]``.
-        share: ``[R, K]`` float64, whose sums have an error of at most `margin`.
-        everything: no token that could be kept is outside.
+        share: ``[R, K]`` float64 probabilities; their sums have an error of at most `margin`.
+        everything: whether the K tokens include every token that may be kept.
     """
     count = scores.shape[1]
     mass, limit = share.cumsum(-1), value.double()
-    # The token at the border is one of those from `first` to `last`.
+    # The border token lies between `first` and `last`.
     first, last = ((mass < bound).sum(-1, keepdim=True) for bound in (limit - margin, limit + margin))
     low, high = (surprise.gather(1, index.clamp(max=count - 1)) for index in (first, last))
     alone = ~(((surprise - low).abs() <= 2 * blur) & (surprise != low)).any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The largest of many scores, and what top_k and top_p leave of them, found without sorting the vocabulary."""
+"""The largest scores, and the scores that top_k, top_p and typical_p keep, without sorting the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Tokens per block whose maximum is taken in the search for the largest.
+#: Tokens per block in the search for the largest scores.
 BLOCK = 64
-#: Up to so many scores plain ``topk`` is faster.
+#: Up to this many scores, plain ``topk`` is faster.
 FEW = 2**17
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of every row of ``[R, V]``, in descending order, and their tokens, ``[R, count]`` int64.
 
-    Equals ``topk`` (any of equal scores may come first, and there are fewer than `count` if the vocabulary is smaller), without
-    sorting it all: the `count` largest lie in the `count` blocks with the largest maxima, and taking maxima is limited by memory
-    bandwidth only. For the CPU.
+    Equals ``topk``, with equal scores in any order, and with V columns if V is less than `count`. For the CPU: the `count` largest
+    lie in the `count` blocks with the largest maxima, and only memory bandwidth limits the search for maxima.
     """
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK
@@ -33,12 +32,12 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     pool = torch.cat([blocked[row, best].flatten(1), scores[:, blocks * BLOCK :]], -1)
     top = pool.topk(count)
     inside = best.gather(1, (top.indices // BLOCK).clamp(max=count - 1)) * BLOCK + top.indices % BLOCK
-    behind = top.indices + (blocks - count) * BLOCK  # the vocabulary's end, which fills no block
+    behind = top.indices + (blocks - count) * BLOCK  # the vocabulary's end, less than a block
     return top.values, torch.where(top.indices < count * BLOCK, inside, behind)
 
 
 def first_largest(scores: Tensor) -> Tensor:
-    """``argmax`` over the last axis of ``[..., V]``: the first of equals."""
+    """``argmax`` over the last axis of ``[..., V]``, the first of equals; faster on the CPU."""
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK
     if blocks < BLOCK:
@@ -54,9 +53,9 @@ def first_largest(scores: Tensor) -> Tensor:
     return torch.where(rest.amax(-1) > maxima.amax(-1), blocks * BLOCK + rest.argmax(-1), best)
 
 
-#: The largest k of the operation ``top_k``. For larger ones ``large_top_k`` sorts the vocabulary.
+#: The largest k of the operation ``top_k``; for a larger k, ``large_top_k`` sorts the vocabulary.
 MOST_OF_TOP_K = 1024
-#: Tokens per block of a running count; blocks are counted in parallel.
+#: Tokens per block of a running count; blocks run in parallel.
 _BLOCK = 1024
 
 
@@ -66,7 +65,7 @@ def best_of(scores: Tensor) -> Tensor:
 
 
 def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
-    """``[B, N, 1]``, the k-th largest of every node's scores. ordered: ``[B, N, K]``, descending; value: k, ``[]`` or ``[B, 1, 1]``."""
+    """``[B, N, 1]``, every node's k-th largest score. ordered: ``[B, N, K]``, descending; value: k, ``[]`` or ``[B, 1, 1]``."""
     k = value.long().clamp(1, ordered.shape[-1])
     if k.dim():  # one per row
         return ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))
@@ -74,15 +73,13 @@ def kth_of(ordered: Tensor, value: Tensor) -> Tensor:
 
 
 def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
-    """What ``top_k`` and then ``top_p`` leave of ``[B, N, V]`` scores.
+    """The ``[B, N, V]`` scores that ``top_k`` and then ``top_p`` keep.
 
-    top_k leaves fewer than `k` tokens that are better than the k-th, and all that equal it. The former are among the best, the
-    latter need only be counted. Of equal scores at the border of top_p the first tokens are dropped, as in a stable sort. Sums are
-    float64; transformers sums in float32, and may put the border elsewhere where the sum equals `value` up to rounding.
+    top_k keeps fewer than `k` tokens above the k-th score, found among the best, and all ties with it, which are counted. Of equal
+    scores at the border of top_p, the first tokens are dropped, as in a stable sort. Sums are float64; transformers sums in
+    float32, so its border may differ if the sum equals `value` up to rounding.
 
-    Args:
-        k: ``[]`` or ``[B, 1, 1]``.
-        value: likewise, ``1 - top_p``.
+    k, value: ``[]`` or ``[B, 1, 1]``; value is ``1 - top_p``.
     """
     best = best_of(scores)  # [B, N, K], descending
     kth, greatest = kth_of(best, k), best[..., :1]
@@ -93,7 +90,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     sums = weights.cumsum(-1)
     total = sums[..., -1:] + torch.where(weight > 0, weight * equals, 0.0)
     limit = value.double() * total
-    # Dropped from the worst on: first the equals, then the better ones. The best stays.
+    # Drops from the worst score up: first the ties with the k-th, then better tokens. The best token stays.
     gone = torch.where(weight > 0, torch.minimum((limit / weight).floor(), equals.double()), equals.double()).long()
     gone = torch.where(better.any(-1, keepdim=True), gone, torch.minimum(gone, equals - 1))
     left = (better & (total - (sums - weights) > limit)).sum(-1, keepdim=True).clamp(min=1)
@@ -104,10 +101,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
 
 
 def counted(marked: Tensor) -> Tensor:
-    """``[…, V]``: how many of the first tokens, up to and with each, are `marked` (``[…, V]`` bool).
-
-    A sum along the vocabulary is slow on a device with few rows; splitting it into blocks makes more rows.
-    """
+    """``[…, V]``: the running count of `marked` tokens (``[…, V]`` bool), in blocks: a sum along few long rows is slow on a GPU."""
     vocab = marked.shape[-1]
     blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks.cumsum(-1, dtype=torch.int32)
@@ -115,18 +109,18 @@ def counted(marked: Tensor) -> Tensor:
     return (inside + (whole.cumsum(-2, dtype=torch.int32) - whole)).flatten(-2)[..., :vocab]
 
 
-# Borders by a radix selection over the scores' bits: few passes of static size, which can be traced and recorded.
+# Radix selection over the scores' bits finds borders in few passes of static size, which can be traced and recorded.
 
-#: Bits of a score that each pass decides, from the highest on.
+#: Bits of a score that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
-#: Copies of a pass's sums: additions to one place wait for each other, and most scores share their upper bits.
+#: Copies of a pass's sums: atomic additions to one address wait for each other, and most scores share their upper bits.
 _COPIES = 16
-#: Scores that are looked through at a time: passes need nine times their memory.
+#: Scores per slice: a pass needs nine times their memory.
 MOST_AT_ONCE = 2**23
 
 
 def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """`function` of ``[B, N, V]`` scores and a value, ``[]`` or ``[B, 1, 1]``, a few nodes at a time if there are many."""
+    """Applies `function` of ``[B, N, V]`` scores and a value (``[]`` or ``[B, 1, 1]``) to a few nodes at a time."""
 
     @wraps(function)
     def sliced(scores: Tensor, value: Tensor) -> Tensor:
@@ -142,16 +136,14 @@ def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
 
 
 def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest rank up to which the weights of all ranks from the best on add up to `wanted`, and the sum of those above it.
+    """The largest rank whose weight, plus the weights of all higher ranks, is at least `wanted`; and the sum of the higher ranks'
+    weights. Both ``[B, N, 1]``, int32 and int64.
 
     Args:
         ranks: ``[B, N, V]`` int32, of :func:`rank_of`.
-        weights: ``[B, N, V]`` int64, not negative, or int32 if their sum fits. Integers, because CUDA adds in an order that changes
+        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integers, because CUDA changes the order of additions
             from run to run.
-        wanted: ``[B, N, 1]`` int64, at most the sum of all weights, or the lowest rank is found.
-
-    Returns:
-        ``[B, N, 1]`` int32 and int64.
+        wanted: ``[B, N, 1]`` int64; more than the sum of all weights gives the lowest rank.
     """
     place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES
     found, above = torch.zeros_like(wanted, dtype=torch.int32), torch.zeros_like(wanted)
@@ -172,13 +164,13 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
 
 def rank_of(scores: Tensor) -> Tensor:
-    """int32 of float32 `scores`, in the same order; equal scores have the same."""
+    """Maps float32 `scores` to int32 in the same order; equal scores have equal ranks."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def shares_of(scores: Tensor) -> Tensor:
-    """``[B, N, V]`` int64 in proportion to the scores' probabilities; their sum is at most ``2^62``."""
+    """``[B, N, V]`` int64, proportional to the scores' probabilities, with a sum of at most ``2^62``."""
     scale = 2.0 ** (62 - (scores.shape[-1] - 1).bit_length())
     greatest = scores.amax(-1, keepdim=True)
     return torch.where(scores > float("-inf"), (scores - greatest).double().exp() * scale, 0.0).long()
@@ -186,7 +178,7 @@ def shares_of(scores: Tensor) -> Tensor:
 
 @in_slices
 def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """What ``top_k`` leaves of ``[B, N, V]`` float32 scores, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
+    """The ``[B, N, V]`` float32 scores that ``top_k`` keeps, for any k. value: k, ``[]`` or ``[B, 1, 1]``."""
     ranks = rank_of(scores)
     k = value.clamp(1, scores.shape[-1]).long().expand(*scores.shape[:-1], 1)
     kth, _ = border(ranks, torch.ones_like(ranks), k)
@@ -195,7 +187,7 @@ def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """What ``top_p`` leaves of ``[B, N, V]`` float32 scores; borders are where :func:`top_k_top_p` has them. value: ``1 - top_p``."""
+    """The ``[B, N, V]`` float32 scores that ``top_p`` keeps, with the border of :func:`top_k_top_p`. value: ``1 - top_p``."""
     ranks, shares = rank_of(scores), shares_of(scores)
     total = shares.sum(-1, keepdim=True)
     kept = (total - (value.double() * total).long()).clamp(min=1)  # the best token stays
@@ -208,7 +200,7 @@ def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def typical_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """What ``typical_p`` leaves of ``[B, N, V]`` float32 scores."""
+    """The ``[B, N, V]`` float32 scores that ``typical_p`` keeps."""
     logp = scores.log_softmax(-1)
     entropy = -(logp * logp.exp()).nansum(-1, keepdim=True)
     ranks, shares = rank_of(-(-logp - entropy).abs()), shares_of(scores)

@@ -1,4 +1,4 @@
-"""Token trees: which node continues which, who sees whom, and where each node sits.
+"""Token trees: each node's parent, the nodes it attends to, and its position.
 
 Letters used everywhere: ``N`` nodes of a block (node 0 is the last committed token, the *root*), ``B`` rows.
 A node is a *candidate* if it may be accepted: the root, and every node that descends from it. Other nodes

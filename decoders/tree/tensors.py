@@ -1,4 +1,4 @@
-"""A block's tree on the device, row by row."""
+"""The trees of a block as tensors on the device, one tree per row."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 from ..common.devices import host_reads
 from ..errors import DraftError
 
+#: The parent of a root in lists of parents.
 NO_PARENT = -1
-#: Most nodes of a block, the root included: attention among them and its masks grow with the square.
+#: Greatest number of nodes of a block, the root included: masks and attention grow with its square.
 MAX_NODES = 1024
 
 
 @dataclass(frozen=True)
 class TreeTensors:
-    """A block's topology on the device, per row, so that rows may hold trees of different shape.
+    """The trees of a block on the device; rows may have trees of different shape.
 
     Attributes:
-        parents: ``[B, N]`` int64; 0 for none.
+        parents: ``[B, N]`` int64; 0 for nodes without a parent.
         offsets: ``[B, N]`` int64, position of each node relative to the root's.
         visible: ``[B, N, N]`` bool, ``visible[b, q, k]``: node ``q`` attends to node ``k``.
-        ancestors: ``[B, N, N]`` bool, ``ancestors[b, q, k]``: ``k`` lies on the path from the root to candidate ``q``,
-            itself included; the row of a node that is no candidate is all false.
+        ancestors: ``[B, N, N]`` bool, ``ancestors[b, q, k]``: ``k`` is candidate ``q`` or lies on the path from the root to it; all
+            false if ``q`` is no candidate.
     """
 
     parents: Tensor
@@ -49,12 +50,12 @@ class TreeTensors:
         return torch.where(self.candidates & (index > 0), self.parents, NO_PARENT)
 
     def of_rows(self, begin: int, end: int) -> TreeTensors:
-        """Views of the trees of some rows."""
+        """Views of the trees of rows `begin` to `end`."""
         rows = slice(begin, end)
         return TreeTensors(self.parents[rows], self.offsets[rows], self.visible[rows], self.ancestors[rows])
 
     def check(self, rows: int) -> None:
-        """Raises DraftError if shapes or dtypes are not those of trees for `rows` rows."""
+        """Raises DraftError unless shapes and dtypes fit `rows` rows."""
         n = self.offsets.shape[-1] if isinstance(self.offsets, Tensor) and self.offsets.dim() else 0
         for name, dtype, shape in (
             ("parents", torch.int64, (rows, n)), ("offsets", torch.int64, (rows, n)),
@@ -70,8 +71,8 @@ class TreeTensors:
     def sound(self, wait: bool = False) -> Tensor:
         """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent. No sync without `wait`.
 
-        A candidate comes one position after its parent and sees its own path only: otherwise its logits would not be those
-        of its own text. Nodes that are never accepted may see anything.
+        A candidate comes one position after its parent and attends to its own path only: otherwise its logits would belong to
+        another text. Nodes that are never accepted may attend to any node.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors
         rows, nodes = self.parents.shape
@@ -82,14 +83,12 @@ class TreeTensors:
 
     @staticmethod
     def from_parents(parents: Tensor, depth: int | None = None) -> TreeTensors:
-        """Topology of dynamic trees, on the device and without a sync.
+        """Builds dynamic trees on the device, without a sync. Invalid parents give trees that are not :meth:`sound`.
 
         Args:
-            parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent
-                comes before its child.
-            depth: upper bound of the trees' depth, if one below ``N - 1`` is known.
-
-        Invalid parents give trees without candidates, which are not :meth:`sound`.
+            parents: ``[B, N]`` int64; ``-1`` for the root (node 0) and for nodes that are never accepted. A parent comes before
+                its child.
+            depth: an upper bound of the trees' depth, if less than ``N - 1``.
 
         Raises:
             DraftError: another shape or type.
@@ -108,7 +107,7 @@ class TreeTensors:
             return TreeTensors(*map(torch.from_numpy, _of_parents(parents.numpy())))
         index = torch.arange(n, device=parents.device)
         reach = (index[:, None] == index) | (parents[..., None] == index)
-        # Squaring the one-step relation doubles the depth that is covered each time.
+        # Each squaring of the relation doubles the depth that it covers.
         for _ in range(max(1, (n - 1 if depth is None else depth).bit_length())):
             reach = (reach.float() @ reach.float()) > 0
         ordered = (parents < index) & (parents >= NO_PARENT) & ((parents == NO_PARENT) | (index > 0))
@@ -116,7 +115,7 @@ class TreeTensors:
         return TreeTensors(parents.clamp(0, n - 1), reach.sum(-1) - 1, reach, reach & candidate.unsqueeze(-1))
 
     def padded(self, nodes: int) -> TreeTensors:
-        """These trees padded to `nodes` with nodes that are never accepted and see only themselves."""
+        """The trees padded to `nodes`. Padding nodes attend to themselves and are never accepted."""
         n = len(self)
         extra = nodes - n
         if extra <= 0:
@@ -139,12 +138,12 @@ class TreeTensors:
         )  # fmt: skip
 
     def merge(self, other: TreeTensors) -> TreeTensors:
-        """Both trees of every row under one root: `other`'s nodes follow these and are renumbered."""
+        """Joins two trees per row at the root: `other`'s nodes come last and are renumbered."""
         n, shift = len(self), len(self) - 1
         parents = torch.where(other.parents > 0, other.parents + shift, 0)[:, 1:]
 
         def joined(own: Tensor, theirs: Tensor) -> Tensor:
-            """Visibility within each tree, and of the common root."""
+            """Visibility within each tree and of the common root."""
             wide = torch.nn.functional.pad(theirs, (shift, 0, shift, 0))[:, n:]
             wide[:, :, shift] = False
             wide[:, :, 0] = theirs[:, 1:, 0]
@@ -159,14 +158,14 @@ class TreeTensors:
 
 
 def described(value: object) -> str:
-    """How a message describes a wrong value."""
+    """A wrong value as text for an error."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"
 
 
 def _of_parents(parents: np.ndarray) -> tuple[np.ndarray, ...]:
-    """:meth:`TreeTensors.from_parents` node by node, which takes a third of the time for trees of a step."""
+    """:meth:`TreeTensors.from_parents` node by node; takes a third of the time on a CPU."""
     rows, n = parents.shape
     index = np.arange(n)
     reach = np.zeros((rows, n, n), dtype=bool)
@@ -181,7 +180,7 @@ def _of_parents(parents: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
-    """:meth:`TreeTensors.sound` of arrays or tensors. tree: the fields in order. row: ``[B, 1]``, index: ``[N]``, each 0, 1, …"""
+    """:meth:`TreeTensors.sound` for arrays or tensors. tree: the fields in order; row ``[B, 1]`` and index ``[N]``: 0, 1, …"""
     parents, offsets, visible, ancestors = tree
     candidate = ancestors[..., :1]
     before = (parents < index) | ~candidate[..., 0] | (index == 0)

@@ -17,10 +17,9 @@ class Topology:
     """The static shape of a block of ``N`` nodes; hashable, so that its tensors are created once per device.
 
     Attributes:
-        parents: for each node the index of its parent, smaller than its own; ``-1`` for the root and for nodes that
-            can never be accepted.
-        offsets: for each node its position relative to the root's (the depth, for candidates).
-        extra_visible: for each node the nodes it attends to besides its ancestors and itself.
+        parents: index of each node's parent, which comes before it; ``-1`` for the root and for nodes that are never accepted.
+        offsets: position of each node relative to the root's (the depth, for candidates).
+        extra_visible: nodes that each node attends to, besides its ancestors and itself.
     """
 
     parents: tuple[int, ...]
@@ -48,7 +47,7 @@ class Topology:
         for node, seen in enumerate(self.extra_visible):
             if any(not 0 <= other < n for other in seen):
                 raise DraftError(f"node {node} attends to {seen}: nodes are numbered 0 to {n - 1}")
-            # Otherwise the candidate's logits, and so an accepted token, would not be the target's.
+            # With other nodes visible, a candidate's logits, and so an accepted token, would not be the target's.
             if seen and (node == 0 or self.parents[node] >= 0) and not set(seen) <= set(self.path_to(node)):
                 raise DraftError(f"node {node} may be accepted, so it may see its own ancestors only, not {seen}")
 
@@ -60,7 +59,6 @@ class Topology:
 
     @cached_property
     def _hash(self) -> int:
-        # Needed in every step, so computed once.
         return hash((self.parents, self.offsets, self.extra_visible))
 
     @cached_property
@@ -70,22 +68,22 @@ class Topology:
 
     @cached_property
     def max_depth(self) -> int:
-        """Most tokens a step can accept from this block."""
+        """Greatest number of draft tokens that a step can accept from the block."""
         return max(self.offsets[i] for i, p in enumerate(self.parents) if p >= 0 or i == 0)
 
     @cached_property
     def max_siblings(self) -> int:
-        """Most children of one node."""
+        """Greatest number of children of a node."""
         children = [parent for parent in self.parents if parent >= 0]
         return max((children.count(parent) for parent in children), default=0)
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether every path from the root is the first nodes of the block, as in a chain: accepting one moves nothing."""
+        """Whether every path from the root is the block's first nodes, as in a chain: accepting it then moves no cache slot."""
         return all(parent in (NO_PARENT, node) for node, parent in enumerate(self.parents[1:]))
 
     def path_to(self, node: int) -> tuple[int, ...]:
-        """Nodes from the first one of the branch down to `node`, both included."""
+        """The nodes from the root (or a branch's first node) down to `node`, both included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(self.parents[path[-1]])
@@ -93,7 +91,7 @@ class Topology:
 
     @staticmethod
     def from_parents(parents: Sequence[int]) -> Topology:
-        """A tree given by parent indices: ``[-1, 0, 1, 1]`` is a root, its child and two grandchildren."""
+        """Builds a tree from parent indices: ``[-1, 0, 1, 1]`` is a root, its child and two grandchildren."""
         offsets: list[int] = []
         if not parents or parents[0] != NO_PARENT:
             raise DraftError(f"node 0 is the root: its parent must be -1, in {list(parents)[:8]}")
@@ -106,13 +104,13 @@ class Topology:
     @staticmethod
     @lru_cache
     def chain(length: int) -> Topology:
-        """The root followed by `length` nodes in a row."""
+        """A root followed by a chain of `length` nodes."""
         return Topology.branches(1, length)
 
     @staticmethod
     @lru_cache
     def branches(count: int, length: int) -> Topology:
-        """`count` chains of `length` nodes that all start at the root; branch ``b`` takes nodes ``1+b·length …``."""
+        """A root with `count` chains of `length` nodes; branch ``b`` takes nodes ``1+b·length …``."""
         parents = [NO_PARENT]
         for b in range(count):
             first = 1 + b * length
@@ -121,10 +119,10 @@ class Topology:
 
     @staticmethod
     def from_paths(paths: Sequence[Sequence[int]]) -> tuple[Topology, tuple[tuple[int, int], ...]]:
-        """A tree in Medusa's notation: every path lists the rank (0 = best) of the draft token at each level.
+        """Builds a tree from Medusa's notation: a path lists the rank (0 = best) of the draft token at each level.
 
         Returns:
-            the topology with paths sorted by depth, and for every node after the root ``(level, rank)``: it holds the
+            the topology with paths sorted by depth, and ``(level, rank)`` for every node after the root: the node holds the
             `rank`-th best draft token of that level.
         """
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
@@ -136,7 +134,7 @@ class Topology:
         return topology, tuple((len(p) - 1, p[-1]) for p in ordered)
 
     def merge(self, other: Topology) -> Topology:
-        """Both trees under one root: `other`'s nodes follow this one's and are renumbered."""
+        """Joins two trees at the root: `other`'s nodes come last and are renumbered."""
         shift = len(self) - 1
 
         def moved(node: int) -> int:
@@ -152,14 +150,14 @@ class Topology:
         )
 
     def head(self, nodes: int) -> Topology:
-        """The first `nodes` nodes, which are a tree because parents come before children."""
+        """The first `nodes` nodes; they are a tree, because parents come before children."""
         if nodes >= len(self):
             return self
         extra = tuple(tuple(s for s in seen if s < nodes) for seen in self.extra_visible[:nodes])
         return Topology(self.parents[:nodes], self.offsets[:nodes], extra)
 
     def padded(self, nodes: int) -> Topology:
-        """This block padded to `nodes` with nodes that are never accepted."""
+        """The block padded to `nodes` with nodes that are never accepted."""
         extra = nodes - len(self)
         if extra <= 0:
             return self
@@ -171,7 +169,7 @@ class Topology:
 
     @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
     def tensors(self, rows: int, device: torch.device) -> TreeTensors:
-        """This topology as tensors for `rows` rows on `device`, cached."""
+        """The topology as tensors for `rows` rows on `device`, cached."""
         n = len(self)
         ancestors = torch.zeros(n, n, dtype=torch.bool, device="cpu")
         visible = torch.zeros(n, n, dtype=torch.bool, device="cpu")
@@ -194,7 +192,7 @@ class Topology:
 
 
 def parents_by_row(tree: Topology | TreeTensors, rows: int) -> Sequence[Sequence[int]]:
-    """For every row the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+    """Per row, the parent of each node; -1 for the root and for nodes that are never accepted. Syncs with the device."""
     if isinstance(tree, Topology):
         return [tree.parents] * rows
     return tree.candidate_parents().tolist()

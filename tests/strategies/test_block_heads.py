@@ -25,7 +25,7 @@ from decoders.heads.block_heads import BlockHead, HeadFields, HeadScores, PathSe
 from decoders.heads.dflash import DFlashNetwork
 from decoders.heads.dflash_files import HEADS, load_draft_model, read_config
 from decoders.strategies import DFlash, PromptLookup
-from decoders.strategies.draft_model import GRADES, likely_paths
+from decoders.strategies.draft_tree import GRADES, likely_paths
 from decoders.strategies.merged import Merged
 from decoders.testing import Replay, checks_for, decode, prompts
 from decoders.testing.checks import check_on_device

@@ -14,7 +14,7 @@ from torch import Tensor
 from decoders.drafters import Expansion
 from decoders.errors import DraftError
 from decoders.strategies import Speculative
-from decoders.strategies.draft_model import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
+from decoders.strategies.draft_tree import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
 from decoders.testing import Spy, decode, prompts
 from decoders.testing.spy import inspect_tree
 from decoders.tree import Topology, TreeTensors

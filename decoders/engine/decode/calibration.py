@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median_low
 
@@ -29,8 +28,8 @@ from ..model.target import Target
 from ..model.threads import torchs_own
 from .core import Core, StepPass
 from .rows import no_sampling
+from .rules import CoupledRule
 from .sessions import Sessions
-from .step import Parts, forward_verify_commit
 
 #: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
@@ -195,9 +194,8 @@ def measure(
     ):
         session = opened.session
         forward_pass.fit(session.blocks, rows)
-        core = Core(forward_pass, SamplingPlan())
-        nothing = Draft.nothing(rows, device)
-        step = partial(forward_verify_commit, Parts(core.forward, core.choose, core.commit), nothing)
+        plan, nothing = SamplingPlan(), Draft.nothing(rows, device)
+        core = Core.of(forward_pass, plan, CoupledRule(forward_pass, plan), session.recordings, copy=False)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))
 
@@ -208,9 +206,7 @@ def measure(
             session.rows.length.fill_(context)
             session.rows.finished.fill_(False)
             begun = clock()
-            out = core.replayed(
-                "step", step, block, session.rows, session.recordings, copy=False, in_place=nothing.in_place
-            )
+            out = core.forward_verify_commit(nothing, block, session.rows)
             if (states := session.rows.buffers.states) is not None:
                 states.commit(out.path, out.summary[0], session.rows.length)
             out.read(session.lists)  # waits for the device, as a call does

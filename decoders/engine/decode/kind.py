@@ -89,4 +89,42 @@ def _used(request: Any, use: Use) -> Iterator[tuple[str, Any]]:
 
 
 def _part(value: Any) -> object:
-    return (type(value), value.name, repr(value)) if isinstance(value, Strategy | Verifier) else value
+    return Made(value) if isinstance(value, Strategy | Verifier) else value
+
+
+class Made:
+    """All that a strategy or a verifier was made with, the strategies that it is made of included, to compare it with another.
+
+    Two may say the same of themselves (``repr``) and draft otherwise: it shows their settings alone.
+    """
+
+    __slots__ = ("attributes", "shown")
+
+    def __init__(self, value: Strategy | Verifier) -> None:
+        self.shown, self.attributes = (type(value), value.name, repr(value)), dict(vars(value))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and self.shown == other.shown and _alike(self.attributes, other.attributes)
+
+    def __hash__(self) -> int:
+        return hash(self.shown)
+
+    def __repr__(self) -> str:
+        return repr(self.shown)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Strategy):
+        return Made(one) == Made(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(own, other[name]) for name, own in one.items())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # tensors and the like cannot be compared: taken as different
+        return False

@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...strategy import PromptChunk, Strategy
+from ...strategy import PromptChunk
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
@@ -309,28 +308,8 @@ def share_steps(one: Request, other: Request) -> bool:
     """Whether two requests on one engine can be decoded in the same steps."""
     return (
         one.kind.shared == other.kind.shared
-        and same_strategy(one.strategy, other.strategy)  # its settings, and whatever else it was made with
         and one.memory_salt == other.memory_salt
         # The first grammar starts the strategy anew; one that reads prompts would have to be shown all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
     )  # fmt: skip
-
-
-def same_strategy(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies are set alike, those that they are made of included."""
-    if one is other:
-        return True
-    own, others = vars(one), vars(other)
-    return type(one) is type(other) and own.keys() == others.keys() and all(_same(own[k], others[k]) for k in own)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Strategy) and isinstance(other, Strategy):
-        return same_strategy(one, other)
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    try:
-        return one is other or bool(one == other)
-    except Exception:  # tensors and the like cannot be compared: taken as different
-        return False

@@ -33,13 +33,6 @@ COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 # The processor.
 
 
-def computes_bfloat16() -> bool:
-    """Whether this processor has instructions for bfloat16."""
-    if torch.cpu._is_avx512_supported():
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return _onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def _onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 

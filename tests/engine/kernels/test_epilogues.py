@@ -122,3 +122,19 @@ def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
     assert traced is not None and torch.equal(traced[0], query)
     assert torch.equal(traced[1], keys[row, :, slots].transpose(1, 2))
     assert torch.equal(traced[2], values[row, :, slots].transpose(1, 2))
+
+
+def test_of_no_rows_nothing_is_computed() -> None:
+    x, matrices = random(0, 3, 96), [random(size, 96, seed=size) for size in (128, 64, 64)]
+    cos, keys = random(1, 3, 32), random(0, 2, 160, 32)
+    given = x, matrices, [], (Norm(), Norm()), cos, cos, torch.zeros(0, 3, dtype=torch.int64), keys, keys.clone()
+    rotated = epilogues.linear_rotated(*given)
+    assert rotated is not None and rotated[0].shape == (0, 3, 4, 32)
+    traced = torch.compile(epilogues.linear_rotated, backend="eager", fullgraph=True)(*given)
+    assert traced is not None and traced[1].shape == (0, 2, 3, 32)  # type: ignore[union-attr]
+    gated = epilogues.gated_linear(x, matrices[1:], [], 0, True)
+    assert gated is not None and gated.shape == (0, 3, 64)
+    sums = epilogues.linear_to_residual(
+        x, matrices[1], None, random(0, 3, 64), Norm(), Norm(random(64), *FORMULAS["llama"])
+    )
+    assert sums is not None and [len(each) for each in sums] == [0, 0]

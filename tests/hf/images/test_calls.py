@@ -274,13 +274,13 @@ def test_placeholders_are_never_drafted(monkeypatch: pytest.MonkeyPatch) -> None
     from decoders.engine.decode.core import Core
 
     drafted: list[Tensor] = []
-    forward = Core.forward
+    plain = Core.forward_verify_commit
 
-    def noting(self: Core, block: Any, rows: Any) -> Any:
+    def noting(self: Core, draft: Any, block: Any, rows: Any) -> Any:
         drafted.append(block.draft_tokens)
-        return forward(self, block, rows)
+        return plain(self, draft, block, rows)
 
-    monkeypatch.setattr(Core, "forward", noting)
+    monkeypatch.setattr(Core, "forward_verify_commit", noting)
     model, inputs = enabled("llava"), image_prompts("llava", (2,))
     # The text ends as the text in front of the image does, so that what follows there is looked up.
     ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, :6]], dim=1)
