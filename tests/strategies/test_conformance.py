@@ -11,11 +11,13 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from decoders.heads.medusa import DEFAULT_TREE
 from decoders.registry import registry
 from decoders.settings import Settings
 from decoders.strategies import (
     EarlyExit,
     Lookahead,
+    Medusa,
     Ngram,
     PromptLookup,
     Speculative,
@@ -31,11 +33,11 @@ from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
-from .conftest import cases
+from .conftest import cases, random_heads
 
 #: Strategies that draft as "speculative" does, and differ in where a draft ends and whose layers write it.
 ALIKE = ("threshold", "early_exit")
-#: Medusa, MTP, EAGLE-3 and DFlash need heads, layers and networks, and are tested with some in files of their own.
+#: Medusa, with heads, is among the variants; MTP, EAGLE-3 and DFlash are tested with networks in files of their own.
 BUILT_IN = [
     e.cls
     for e in registry().strategies().values()
@@ -62,6 +64,9 @@ VARIANTS = [
     TokenRecycling(k=2, tree=((0,), (1,), (0, 0)), prompt_logits=True),
     Replay(),
     Merged([PromptLookup(length=3, branches=2), Replay(length=2)]),
+    Medusa(heads=random_heads()),
+    Medusa(heads=random_heads(), tree=DEFAULT_TREE, nodes=5),
+    Merged([PromptLookup(length=3), Medusa(heads=random_heads(), nodes=30)]),
 ]
 
 

@@ -14,12 +14,10 @@ from decoders.strategies import Medusa, PromptLookup
 from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
 from decoders.testing import prompts, tiny_model
-from decoders.testing.conditions import Conditions
 from decoders.testing.exactness import assert_same_tokens, decode, reference
-from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
-from .conftest import WIDE, cases, random_heads
+from .conftest import WIDE, random_heads
 
 EAGER = {"decoders_config": {"compile": False}}
 DESIGNS = ("llama", "gemma2", "gpt2", "opt", "phi", "deepseek_v3")
@@ -28,15 +26,6 @@ SAMPLED = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 
 def medusa(**settings) -> Medusa:
     return Medusa(heads=random_heads(), **settings)
-
-
-@pytest.mark.in_turns
-@pytest.mark.parametrize(
-    "strategy, check",
-    cases(medusa(), medusa(tree=DEFAULT_TREE, nodes=5), Merged([PromptLookup(length=3), medusa(nodes=30)])),
-)
-def test_medusa_conforms(strategy, check):
-    check_alone(check, Conditions(), strategy)
 
 
 @pytest.mark.in_turns
