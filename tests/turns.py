@@ -9,6 +9,7 @@ import pytest
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """The values, of which all but the named ones are slow."""
+    """The values, of which all but the named ones are slow; a tuple is a value of each of several parameters."""
     quick = list(quick)
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    cases = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [pytest.param(*case, marks=() if value in quick else pytest.mark.slow) for value, case in cases]

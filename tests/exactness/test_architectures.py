@@ -19,8 +19,6 @@ from ..turns import slow_but
 from .references import EAGER, NEW, SAMPLING, enabled, plain, sampled
 
 COMPILED = {"compile": True, "prefill_chunk": 8}
-#: One with layers of two kinds. The plainest is traced in tests/engine; the most awkward ones, with experts and sinks, are slow.
-COMPILED_BY_DEFAULT = {("gemma3", 1)}
 DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "lookahead", "replay", "replay, 3 branches")
 #: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, chunks.
 REPRESENTATIVE = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4")
@@ -81,16 +79,11 @@ def test_prompt_lookup_is_accepted_on_these_texts(name):
     assert out.report.steps < 120
 
 
-COMPILED_CASES = [
-    pytest.param(name, rows, marks=() if (name, rows) in COMPILED_BY_DEFAULT else pytest.mark.slow, id=f"{name}-{rows}")
-    for name in ARCHITECTURES
-    for rows in (1, 4)
-]
-
-
+# One with layers of two kinds. The plainest is traced in tests/engine; the most awkward ones, with experts and sinks, are slow.
 # The compiler itself warns about deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(("name", "rows"), COMPILED_CASES)
+@pytest.mark.parametrize("rows", slow_but([1], [1, 4]))
+@pytest.mark.parametrize("name", slow_but(["gemma3"], ARCHITECTURES))
 def test_compiled_loop_gives_the_same_tokens_and_compiles_once(name, rows, traced_or_compiled):
     model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
     decoders.release(model)  # what the other way has compiled
