@@ -58,7 +58,7 @@ def compiled(
         yield model
 
 
-@pytest.mark.in_turns(6)
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "rows, length, options",
     [

@@ -74,7 +74,7 @@ def scaled_model() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_counts_in_the_next_call(change: str, strategy: str) -> None:

@@ -23,6 +23,8 @@ from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology, TreeTensors
 
+from ..turns import slow_but
+
 CPU = torch.device("cpu")
 SLOTS = 96
 #: Text in front of the nodes, and the tree.
@@ -84,6 +86,10 @@ class Rows:
         return result
 
 
+#: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, slices of the mask.
+QUICK = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4")
+
+
 def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compiled=None) -> tuple[list, list]:
     """What a mixed pass computes and writes, and what two passes do."""
     other = copy.copy(rows)
@@ -102,13 +108,7 @@ def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compile
     return [ours.logits, ours.hidden, *rows.buffers.tensors], [theirs.logits, theirs.hidden, *other.buffers.tensors]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if place % 2 == 0 else pytest.mark.slow)
-        for place, n in enumerate(sorted(ARCHITECTURES))
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, ARCHITECTURES))
 def test_rows_and_piece_get_what_passes_of_their_own_give(name: str) -> None:
     target = target_of(tiny_model(name))
     # Not those with attention of their own in the place of transformers' function by name (in 5.17 more had it), nor one whose last

@@ -47,7 +47,7 @@ def write(model: PreTrainedModel, settings: dict[str, Any], strategy: str = "aut
     return decode(model, prompts(2, length=30), strategy=strategy, **options)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "settings", [{"weights": "int8"}, {"weights": "int4", "kv_cache": "int8"}], ids=["int8", "int4 and cache"]
@@ -61,7 +61,7 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
         assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("settings", "used"),
     [
@@ -123,7 +123,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.in_turns(5)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("write_to", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("settings", [{"weights": "int8"}, {"weights": "int4"}, {"draft_weights": "int8"}], ids=str)
 def test_changed_weights_are_quantized_again(settings: dict[str, str], write_to: Callable) -> None:

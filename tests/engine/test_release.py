@@ -107,7 +107,7 @@ def test_calls_under_autocast_decode_in_the_models_own_precision(fresh: PreTrain
 # --- writes that PyTorch does not count -------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "write",
     [

@@ -84,7 +84,7 @@ def plain(model: PreTrainedModel, rows: list[list[int]], tokens: int = 10) -> li
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_second_turn_reads_only_what_is_new(model: PreTrainedModel, strategy: str) -> None:
     decoders.forget(model)
@@ -97,7 +97,7 @@ def test_the_second_turn_reads_only_what_is_new(model: PreTrainedModel, strategy
     assert call(model, turn, strategy).report.reused == [len(turn[0]) - 1]
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", DRAFTED)
 @pytest.mark.parametrize("own", [False, True], ids=["draft", "self-draft"])
 def test_draft_models_take_their_texts_over(
@@ -126,7 +126,7 @@ def test_logits_are_those_of_a_call_without(model: PreTrainedModel) -> None:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "ngram+prompt_lookup"])
 def test_rows_that_cross_and_rows_of_other_batches(model: PreTrainedModel, strategy: str) -> None:
     decoders.forget(model)
@@ -137,7 +137,7 @@ def test_rows_that_cross_and_rows_of_other_batches(model: PreTrainedModel, strat
     assert call(model, [[*c, 3]], strategy).report.reused == [len(c)]
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rows_of_very_different_lengths_in_small_chunks(model: PreTrainedModel, chunk: int, reuse: bool) -> None:
@@ -148,7 +148,7 @@ def test_rows_of_very_different_lengths_in_small_chunks(model: PreTrainedModel, 
         assert new(out, rows) == plain(model, rows)
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *DRAFTED])
 def test_every_strategy_reads_the_end_of_ragged_prompts_in_its_first_step(
     model: PreTrainedModel, draft: PreTrainedModel, strategy: str
@@ -174,7 +174,7 @@ def test_sampled_tokens_are_those_of_the_seed(model: PreTrainedModel) -> None:
     assert new(out, turn) == expected
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_other_verifiers_sample_the_same_tokens(model: PreTrainedModel, draft: PreTrainedModel, verifier: str) -> None:
     options = dict(do_sample=True, seed=3, verifier=verifier, assistant_model=draft)

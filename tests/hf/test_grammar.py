@@ -39,6 +39,8 @@ from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
 from decoders.testing.tape import TapeRecorder
 
+from ..turns import slow_but
+
 #: Rows of the logits; the tokenizer has fewer tokens.
 SIZE = 288
 END = 1
@@ -148,23 +150,12 @@ def draws_of(strategy: Any, **more: Any) -> list[dict[str, Any]]:
 ALIKE = ("ngram", "static tree", "threshold", "threshold tree", "lookahead", "grammar drafts for the draft")
 
 
-def in_turns() -> list[Any]:
-    """Every strategy with every backend; in the quick run most with one of them, in turns."""
-    return [
-        pytest.param(
-            backend,
-            strategy,
-            id=f"{backend}-{name}",
-            marks=() if (i + j) % 2 == 0 and name not in ALIKE else pytest.mark.slow,
-        )
-        for i, backend in enumerate(BACKENDS)
-        for j, (name, strategy) in enumerate(STRATEGIES.items())
-    ]
-
-
-@pytest.mark.parametrize("backend, strategy", in_turns(), indirect=["backend"])
-def test_every_strategy_writes_the_same_legal_texts(model, tokenizer, backend, strategy):
+@pytest.mark.in_turns
+@pytest.mark.parametrize("name", slow_but(STRATEGIES.keys() - ALIKE, STRATEGIES))
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_every_strategy_writes_the_same_legal_texts(model, tokenizer, backend, name):
     """A grammar for each row, one row without; greedy or sampled."""
+    strategy = STRATEGIES[name]
     grammars = [decoders.regex(DATE), decoders.json_schema(PERSON), None, decoders.choice(["yes", "no", "not at all"])]
     for draw in draws_of(strategy):
         if (backend, bool(draw)) not in PLAIN:
@@ -473,11 +464,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "guide_of", guide_of)
 
 
-@pytest.mark.parametrize("strategy", [
-    pytest.param(strategy, id=name, marks=() if name in ("prompt_lookup", "dynamic tree") else pytest.mark.slow)
-    for name, strategy in STRATEGIES.items()
-])  # fmt: skip
-def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strategy):
+@pytest.mark.parametrize("name", slow_but(["prompt_lookup", "dynamic tree"], STRATEGIES))
+def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, name):
+    strategy = STRATEGIES[name]
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
     grammars = [decoders.regex(DATE), decoders.json_schema(PERSON), None, decoders.choice(["yes", "no", "not at all"])]
     for draw in draws_of(strategy, repetition_penalty=1.3):
@@ -491,9 +480,7 @@ def test_a_guide_on_the_device_leads_to_the_same_texts(model, monkeypatch, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "verifier", ["rejection", *(pytest.param(v, marks=pytest.mark.slow) for v in ("block", "tree_rejection"))]
-)
+@pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection"])
 def test_other_verifiers_draw_the_same_with_a_guide_on_the_device(model, monkeypatch, verifier):
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
     options = dict(rows=2, grammar=[decoders.json_schema(PERSON), None], verifier=verifier, **SAMPLED)
@@ -508,15 +495,12 @@ RECORDED = {
     "dynamic tree": Speculative(tree="dynamic", nodes=8), "staged": Staged(), "merged": "grammar+prompt_lookup",
     "short staged": Staged(stage="prompt_lookup", passes=2),
 }  # fmt: skip
-RECORDED_BY_DEFAULT = ("grammar",)
 
 
-@pytest.mark.parametrize("strategy", [
-    pytest.param(strategy, id=name, marks=() if name in RECORDED_BY_DEFAULT else pytest.mark.slow)
-    for name, strategy in RECORDED.items()
-])  # fmt: skip
-def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, tokenizer, monkeypatch, strategy):
+@pytest.mark.parametrize("name", slow_but(["grammar"], RECORDED))
+def test_steps_with_a_guide_on_the_device_are_recorded_and_replayed(model, tokenizer, monkeypatch, name):
     """Masks and commits are part of the recorded step, in which nothing waits and no shape changes; a later call replays it."""
+    strategy = RECORDED[name]
     monkeypatch.setenv("DECODERS_CONSTRAINT_BACKEND", "table")
     options = dict(rows=3, grammar=[decoders.json_schema(PERSON), None, decoders.regex(DATE)], **SAMPLED)
     host = run(model, strategy, **options)

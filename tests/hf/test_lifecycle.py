@@ -102,7 +102,7 @@ def test_arguments_may_be_positional(fresh: PreTrainedModel) -> None:
     )
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "after a call"])
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_a_copy_is_enabled_and_independent(fresh: PreTrainedModel, copier: Callable, used: bool) -> None:

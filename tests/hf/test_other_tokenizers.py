@@ -57,7 +57,7 @@ def test_the_draft_says_in_the_targets_ids_what_it_says_in_its_own():
     assert draft.config.vocab_size == len(other)
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", ["speculative", "threshold", "staged", "suffix+speculative", "auto"])
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_plain_decoding(strategy: str, sampling: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", OPTIONS)

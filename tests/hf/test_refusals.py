@@ -176,7 +176,7 @@ def test_what_exceeds_the_context_is_refused_with_what_would_fit(llama: PreTrain
         llama.generate(long, attention_mask=long, max_new_tokens=1, strategy="autoregressive")
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize(
     "strategy", ["autoregressive", PromptLookup(length=10), PromptLookup(branches=3, length=8)], ids=str

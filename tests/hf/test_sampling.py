@@ -51,7 +51,7 @@ def transformers_processors(model: PreTrainedModel, inputs: dict[str, Tensor], o
     return model._get_logits_processor(config, prompt, inputs["input_ids"], None, [], device="cpu", model_kwargs=masked)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("rows", [1, 3], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", WARPERS)
 def test_scores_are_transformers_processors_applied_to_plain_logits(
@@ -75,7 +75,7 @@ def test_scores_are_transformers_processors_applied_to_plain_logits(
                 break
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", ["prompt_lookup", "replay"])
 @pytest.mark.parametrize("name", WARPERS)
 def test_every_strategy_draws_the_same_tokens(llama: PreTrainedModel, name: str, strategy: Any) -> None:

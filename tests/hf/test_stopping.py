@@ -188,7 +188,7 @@ ENDLESS: dict[str, Callable[[], list[StoppingCriteria]]] = {
 }
 
 
-@pytest.mark.in_turns(7)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("stop_token", [None, UNUSED, "written"], ids=["endless", "unused", "stop token"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("criteria", CRITERIA)
@@ -200,7 +200,7 @@ def test_criteria_end_rows_as_in_transformers(
     assert_like_transformers(llama, 3, strategy, eos_token_id=eos, stopping_criteria=CRITERIA[criteria])
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("criteria", ENDLESS)
 def test_a_criterion_may_answer_in_a_column_where_it_may_in_transformers(

@@ -48,7 +48,7 @@ def stream(model: PreTrainedModel, rows: int, streamer: Any, strategy: Any, **op
     return model.generate(**prompts(rows), streamer=streamer, **options, **own)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", [1, 2], ids=["alone", "two rows"])
 @pytest.mark.parametrize("stops", [False, True], ids=["", "with a stop token"])

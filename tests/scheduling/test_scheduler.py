@@ -101,7 +101,7 @@ def assert_written_as_alone(
     return generations
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_requests_write_what_calls_of_their_own_write(
@@ -177,7 +177,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(
         assert again.result(60)[0, 9:].tolist() == expected[0]
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("backend", ["table", "llguidance"])
 @pytest.mark.parametrize("strategy", ["grammar", "prompt_lookup", "speculative"])
 def test_rows_with_a_grammar_and_rows_without_share_steps(

@@ -65,7 +65,7 @@ def auto_call(rows: int, name: str = "llama", **options: Any) -> Any:
     return decode(enabled(name), prompts(rows), "auto", max_new_tokens=40, decoders_config=EAGER, **options)
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("assistant", [False, True], ids=["alone", "with a draft model"])
@@ -103,7 +103,7 @@ def test_a_draft_model_that_is_never_asked_reads_no_prompt(read: list[int]) -> N
     assert read == [2]
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("steady")
@@ -185,7 +185,7 @@ def test_candidates_and_their_settings_are_the_users() -> None:
     assert len(out.report.accepted_lengths) <= 3
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("merged", ["prompt_lookup+ngram", "prompt_lookup+suffix", "token_recycling+ngram"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) -> None:

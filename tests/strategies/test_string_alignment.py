@@ -75,7 +75,7 @@ def test_what_is_drafted_comes_back_in_the_targets_tokens() -> None:
     assert row.proposed([0, *other.encoded(b"more")]) == []  # its end token ends a draft
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("strategy", ["speculative", "suffix+speculative", "auto"])
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_plain_decoding(strategy: str, sampling: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("inputs", [96, 530])  # one stretch, and two
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 def test_a_gated_activation_follows_both_products(inputs: int, with_bias: bool, gate_first: bool, kind: int) -> None:
     x, pair = random(2, 40, inputs), [random(128, inputs, seed=i) * 0.1 for i in (1, 2)]
     biases = [random(128, seed=i) for i in (3, 4)] if with_bias else []
@@ -56,7 +56,7 @@ def test_a_gated_activation_of_a_long_text_follows_torchs_products() -> None:
 @pytest.mark.parametrize("before", [None, "llama", "gemma"])
 @pytest.mark.parametrize("after", [None, "llama", "gemma"])
 @pytest.mark.parametrize("rows", [20, 130])
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 def test_a_residual_and_norms_follow_a_product(rows: int, after: str | None, before: str | None) -> None:
     x, matrix, residual, bias = random(rows, 530), random(72, 530, seed=1), random(rows, 72, seed=2), random(72, seed=3)
     weights = random(2, 72, seed=4)
@@ -88,7 +88,7 @@ def half_turned(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "nodes", "dtype"), [(2, 5, torch.float32), (1, 3, torch.bfloat16), (1, 130, torch.float32)]
 )
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
     rows: int, nodes: int, dtype: torch.dtype, formula: str | None
 ) -> None:

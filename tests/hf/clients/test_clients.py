@@ -140,7 +140,7 @@ def test_int8_weights_of_torchao(plain: PreTrainedModel, enabled: PreTrainedMode
     assert decode(enabled, prompts(2), max_new_tokens=NEW).sequences.tolist() == expected.sequences.tolist()
 
 
-@pytest.mark.in_turns(5)
+@pytest.mark.in_turns
 @needs("torchao")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
     assert "generate" not in vars(model)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
 @pytest.mark.parametrize("weights", ["keep", "int8"])
 def test_what_is_left_without_an_adapter_is_enabled(

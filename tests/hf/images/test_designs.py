@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,19 +11,14 @@ from decoders.strategy import Strategy
 from decoders.testing import Replay, assert_same_tokens, decode, tiny_model
 from decoders.testing.images import BLIND, HEARING, SEEING, image_prompts
 
+from ...turns import slow_but
 from .conftest import EAGER, NEW, enabled, plain
 
 #: Numbers of images by row: one alone, and rows with several, none and one.
 ALONE, RAGGED = (1,), (2, 0, 1)
 STRATEGIES = ("autoregressive", "prompt_lookup", "suffix", "lookahead", "token_recycling", "speculative", "replay")
 #: One whose positions are those of tokens, one whose images take fewer, one whose images see themselves, and two that hear.
-QUICK = {
-    "llava": ("replay", "token_recycling"),
-    "qwen2_vl": ("replay", "lookahead"),
-    "gemma3": ("prompt_lookup", "speculative"),
-    "qwen2_audio": ("prompt_lookup",),
-    "qwen2_5_omni": ("replay",),
-}
+QUICK = ("llava", "qwen2_vl", "gemma3", "qwen2_audio", "qwen2_5_omni")
 
 
 def strategy_of(kind: str, name: str, images: tuple[int, ...]) -> Strategy | str:
@@ -42,14 +33,10 @@ def strategy_of(kind: str, name: str, images: tuple[int, ...]) -> Strategy | str
     return settings.get(kind, kind)
 
 
-def cases() -> Iterator[Any]:
-    for name, images, kind in itertools.product((*SEEING, *HEARING), (ALONE, RAGGED), STRATEGIES):
-        quick = kind in QUICK.get(name, ()) and (images == RAGGED or (kind == "replay" and name in SEEING))
-        case = f"{name}-{'alone' if images == ALONE else 'ragged'}-{kind}"
-        yield pytest.param(name, images, kind, id=case, marks=() if quick else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "images", "kind"), list(cases()))
+@pytest.mark.in_turns
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("images", [RAGGED, ALONE], ids=["ragged", "alone"])
+@pytest.mark.parametrize("name", slow_but(QUICK, (*SEEING, *HEARING)))
 def test_tokens_are_those_of_transformers(name: str, images: tuple[int, ...], kind: str) -> None:
     model, inputs, expected = enabled(name), image_prompts(name, images), plain(name, images)
     model.generate.forget()
@@ -62,9 +49,7 @@ def test_tokens_are_those_of_transformers(name: str, images: tuple[int, ...], ki
         assert out.report.mean_accepted_length > 1.5
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*SEEING, *HEARING)]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, (*SEEING, *HEARING)))
 def test_the_image_decides_about_the_text(name: str) -> None:
     """Otherwise the tests here would say nothing."""
     inputs = image_prompts(name)
@@ -73,7 +58,7 @@ def test_the_image_decides_about_the_text(name: str) -> None:
     assert not torch.equal(plain(name, ALONE), changed)
 
 
-@pytest.mark.parametrize("name", [n if n == "qwen2_vl" else pytest.param(n, marks=pytest.mark.slow) for n in SEEING])
+@pytest.mark.parametrize("name", slow_but(["qwen2_vl"], SEEING))
 def test_sampled_tokens_depend_on_the_seed_alone(name: str) -> None:
     model, inputs = enabled(name), image_prompts(name, RAGGED)
     options = dict(max_new_tokens=NEW, decoders_config=EAGER, do_sample=True, seed=11, temperature=0.7, top_k=50)
