@@ -94,6 +94,7 @@ class SamplingInputs:
         return self.values[operation] if self.values.dim() == 1 else self.values[:, operation, None, None]
 
     def sequences_of(self, operation: int) -> BiasedSequences:
+        """The sequences of an operation."""
         assert self.sequences is not None and self.biases is not None
         return BiasedSequences(self.sequences[..., operation, :, :], self.biases[..., operation, :])
 

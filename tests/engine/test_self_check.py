@@ -245,7 +245,7 @@ def test_a_kernel_that_does_not_work_is_left_for_sdpa_with_one_warning_and_is_a_
     reason = "16 nodes" if fault == "wrong" else "no kernel image"
     model, ids = decoders.enable(small()), torch.arange(6, 16)[None]
     given = dict(input_ids=ids, max_new_tokens=4, do_sample=False)
-    with pytest.warns(UserWarning, match=f"a kernel of ours does not work here.*attention is sdpa.*{reason}"):
+    with pytest.warns(UserWarning, match=f"a kernel of this package does not work here.*attention is sdpa.*{reason}"):
         ours = model.generate(**given, strategy="prompt_lookup")
     assert torch.equal(ours, model.generate(**given))
     model.generate(**given, strategy="prompt_lookup")  # the warning came once
