@@ -108,7 +108,7 @@ class PromptReader:
     @property
     def own_forward(self) -> OwnForward:
         """The model's own forward pass, which reads prompts that are more than text."""
-        return self.batch.engine.own_forward(self.batch.request.model, self.batch.target)
+        return self.batch.engine.own_forward(self.batch.request.models.model, self.batch.target)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Runs a chunk of the prompts and shows it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""

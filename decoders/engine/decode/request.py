@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...constraints import CompiledGrammar
 from ...costs.curve import default_folder
-from ...report import ObservedCall, Observer, Report, TracedStep, Written
-from ...sampling.prefixes import OperationSequences
+from ...report import ObservedCall, Report, TracedStep, Written
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Draft, Strategy
@@ -24,26 +23,14 @@ from ..model.given import GivenPrompts
 from ..model.own_forward import MultimodalInputs
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
+from .asked import Models, Returned, Sampling, Stopping
 from .core import StepOutput
-from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
+from .criteria import CriteriaRun, Outcome, PaddedRows, Processors
 from .kind import StepKind, kind_of
 from .prefix_cache import KeptText
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ...drafters import OtherVocabulary
-    from .engine import Engine
-
-
-class DraftModels(Protocol):
-    """The draft models that a call may use, each given loaded or as a path."""
-
-    def engine_of(self, model: PreTrainedModel | str) -> Engine:
-        """The engine of a draft model whose vocabulary is the target's."""
-
-    def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
-        """See :attr:`decoders.context.Context.vocabulary_of`."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -51,10 +38,7 @@ class Request:
     """One call, validated. Everything below ``hf`` reads a call's arguments here.
 
     Attributes:
-        model: the user's, for strategies.
-        tokenizer: for strategies, if there is one.
-        assistant_model: for strategies that need one.
-        draft_models: the draft models that its strategy may open.
+        models: the models that its strategy may use.
         strategy: proposes.
         resolve: makes a strategy from a registry name and settings, for strategies that are built of others.
         origin: distribution and version of the strategy, for notes on errors.
@@ -64,19 +48,12 @@ class Request:
             -1 stands for a token without an id, whose keys and values are `given`.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: most tokens to generate per row.
-        stop_tokens: end-of-sequence ids.
-        pad_token: follows them.
+        stopping: what ends a row before that.
         plan: what runs on logits inside the step; ``masked`` if a row has a grammar.
-        values: the plan's parameters (see :class:`SamplingPlan`).
-        sequences: per operation, the sequences of tokens that it looks for, each with the bias of its last token.
-        seed: of the noise.
+        sampling: the plan's parameters, and the seed.
         processors: called on the host instead, if the plan cannot express them.
-        criteria: asked after every token, on the host.
         grammars: what each row may write, None is anything; empty where no row has one.
-        keep_logits: return them per generated token.
-        top_logprobs: keep the log probability of every token and of so many likeliest ones; None: keep none.
-        on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
-        observers: called when it starts, after every step, and when it ends.
+        returned: what it gives besides tokens, and who is told of its steps.
         salts: cache salts, one per row, empty for "" everywhere. Keys and values, and memories of strategies, are shared only
             between rows of equal salts.
         given: the beginnings of the prompts where these are embeddings, or a cache that the caller has computed.
@@ -85,10 +62,7 @@ class Request:
         begun: ``time.perf_counter()`` when ``generate`` was called; None in a scheduler, which does not time preparation.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    assistant_model: PreTrainedModel | None
-    draft_models: DraftModels
+    models: Models
     strategy: Strategy
     resolve: Callable[..., Strategy]
     origin: str
@@ -97,19 +71,12 @@ class Request:
     prompts: list[Tensor]
     padded_prompt: Tensor
     new_tokens: int
-    stop_tokens: tuple[int, ...]
-    pad_token: int
+    stopping: Stopping
     plan: SamplingPlan
-    values: tuple[float, ...]
-    seed: int
-    sequences: OperationSequences = ()
+    sampling: Sampling
     processors: Processors | None = None
-    criteria: Criteria | None = None
     grammars: Sequence[CompiledGrammar | None] = ()
-    keep_logits: bool = False
-    top_logprobs: int | None = None
-    on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
-    observers: tuple[Observer, ...] = ()
+    returned: Returned = Returned()
     salts: tuple[str, ...] = ()
     given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
@@ -212,18 +179,18 @@ class RequestOutput:
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
         self.drafters: list[list[str]] = [[] for _ in range(rows)]
         traced: list[list[TracedStep]] = [[] for _ in range(rows)]
-        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.tokenizer)
+        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.models.tokenizer)
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
         self.finished = [request.new_tokens == 0] * rows
-        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
+        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.stopping.pad_token)
         self.criteria: CriteriaRun | None = None
-        if request.criteria is not None:
+        if request.stopping.criteria is not None:
             kept = self.scores if request.plan.keep_scores else None
-            self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
+            self.criteria = CriteriaRun(request.stopping.criteria, self.padded_rows, kept, ranks)
         self.error: Exception | None = None
         self._closed = False
         self._observed = ObservedCall(
-            request.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
+            request.models.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
         )
         self._tell_observers("start")
 
@@ -272,13 +239,13 @@ class RequestOutput:
                 histogram = report.accepted_lengths
                 histogram.extend([0] * (count - len(histogram)))
                 histogram[count - 1] += 1
-            if out is not None and request.keep_logits:
+            if out is not None and request.returned.logits:
                 self.logits[row] += out.logits[first + row, out.path[first + row, :count]].unbind(0)
             if out is not None and out.scores is not None:
                 self.scores[row] += out.scores[first + row, out.path[first + row, :count]].unbind(0)
-            if out is not None and request.top_logprobs is not None:
+            if out is not None and request.returned.top_logprobs is not None:
                 logits = out.logits[first + row, out.path[first + row, :count]]
-                self.logprobs[row] += logprobs_of(tokens, logits, request.top_logprobs)
+                self.logprobs[row] += logprobs_of(tokens, logits, request.returned.top_logprobs)
             accepted = min(outcome.accepted[row], count)
             drafters = outcome.drafters[row] if outcome.drafters else [request.strategy.name] * accepted
             self.drafters[row] += [*drafters[:accepted], *[""] * (count - accepted)]
@@ -315,8 +282,8 @@ class RequestOutput:
     def tell(self, new: list[list[int]]) -> None:
         """Tells observers and streamer what a step has written."""
         self._tell_observers("step", lambda: ([list(row) for row in new],))  # each observer has lists of its own
-        if self.request.on_step is not None:
-            self.request.on_step(new, self.generated, self.finished)
+        if self.request.returned.on_step is not None:
+            self.request.returned.on_step(new, self.generated, self.finished)
 
     def close(self, error: BaseException | None = None) -> None:
         """Calls the observers' `end`, the first time only; `error` is what ended the request, if anything did."""
@@ -326,7 +293,7 @@ class RequestOutput:
 
     def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
         """Calls a method of every observer; what it raises is a warning."""
-        for observer in self.request.observers:
+        for observer in self.request.returned.observers:
             try:
                 getattr(observer, method)(self._observed, *told())
             except Exception as error:
