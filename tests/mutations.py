@@ -455,14 +455,14 @@ MUTATIONS = (
     ),
     Mutation(
         "drafter-reads-too-few-pending-tokens", "decoders/engine/decode/drafters/drafter.py",
-        "self.counts.pending = self.level + behind\n",
-        "self.counts.pending = self.level\n",
+        "self.counts.pending = self.counts.level + behind\n",
+        "self.counts.pending = self.counts.level\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(
         "drafter-reads-two-pending-tokens-too-few", "decoders/engine/decode/drafters/drafter.py",
-        "self.counts.pending = self.level + behind\n",
-        "self.counts.pending = self.level + behind - 2\n",
+        "self.counts.pending = self.counts.level + behind\n",
+        "self.counts.pending = self.counts.level + behind - 2\n",
         ("strategies/test_draft_model_calls.py",),
     ),
     Mutation(

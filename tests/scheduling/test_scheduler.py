@@ -33,7 +33,7 @@ from decoders.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from decoders.scheduling import scheduler as scheduler_module
+from decoders.scheduling import queue as queue_module
 from decoders.scheduling.lanes import IDLE_LANES
 from decoders.strategies import Lookahead, PromptLookup, Speculative, Staged, Threshold, TokenRecycling
 from decoders.strategy import Draft, PromptChunk, Sequences, Step, Strategy
@@ -478,13 +478,13 @@ def test_cancelled_requests_free_their_rows(llama: PreTrainedModel) -> None:
 
 def test_a_step_does_not_look_at_everybody_who_waits(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[decoders.Generation] = []
-    original = scheduler_module.is_over
+    original = queue_module.is_over
 
     def counted(generation: decoders.Generation, now: float) -> bool:
         looked.append(generation)
         return original(generation, now)
 
-    monkeypatch.setattr(scheduler_module, "is_over", counted)
+    monkeypatch.setattr(queue_module, "is_over", counted)
     with scheduler_of(llama, rows=1) as scheduler:
         running = scheduler.submit(text_of(0, 6), max_new_tokens=60)
         waiting = [scheduler.submit(text_of(n, 6), max_new_tokens=1) for n in range(20)]

@@ -99,13 +99,12 @@ class StepOutput:
 
 
 class Rule(Protocol):
-    """Decides which nodes of a block are accepted (:mod:`~decoders.engine.decode.rules`).
+    """Decides which nodes of a block are accepted (:mod:`~decoders.engine.decode.rules`)."""
 
-    Attributes:
-        on_device: whether it never needs the host, so that a device records it together with the pass.
-    """
-
-    on_device: bool
+    @property
+    def on_device(self) -> bool:
+        """Whether it never needs the host, so that a device records it together with the pass."""
+        ...
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows

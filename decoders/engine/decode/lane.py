@@ -307,5 +307,5 @@ def share_steps(one: Request, other: Request) -> bool:
         and one.memory_salt == other.memory_salt
         # The first grammar restarts the strategy, which would have to read all texts again if it reads prompts.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
-        and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
+        and one.models.assistant_model is other.models.assistant_model and one.models.tokenizer is other.models.tokenizer
     )  # fmt: skip

@@ -48,9 +48,10 @@ class CallResources:
     def context(self) -> Context:
         """The strategy's present :class:`Context`."""
         batch, request, target = self.batch, self.batch.request, self.batch.target
+        models = request.models
         context = Context(
-            model=request.model, tokenizer=request.tokenizer, assistant_model=request.assistant_model,
-            strategy=request.resolve, vocabulary_of=request.draft_models.vocabulary_of, plan=request.plan,
+            model=models.model, tokenizer=models.tokenizer, assistant_model=models.assistant_model,
+            strategy=request.resolve, vocabulary_of=models.draft_models.vocabulary_of, plan=request.plan,
             new_tokens=None if batch.shared else request.new_tokens,
             memory=self._memory_of if request.runtime.memory else no_memory,
             texts=batch.engine.texts,
@@ -58,7 +59,7 @@ class CallResources:
             sampling=batch.rows.sampling, guide=batch.guide, coupled=batch.verifier is None,
             device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,
             clock=target.ranks.clock, compile=batch.compiler(batch.engine), head=batch.engine.head,
-            first_layers=partial(batch.engine.first_layers, request.model), module=self._module, costs=self._costs,
+            first_layers=partial(batch.engine.first_layers, models.model), module=self._module, costs=self._costs,
         )  # fmt: skip
         return replace(context, draft=context_draft(batch, batch, self._stack, context, self.drafters))
 

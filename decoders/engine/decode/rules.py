@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class CoupledRule:
 
     forward_pass: ForwardPass
     plan: SamplingPlan
-    on_device: bool = True
+    on_device: ClassVar[bool] = True
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
@@ -53,7 +54,7 @@ class VerifierRule:
     verifier: Verifier
     plan: SamplingPlan
     strategy: str
-    on_device: bool = False
+    on_device: ClassVar[bool] = False
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
@@ -129,7 +130,7 @@ class HostRule:
     plan: SamplingPlan
     members: Sequence[tuple[RequestOutput, int]]
     shared: bool
-    on_device: bool = False
+    on_device: ClassVar[bool] = False
 
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows

@@ -62,8 +62,8 @@ class ModelDrafter(Drafter):
         self, batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, model: PreTrainedModel | str, ahead: int,
         children: int = 1, seldom: bool = False,
     ) -> None:  # fmt: skip
-        self.batch, self.above, self.stack, self.level, self.ahead = batch, above, stack, context.level + 1, ahead
-        self.engine = batch.request.draft_models.engine_of(model)
+        self.batch, self.above, self.stack, self.ahead = batch, above, stack, ahead
+        self.engine = batch.request.models.draft_models.engine_of(model)
         target = self.engine.target
         if target.recurrent:
             raise UnsupportedError(
@@ -106,10 +106,10 @@ class ModelDrafter(Drafter):
             self.session = Session(target, capacity, slots_for(slots, target.static), recordings)
             self._seat(context, [-1] * len(batch.request.prompts))
         self._settle()
-        self.counts = DraftCounts(self.level, target.static, target.device, shared)
+        name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
+        self.counts = DraftCounts(name, context.level + 1, target.static, target.device, shared)
         self._deepest = 0
         self.proposed: int | None = None
-        self._name = model if isinstance(model, str) else model.config.name_or_path or type(model).__name__
         self.inner: list[ModelDrafter] = []
         self._unread = opened
         if not seldom:
@@ -277,7 +277,7 @@ class ModelDrafter(Drafter):
         else:
             others = step.nodes.shape[1] != self.above.blocks.size(own_nodes)
         behind = step.nodes.shape[1] - 1 if others else displaced
-        self.counts.pending = self.level + behind
+        self.counts.pending = self.counts.level + behind
         for drafter in self.inner:
             drafter.fall_behind(behind)
 
@@ -296,7 +296,7 @@ class ModelDrafter(Drafter):
         """What a recorded round reads and writes besides the session (:mod:`~decoders.engine.model.static_inputs`)."""
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
-            level=self.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
+            level=self.counts.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
         )  # fmt: skip
 
     @property
@@ -314,7 +314,7 @@ class ModelDrafter(Drafter):
     def report(self) -> Stage:
         """The report on its part in this call. Reads the device: not for use between steps."""
         weights = self.engine.precision.weights or "keep"
-        return self.counts.report(self._name, weights, self.drafted_by, [drafter.report() for drafter in self.inner])
+        return self.counts.report(weights, self.drafted_by, [drafter.report() for drafter in self.inner])
 
     @property
     def outdated(self) -> bool:

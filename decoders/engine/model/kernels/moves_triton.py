@@ -15,7 +15,7 @@ WORD = 8
 
 
 @triton.jit
-def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WORDS: tl.constexpr):
     word = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
     for first in range(0, nodes, NODES):
         place = first + tl.arange(0, NODES)
@@ -31,7 +31,7 @@ def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WOR
 @triton.jit(do_not_specialize=["nodes", "slots"])
 def _move_slots(
     places, base, path, nodes, slots, WORD: tl.constexpr, SMALL: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """One head of one row, or some words of its slots."""
     place, row = places + tl.program_id(0) * 3, tl.program_id(1).to(tl.int64)
     begin, own = tl.load(base + row), path + row * nodes
