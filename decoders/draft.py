@@ -334,7 +334,11 @@ class PromptChunk:
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:
-    """Raises DraftError unless `draft`, proposed by `proposer`, is a draft for `rows` rows; values are checked on the device."""
+    """Checks what the strategy named `proposer` has proposed; values are checked on the device.
+
+    Raises:
+        DraftError: `draft` is no :class:`Draft` for `rows` rows.
+    """
     if not isinstance(draft, Draft):
         raise DraftError(f"propose of {proposer!r} must return a Draft, not {type(draft).__name__}")
     try:

@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,12 +43,12 @@ STATIONS = (
     ("engine.model.blocks", "Blocks.of"),
     ("engine.decode.batch", "Batch.mask"),
     ("engine.decode.grammar.host_guide", "HostGuide.block"),
-    ("engine.decode.step", "forward_verify_commit"),
-    ("engine.decode.core", "Core.forward"),
+    ("engine.decode.core", "Core.forward_verify_commit"),
+    ("engine.model.compiled.forward_pass", "ForwardPass.__call__"),
     ("engine.model.target", "Target.forward"),
     ("engine.model.cache", "SlotCache.update"),
     ("engine.model.kernels.attention", "kernel_attention"),
-    ("engine.decode.core", "Core.choose"),
+    ("engine.decode.rules", "CoupledRule.verify"),
     ("sampling.choice", "candidates"),
     ("sampling.choice", "Candidates.choose"),
     ("engine.decode.verify", "follow_matches"),
@@ -159,11 +160,13 @@ def first_sentence(docstring: str | None) -> str:
 
 def step_code() -> Iterator[str]:
     """The functions that are one step, as they stand in their file."""
-    from decoders.engine.decode.step import forward_verify_commit, step
+    from decoders.engine.decode.core import Core
+    from decoders.engine.decode.step import step
 
     yield "<!-- no-test: quoted from the package -->"
     yield "```python"
-    yield "\n\n".join(inspect.getsource(function) for function in (step, forward_verify_commit)).rstrip()
+    method = textwrap.dedent(inspect.getsource(Core.forward_verify_commit))
+    yield f"{inspect.getsource(step)}\n\n{method}".rstrip()
     yield "```"
 
 

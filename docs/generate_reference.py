@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import BaseModel
 from rich.text import Text
 
 import decoders
@@ -38,10 +39,12 @@ from decoders import (
     strategies,
     strategy,
     testing,
+    tree,
     verifiers,
 )
 from decoders.cli import catalogue
 from decoders.constraints import library
+from decoders.heads import network_files
 from decoders.hf import arguments
 from decoders.sampling.processors import OPERATIONS
 from decoders.strategies import merged, mtp, ngram_table
@@ -65,8 +68,11 @@ def pages() -> dict[str, str]:
     return {name: NOTE + "\n".join(make()).rstrip() + "\n" for name, make in made.items()}
 
 
+#: The bases on which strategies stand: their `__all__` is public.
+BASES = ("draft_model", "draft_tree", "feature_drafter", "followed_text", "text_drafter")
 #: Where the public names about heads live.
 HEADS = {
+    "decoders.heads.network_files": network_files.__all__,
     "decoders.heads.block_heads": ("BlockHead", "DraftedBlock", "HeadScores", "HeadFields"),
     "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length", "picture"),
     "decoders.training.medusa": ("train_medusa",),
@@ -106,19 +112,29 @@ def api() -> Iterator[str]:
         "demo": "below",
     }
     yield "Modules: " + ", ".join(f"`decoders.{name}` ({links[name]})" for name in submodules) + ".\n"
-    yield from section(
-        "decoders.strategy", {n: getattr(strategy, n) for n in ("Trait", "merged_traits", "HostRows", "HostStep")}
-    )
+    names = ("Trait", "merged_traits", "HostRows", "HostStep", "check_draft", "finish_all")
+    yield from section("decoders.strategy", {n: getattr(strategy, n) for n in names})
+    yield from section("decoders.tree", {"NO_PARENT": tree.NO_PARENT})
     yield from section("decoders.report", {"Timings": report.Timings, "GrammarUse": report.GrammarUse})
-    loop = {"RuntimeSettings": settings.RuntimeSettings, "load_settings": settings.load_settings}
-    yield from section("decoders.settings", loop)
-    names = ("registry", "reset_registry", "Registry", "PluginInfo", "Entry")
+    names = ("RuntimeSettings", "Table", "load_settings")
+    yield from section("decoders.settings", {n: getattr(settings, n) for n in names})
+    names = (
+        "registry", "reset_registry", "Registry", "PluginInfo", "Entry", "resolve_strategy", "resolve_verifier", "resolve_backend",
+        "resolve_grammar", "grammar_or_file",
+    )  # fmt: skip
     yield from section("decoders.registry", {n: getattr(registry, n) for n in names})
+    names = ("suggest", "shortened", "canonical")
+    yield from section(
+        "decoders.errors", {n: getattr(errors, n) for n in names}, "The [errors](errors.md), and for messages:"
+    )
     yield from section("decoders.strategies.merged", {"Merged": merged.Merged})
     yield from section("decoders.strategies.mtp", {"use_mtp_layers": mtp.use_mtp_layers})
     yield from section("decoders.verifiers", {"normalised": verifier.normalised})
     names = ("NgramTable", "train_table")
     yield from section("decoders.strategies.ngram_table", {n: getattr(ngram_table, n) for n in names})
+    for name in BASES:
+        module = importlib.import_module(f"decoders.strategies.{name}")
+        yield from section(module.__name__, {n: getattr(module, n) for n in module.__all__}, body(module, name))
     yield from section("decoders.sampling", {n: getattr(sampling, n) for n in sampling.__all__})
     names = (
         "Drafter", "Expansion", "Advance", "DraftVocabulary", "OtherVocabulary", "ModulePasses", "Forced", "OpensDraft", "OpensModule",
@@ -162,8 +178,10 @@ def error_page() -> Iterator[str]:
             yield f"| `{name}` | {bases} | {paragraph(cls, name)} |"
 
 
-def section(module: str, members: dict[str, Any]) -> Iterator[str]:
+def section(module: str, members: dict[str, Any], about: str = "") -> Iterator[str]:
     yield f"## {module}\n"
+    if about:
+        yield f"{about}\n"
     for name, value in members.items():
         yield from entry(module, name, value)
 
@@ -214,6 +232,21 @@ CONSTANTS = {
     "the tokenizer's own; see [grammars](../how-to/grammars.md).",
     "decoders.costs.CAUTION": "How many times the tokens that its time would bring a draft token has to be expected to bring: "
     "what seems to pay is, on average, what is overrated. 1.15.",
+    "decoders.heads.network_files.CONFIG": "`config.json`, the file that every network's folder has.",
+    "decoders.heads.network_files.Whole": 'Type of a field: a whole number; `6.0` is one, `"6"` and `true` are none.',
+    "decoders.heads.network_files.Count": "Type of a field: a whole number of at least 1.",
+    "decoders.heads.network_files.Positive": "Type of a field: a number greater than 0.",
+    "decoders.heads.network_files.Stamp": "Type of a stamp: name, time and size of each file, `tuple[tuple[str, int, int], ...]`.",
+    "decoders.strategies.draft_tree.GRADES": "Probabilities at which the grade of a draft token goes up by one: {}.",
+    "decoders.strategies.draft_tree.GRADE_RATES": "The usual rate at which tokens of each grade of `grades_of` are right, for "
+    "`Strategy.grade_rates`: {}.",
+    "decoders.strategies.draft_tree.TREE_NODES": "Nodes of a tree, root excluded, where neither the user nor measured costs say: 24.",
+    "decoders.strategies.draft_tree.TreeForm": 'Type of a setting: the form of a tree, `"none"` (a chain), `"static"` or `"dynamic"`.',
+    "decoders.strategies.draft_tree.NodeBudget": "Type of a setting: the node budget of a tree, root excluded; None: what the measured "
+    "costs of a step allow.",
+    "decoders.strategies.draft_tree.Children": "Type of a setting: most continuations of a node, 1 to 32.",
+    "decoders.strategies.draft_tree.Beam": "Type of a setting: nodes of a dynamic tree that are continued per level, 1 to 32.",
+    "decoders.tree.NO_PARENT": "-1, the parent of the root in the lists of parents that `Topology` takes.",
     "decoders.hookimpl": "Decorator that marks a function of a plugin as the implementation of the [hook](hooks.md) of its name.",
 }
 
@@ -230,7 +263,7 @@ def kind(value: Any) -> str:
 
 def signature(value: Any) -> str:
     """The signature as written. What other libraries declare is left out: it differs between their versions."""
-    if inspect.isclass(value) and issubclass(value, Exception | settings.Settings):
+    if inspect.isclass(value) and issubclass(value, Exception | BaseModel | dict):
         return ""  # an error is not made by users; settings are shown as a table
     made = inspect.signature(value)
     if any(not isinstance(p.annotation, str) and p.annotation is not p.empty for p in made.parameters.values()):

@@ -28,8 +28,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def _spell() -> Callable[[JsonSchema, Any], str | None]:
-    """The function of tests/schemas, which is no package that can be imported."""
-    spec = importlib.util.spec_from_file_location("schema_spelling", ROOT / "tests" / "schemas" / "spelling.py")
+    """The function of tests/constraints/schemas, which is no package that can be imported."""
+    spec = importlib.util.spec_from_file_location(
+        "schema_spelling", ROOT / "tests" / "constraints" / "schemas" / "spelling.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -37,7 +37,7 @@ with suppress(ImportError):  # tests of a GPU do without it
 
 # torch and transformers are imported where they are used: the process that only hands tests to others needs neither.
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _costs, _numbers = tempfile.TemporaryDirectory(), itertools.count()  # not the user's own
 os.environ.setdefault("DECODERS_COST_CACHE", _costs.name)
@@ -81,23 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch.set_num_threads(1)
     gc.set_threshold(20_000, 20, 20)  # the collector is busy enough with what torch makes
     gc.enable()
-    seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, ...]]] = {}
-    combined: dict[str, list[tuple[pytest.Item, list[int], int]]] = {}
+    matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        turns = item.get_closest_marker("in_turns")
-        if turns is None:
-            continue
-        places = _places(item, seen)
-        if len(places) < 2:
-            raise pytest.UsageError(f"{item.nodeid}: values of one parameter cannot take turns, each would be left out")
-        if not item.get_closest_marker("slow"):
-            combined.setdefault(item.nodeid.partition("[")[0], []).append((item, places, turns.args[0]))
-    for combinations in combined.values():
-        met = {value for _, places, turns in combinations if sum(places) % turns == 0 for value in enumerate(places)}
-        for item, places, turns in combinations:
-            if sum(places) % turns and met.issuperset(enumerate(places)):
-                item.add_marker(pytest.mark.slow)
-            met.update(enumerate(places))
+        if item.get_closest_marker("in_turns"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in matrices.items():
+        _draw(name, cases)
     fleeting = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if fleeting:
         raise pytest.UsageError(f"the address of an object is no test id: {fleeting[0]}")
@@ -106,24 +95,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(3600))
 
 
-def _places(item: Any, seen: dict[tuple[str, tuple[str, ...]], list[tuple[int, ...]]]) -> list[int]:
-    """Where the values of an item stand among those of each of its parameters, in the order in which they are collected.
+def _draw(name: str, cases: list[Any]) -> None:
+    """Marks as slow all cases of a test but the fewest in which every value of every parameter occurs.
 
-    Not ``callspec.indices``: from pytest 9 on all of them are the number of the item.
-
-    Args:
-        seen: the values met so far, of each test function and of each of its ``parametrize``.
+    The values of one ``parametrize`` belong together, unless it is the only one: then each of its names has values of its own.
     """
-    function, params, places = item.nodeid.partition("[")[0], item.callspec.params, []
-    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    groups = [tuple(n.strip() for n in (group.split(",") if isinstance(group, str) else group)) for group in names]
-    for group in [*groups, *((name,) for name in params if not any(name in group for group in groups))]:
-        values = seen.setdefault((function, group), [])
-        value = tuple(id(params[name]) for name in group)
-        if value not in values:
-            values.append(value)
-        places.append(values.index(value))
-    return places
+    params = cases[0].callspec.params
+    groups = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
+    groups = [tuple(n.strip() for n in (group.split(",") if isinstance(group, str) else group)) for group in groups]
+    groups += [(other,) for other in params if not any(other in group for group in groups)]
+    if len(groups) == 1:
+        groups = [(one,) for one in groups[0]]
+    if len(groups) < 2 or cases[0].get_closest_marker("in_turns").args:
+        raise pytest.UsageError(f"{name}: in_turns draws of the values of several parameters, and takes no argument")
+    quick = [case for case in cases if not case.get_closest_marker("slow")]
+    values = {case: {(group, *(id(case.callspec.params[n]) for n in group)) for group in groups} for case in quick}
+    drawn = dict.fromkeys(set().union(*values.values()), 0)
+    while not all(drawn.values()):
+        # As many new values as a case can have; the others those that were drawn least often.
+        case = min(quick, key=lambda c: (-sum(not drawn[v] for v in values[c]), sum(drawn[v] for v in values[c])))
+        for value in values[case]:
+            drawn[value] += 1
+        quick.remove(case)
+    for case in quick:
+        case.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -247,9 +242,10 @@ def traced_only(only_trace: Callable[[pytest.MonkeyPatch], None], monkeypatch: p
 @pytest.fixture
 def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling is worth it at once and takes no time, and compiled passes choose other tokens: each the next one of the vocabulary."""
-    from decoders.engine.decode.core import StepPass
+    from decoders.engine.decode.core import StepFunctions
     from decoders.engine.decode.verify import settle
     from decoders.engine.model.compiled import tiers
+    from decoders.engine.model.compiled.forward_pass import ForwardPass
     from decoders.engine.model.target import ForwardResult
 
     def run(self: Any, given: Any, kept: Any = None) -> ForwardResult:
@@ -264,13 +260,13 @@ def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled_passes += compiled
         return ForwardResult(plain.logits.roll(compiled, -1), plain.hidden, plain.layers)
 
-    uncompiled_mixed = StepPass._mixed
-    monkeypatch.setattr(StepPass, "_mixed", mixed)
+    uncompiled_mixed = ForwardPass._mixed
+    monkeypatch.setattr(ForwardPass, "_mixed", mixed)
     monkeypatch.setattr(tiers, "FORWARD_SECONDS", 0.0)
     monkeypatch.setattr(tiers.RegionalForward, "compile", lambda *_: None)
-    monkeypatch.setattr(StepPass, "compiling_beside", lambda self: lambda rows, count: None)
-    monkeypatch.setattr(StepPass, "settle", lambda self, *arguments: settle(*arguments))
-    monkeypatch.setattr(StepPass, "_run", run)
+    monkeypatch.setattr(StepFunctions, "compiling", lambda self, target: lambda rows, count: None)
+    monkeypatch.setattr(StepFunctions, "settle", lambda self, tiers, *arguments: settle(*arguments))
+    monkeypatch.setattr(ForwardPass, "_run", run)
 
 
 @pytest.fixture(params=["traced", pytest.param("compiled", marks=pytest.mark.slow)])
@@ -295,6 +291,46 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """An enabled model, shared: whoever changes it takes `fresh`."""
+    import decoders
+    from decoders.testing import tiny_model
+
+    return decoders.enable(tiny_model("llama"))
+
+
+@pytest.fixture
+def fresh() -> PreTrainedModel:
+    """An enabled model of the test's own."""
+    import decoders
+    from decoders.testing import tiny_model
+
+    return decoders.enable(tiny_model("llama"))
+
+
+@pytest.fixture(scope="session")
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of the tiny models' vocabulary: the printable characters and some pairs of them."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from decoders.testing.models import VOCAB
+
+    single = ["<pad>", "<unk>", *map(chr, range(32, 127))]
+    pairs = [(a, b) for a in "etaoins" for b in "hrdlu"][: VOCAB - len(single)]
+    vocab = {token: i for i, token in enumerate([*single, *(a + b for a, b in pairs)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,7 @@ def find_draft_model(named: str | None, config: Any) -> Path:
     Raises:
         UnsupportedError: no folder is named, and there is none beside the model.
     """
-    return find_network(named, config, "dflash", "a draft model", "draft_model")
+    return find_network(named, config, "dflash", "a draft model", "draft_model", "`decoders train dflash` makes one")
 
 
 def read_config(folder: str | Path) -> DFlashConfig:

@@ -56,7 +56,7 @@ def find_head(named: str | None, config: Any) -> Path:
     Raises:
         UnsupportedError: no folder is named, and there is none beside the model.
     """
-    return find_network(named, config, "eagle3", "a head", "head")
+    return find_network(named, config, "eagle3", "a head", "head", "`decoders train eagle3` makes one")
 
 
 class _LayerConfig(WindowedLayerConfig):

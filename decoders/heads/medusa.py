@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from ..common.files import write_whole
 from ..errors import DecodersError, SettingsError
-from ..tree import Topology
 from .network_files import CONFIG, Count, FileConfig, Stamp, Whole, find_network, read_json, read_tensors, stamp_of
 
 Projection = Literal["tied", "low_rank", "full"]
@@ -147,7 +146,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
         SettingsError: there is no folder `named`.
         UnsupportedError: no folder is named, and there is none beside the model.
     """
-    folder = find_network(named, model.config, "medusa", "heads", "heads")
+    folder = find_network(named, model.config, "medusa", "heads", "heads", "`decoders train medusa` makes one")
     if not folder.exists():
         raise SettingsError(f"medusa: there are no heads at {str(named)!r}; `decoders train medusa` makes some")
     return folder
@@ -331,17 +330,3 @@ def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
             depth += 1
         tokens += count * (depth + 1)
     return tokens / len(ranks)
-
-
-def picture(tree: Sequence[Sequence[int]]) -> str:
-    """The attention mask of a tree's block as text: one row per node, with ``■`` in the columns that the node sees."""
-    topology, _ = Topology.from_paths(tree)
-    ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
-    names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]
-    width = max(map(len, names))
-    visible = topology.tensors(1, torch.device("cpu")).visible[0].tolist()
-    lines = [
-        f"{name:<{width}}  " + " ".join("■" if s else "·" for s in row)
-        for name, row in zip(names, visible, strict=True)
-    ]
-    return "\n".join(lines)

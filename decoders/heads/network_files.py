@@ -1,4 +1,8 @@
-"""Reading small networks from a folder: config, weights, and whether these fit each other. No code in files is run."""
+"""Reading small networks from a folder: config, weights, and whether these fit each other. No code in files is run.
+
+Every network that drafts beside a target is read by these, and a plugin's can be: :func:`find_network` finds the folder, a
+:class:`FileConfig` reads ``config.json``, :func:`filled` puts the weights of :func:`read_tensors` into the network.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..errors import SettingsError, UnsupportedError, shortened, suggest
 
+__all__ = [
+    "CONFIG", "Count", "FileConfig", "LlamaLayerConfig", "Positive", "Stamp", "Whole", "WindowedLayerConfig", "filled", "find_network",
+    "read_json", "read_tensors", "stamp_of",
+]  # fmt: skip
+
 
 def _number(value: Any) -> Any:
     if isinstance(value, (bool, str)):
@@ -34,7 +43,10 @@ Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 
 
 class FileConfig(BaseModel):
-    """The fields that are read of a JSON file; others are ignored. A field that is ``null`` counts as missing."""
+    """Base of configs: the fields that are read of a JSON file. Others are ignored; a field that is ``null`` counts as missing.
+
+    A pydantic model, frozen; :data:`Whole`, :data:`Count` and :data:`Positive` are types of its numbers.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
@@ -73,7 +85,7 @@ def _explained(problem: Any) -> str:
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built of Llama's modules."""
+    """The config of decoder layers that are built of Llama's modules. Its fields are those of transformers' ``LlamaConfig``."""
 
     hidden_size: Count
     num_attention_heads: Count
@@ -175,11 +187,11 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
-    """The stamp of the files that exist."""
+    """The stamp of those `files` that exist, for the key of a cache: a changed file has another stamp."""
     return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
 
 
-def find_network(named: str | None, config: Any, kind: str, what: str, argument: str) -> Path:
+def find_network(named: str | None, config: Any, kind: str, what: str, argument: str, advice: str = "") -> Path:
     """The folder of a network for a model with this `config`: the `named` one, or the one among the model's own files.
 
     Args:
@@ -187,19 +199,21 @@ def find_network(named: str | None, config: Any, kind: str, what: str, argument:
         kind: the name of the strategy and of that folder, such as "eagle3".
         what: the network, for messages: "a head".
         argument: the strategy's setting that names the folder.
+        advice: how to get one, for messages: "`my-command` makes one".
 
     Raises:
         UnsupportedError: no folder is named, and there is none beside the model.
     """
-    if named == DEMO:
-        return Path(__file__).parent.parent / "demo" / "models" / "target" / kind
+    demo = Path(__file__).parent.parent / "demo" / "models" / "target" / kind
+    if named == DEMO and demo.is_dir():
+        return demo
     own = getattr(config, "name_or_path", "")
     if named is None and own and (Path(own) / kind / CONFIG).is_file():
         return Path(own) / kind
     if named is None:
         raise UnsupportedError(
             f"{kind} needs {what} trained for the model: name its folder as {argument}=, or keep it as {kind!r} in the model's own "
-            f"folder; `decoders train {kind}` makes one"
+            f"folder{advice and f'; {advice}'}"
         )
     return Path(named).expanduser()
 
@@ -244,10 +258,12 @@ def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
 def filled(
     network: Network, state: dict[str, Tensor], place: Path, owner: str, device: torch.device, dtype: torch.dtype
 ) -> Network:
-    """`network` with the weights of `state`, frozen and ready to draft.
+    """`network` with the weights of `state`, on `device` and in `dtype`, frozen and ready to draft.
 
     Args:
+        state: weights by name; all of the network's, and no other.
         place: the weights' file, for messages.
+        owner: the strategy, for messages.
 
     Raises:
         SettingsError: the weights do not fit the config.

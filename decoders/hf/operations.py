@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,6 +68,10 @@ class PaddedPrompts:
             return not places.any()
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
 
+    def have(self, sequences: Iterable[tuple[Sequence[int], float]]) -> bool:
+        """Whether the model has all tokens of the `sequences`; transformers raises where it lacks one."""
+        return all(0 <= token < self.vocab for tokens, _ in sequences for token in tokens)
+
     def equal(self, ids: Tensor) -> bool:
         """Whether `ids` are the prompts, with or without repetition for ``num_return_sequences``."""
         copies = max(len(self.ids) // max(len(ids), 1), 1)
@@ -94,9 +98,9 @@ def plan_sampling(
 def _operations(x: Any, prompts: PaddedPrompts, stop_tokens: tuple[int, ...]) -> list[Operation] | None:
     """The operations equal to processor `x`; None if no operations are."""
     length = prompts.length
-    forced: Callable[[Any, int], list[Operation]] = lambda tokens, place: [  # noqa: E731
-        ("forced_tokens", place - length, _alone(tokens, 0.0))
-    ]
+    forced: Callable[[Any, int], list[Operation] | None] = lambda tokens, place: (  # noqa: E731
+        [("forced_tokens", place - length, own)] if prompts.have(own := _alone(tokens, 0.0)) else None
+    )
     known: dict[type, Callable[[], list[Operation] | None]] = {
         p.TemperatureLogitsWarper: lambda: _value("temperature", x.temperature),
         # Representable as a float, and larger than any vocabulary.
@@ -158,7 +162,7 @@ def _repetition(x: Any, prompts: PaddedPrompts) -> list[Operation] | None:
 def _biases(biases: Mapping[tuple[int, ...], float], prompts: PaddedPrompts) -> list[Operation] | None:
     """None if the model lacks a token (transformers raises), or if the order of adding biases would change the sum."""
     ends = Counter(tokens[-1] for tokens, bias in biases.items() if bias != REMOVED)
-    if any(token >= prompts.vocab for tokens in biases for token in tokens) or max(ends.values(), default=0) > 2:
+    if not prompts.have(biases.items()) or max(ends.values(), default=0) > 2:
         return None
     listed = tuple((tuple(map(int, tokens)), float(bias)) for tokens, bias in biases.items())
     return [("sequence_bias", 0.0, listed)]

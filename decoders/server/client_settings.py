@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic.fields import FieldInfo
 
 from ..errors import SettingsError, shortened, suggest
-from ..registry.plugins import registry
+from ..registry import registry
 from ..settings import Settings
 from ..strategies.merged import Merged
 from ..strategy import Strategy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UnknownNameError, shortened, suggest
-from ..registry.plugins import registry
+from ..registry import registry
 from ..strategy import Strategy
 from .client_settings import refuse_files
 from .pool import SchedulerPool

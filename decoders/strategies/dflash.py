@@ -18,7 +18,7 @@ from ..heads.dflash_files import HEADS, DFlashFiles, find_draft_model, load_draf
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import GRADE_RATES, Beam, Children, NodeBudget, levels_of, shape_of
+from .draft_tree import GRADE_RATES, Beam, Children, NodeBudget, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of, embeddings_of
 
 

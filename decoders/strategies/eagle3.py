@@ -16,7 +16,7 @@ from ..heads.eagle3_files import Eagle3Files, find_head, load_head, read_config
 from ..settings import Settings
 from ..strategy import Context, PromptChunk, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
+from .draft_tree import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
 from .feature_drafter import BlockDrafter, FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 #: Levels of a draft where nothing says otherwise.

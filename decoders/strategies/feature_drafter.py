@@ -1,9 +1,12 @@
-"""The common parts of drafters that read the target's hidden states.
+"""Bases of drafters that read the target's hidden states: a small network, its window of what it has read last, and its strategy.
 
 At slot ``j`` of a row such a network reads the target's hidden state of token ``j``, and the tokens that follow. The last committed
 token has no hidden state yet, so with ``length`` tokens committed the last slot is ``length - 2``. A window of the last slots is read
 again in every round, at little cost, which replaces rejected tokens and fills in newly known ones. Where steps pass without a round,
 the window is read before tokens leave it unread.
+
+Letters: ``B`` rows, ``N`` nodes or tokens of a pass, ``F`` width of the features that the network reads, ``W`` slots of the window,
+``Q`` nodes that are continued, ``D`` tokens that can be drafted, ``T`` positions of a block.
 """
 
 from __future__ import annotations
@@ -18,19 +21,37 @@ from torch import Tensor
 from ..drafters import DraftVocabulary, Expansion
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import TreeTensors
-from .draft_model import DraftTree
+from .draft_tree import DraftTree
+
+__all__ = [
+    "BlockDrafter", "FeatureDrafter", "FeatureState", "FeatureWindow", "ReadsFeatures", "dtype_of", "embeddings_of", "tokens_from",
+]  # fmt: skip
 
 
 class FeatureWindow(ABC):
-    """A source of trees (:class:`.draft_model.Expands`) by a network that reads a window of the target's last hidden states.
+    """A network in a call that reads a window of the target's last hidden states, and fills trees
+    (:class:`~decoders.strategies.draft_tree.Expands`).
 
     Args:
+        context: of the call.
         features: width ``F`` of the features of a node.
-        new: most tokens that a step with its own draft commits.
-        known: how many slots before them depend on draft tokens.
+        new: most tokens that a step with its own draft commits: its depth, and the target's token after it.
+        known: how many slots before them depend on draft tokens; 0 for networks whose slots are made of committed tokens alone.
         vocabulary: tokens that it can propose.
         children: continuations per node.
+
+    Attributes:
+        plan, sampling: of the call.
+        children: ``C``, continuations per node: those asked for, or the whole of a smaller vocabulary.
+        keep_scores: whether expansions have scores, for rejection rules.
+        most_id: greatest token id that the target embeds.
+        width: ``W``.
+        window: ``[B, W, F]``, the features of every row's last slots, in the target's dtype.
+        prompts: the rows as the call began, for reading prompts.
+        sequences: the rows in this round, set by :meth:`draft`.
     """
+
+    sequences: Sequences
 
     def __init__(
         self, context: Context, features: int, new: int, known: int, vocabulary: DraftVocabulary, children: int
@@ -57,22 +78,30 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def own_parts(self) -> Any:
-        """The network's own tensors that a recorded step reads and writes."""
+        """The network's own tensors and modules that a recorded step reads and writes: its :class:`~decoders.drafters.ModulePasses`."""
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
-        """Runs the network over slots ``base …`` of every row; features ``[B, N, F]``. The tokens are those of the rows."""
+        """Runs the network over ``N`` slots of every row, and keeps what :meth:`root` needs of the last one.
+
+        Args:
+            base: ``[B]`` int64, the first slot.
+            features: ``[B, N, F]``, the target's hidden states of the tokens at these positions.
+            sequences: the rows, whose tokens :func:`tokens_from` reads.
+        """
 
     @abstractmethod
     def root(self) -> Expansion:
-        """See :meth:`decoders.drafters.Drafter.root`. Calls :meth:`read_window` first."""
+        """The best continuations ``[B, 1, C]`` of every row's last token. Calls :meth:`read_window` first."""
 
     @abstractmethod
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """See :meth:`decoders.drafters.Drafter.expand`."""
+        """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, the last ``Q`` of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """See :meth:`Strategy.rebatch`; the prompts of new rows come by :meth:`prefill`."""
+        """Keeps the windows of rows that stay; the prompts of new ones come by :meth:`prefill`. rows: as :meth:`Strategy.rebatch` gets
+        them.
+        """
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
@@ -103,18 +132,23 @@ class FeatureWindow(ABC):
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
-        """A round: reads the window and fills `tree`."""
+        """The draft of a round: :meth:`root` reads the window, and `tree` is filled."""
         self.sequences = sequences
         draft = tree.draft(self)
         self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True
         return draft
 
     def read_window(self) -> None:
-        """Reads all tokens committed since the last round."""
+        """Lets the network read the window, in which are all tokens committed since the last round."""
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
-        """Continuations of nodes at `offsets` ``[B, Q]`` from the last token, by their logits ``[B, Q, D]``."""
+        """The best continuations of ``Q`` nodes, by the network's logits, drawn with the noise that the target will draw with.
+
+        Args:
+            logits: ``[B, Q, D]``.
+            offsets: ``[B, Q]`` int64, or one for all: how far each node is behind the row's last token, 0 for that token itself.
+        """
         written = (self.sequences.length - self.sequences.prompt_length)[:, None]
         return self.vocabulary.best(
             logits, self.children, self.plan, self.sampling, written + offsets, self.keep_scores
@@ -122,7 +156,10 @@ class FeatureWindow(ABC):
 
 
 class FeatureDrafter(FeatureWindow):
-    """A network that drafts token by token: each level of a tree is a pass over the level before."""
+    """A network that drafts token by token: each level of a tree is a pass over the level before, as in EAGLE.
+
+    A subclass writes :meth:`read`, :meth:`first`, :meth:`further` and :meth:`own_parts`.
+    """
 
     @abstractmethod
     def first(self) -> Tensor:
@@ -130,7 +167,7 @@ class FeatureDrafter(FeatureWindow):
 
     @abstractmethod
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
-        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]``, the last of `tree`."""
+        """Logits ``[B, Q, D]`` after `nodes` ``[B, Q]`` int64, the last ``Q`` of `tree`, whose node 0 is the row's last token."""
 
     def root(self) -> Expansion:
         self.read_window()
@@ -142,10 +179,13 @@ class FeatureDrafter(FeatureWindow):
 
 
 class BlockDrafter(FeatureWindow):
-    """A network that drafts all positions of a block in one pass: the continuations of a level are the same under every parent."""
+    """A network that drafts all positions of a block in one pass: the continuations of a level are the same under every parent.
+
+    A subclass writes :meth:`read` and :meth:`own_parts`, and a :meth:`root` that returns :meth:`opened` of its logits.
+    """
 
     def opened(self, logits: Tensor) -> Expansion:
-        """The first level of a block of ``T`` positions, logits ``[B, T, D]``."""
+        """The first level of a block of ``T`` positions, by its logits ``[B, T, D]``; :meth:`expand` returns the further ones."""
         offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
         self.level, self.places = 0, self.best(logits, offsets)
         return self._level(1)
@@ -164,37 +204,48 @@ class BlockDrafter(FeatureWindow):
 
 
 def dtype_of(context: Context) -> torch.dtype:
-    """The target's dtype."""
+    """The dtype of the target's weights, in which a network beside it runs."""
     return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
 
 
 def embeddings_of(context: Context) -> int:
-    """Number of rows of the target's embedding, which may exceed its vocabulary."""
+    """Number of rows of the target's embedding, which may exceed its vocabulary ``V``."""
     return getattr(context.model.get_input_embeddings(), "num_embeddings", context.vocab_size)
 
 
 def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
-    """``[B, count]``: the rows' tokens from positions `start` ``[B]`` on; arbitrary tokens beyond either end of a row."""
+    """``[B, count]`` int64: the rows' tokens from positions `start` ``[B]`` on; arbitrary tokens beyond either end of a row."""
     places = start[:, None] + torch.arange(count, device=start.device)
     return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
 
 
 @dataclass
 class FeatureState:
-    """The state of a call: the network with its cache, and the shape of drafts."""
+    """The state of a call, for :class:`ReadsFeatures`.
+
+    Attributes:
+        drafter: the network with its window and cache.
+        tree: the shape of drafts, of :func:`decoders.strategies.draft_tree.shape_of`.
+    """
 
     drafter: FeatureWindow
     tree: DraftTree
 
 
 class ReadsFeatures(Strategy):
-    """A strategy whose network reads the target's hidden states and fills a tree."""
+    """Base of strategies whose network reads the target's hidden states and fills a tree.
+
+    A subclass writes `start`, which returns a :class:`FeatureState` or a subclass of it; what it reads, it says as
+    :attr:`~decoders.Strategy.hidden_layers` or in :meth:`~decoders.Strategy.layers_for`.
+    """
 
     rests = True
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
-        """``[B, N, F]``, the features of ``N`` tokens: by default the input of the target's output head."""
+        """``[B, N, F]``, the features of ``N`` tokens: by default the input of the target's output head, ``given.hidden``. A
+        network that reads layers takes them from ``given.layers``.
+        """
         return given.hidden
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:

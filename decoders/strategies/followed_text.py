@@ -1,4 +1,4 @@
-"""The texts of a call's rows, indexed on the host and updated from step to step."""
+"""The texts of a call's rows, indexed on the host and updated from step to step: the base of strategies that look texts up."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ..strategy import Sequences
 
+__all__ = ["FollowedText", "TextIndex", "follow_rows"]
+
 #: Number of tokens of a growing text that are read again to check that it is still the same text.
 OVERLAP = 16
 
 
 class TextIndex(Protocol):
-    """An index of a text."""
+    """An index of a text: what a lookup keeps of a row.
+
+    Attributes:
+        tokens: the text.
+    """
 
     tokens: array[int]
 
@@ -29,10 +35,10 @@ Text = TypeVar("Text", bound="FollowedText[Any]")
 
 
 class FollowedText(Generic[Index]):
-    """The text of one row of a call: prompt and output.
+    """The text of one row of a call, prompt and output, in an index of the strategy's own.
 
     Attributes:
-        index: the text.
+        index: the text in its index.
         prompt: how many of its tokens are prompt.
     """
 
@@ -61,9 +67,11 @@ class FollowedText(Generic[Index]):
 def follow_rows(
     rows: list[Text], sequences: Sequences, append_only: bool, another: Callable[[Text], Text]
 ) -> list[bool]:
-    """Brings the rows' texts up to date; returns which rows have finished.
+    """Brings the rows' texts up to date with a step; returns for each row whether it has finished.
 
     Args:
+        rows: the text of each row, replaced in place where a row has another text now.
+        sequences: as :meth:`decoders.Strategy.propose` gets them. The host reads them once.
         append_only: whether texts only grow, so that only their ends are read.
         another: returns a new empty text, for rows whose text was replaced.
     """

@@ -16,7 +16,7 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Sequences
 from ..tree import TreeTensors
-from .draft_model import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
+from .draft_tree import Beam, Children, NodeBudget, TreeForm, levels_of, shape_of
 from .feature_drafter import FeatureDrafter, FeatureState, ReadsFeatures, dtype_of, tokens_from
 
 if TYPE_CHECKING:

@@ -15,17 +15,8 @@ from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import TreeTensors
-from .draft_model import (
-    GRADE_RATES,
-    DraftModelSettings,
-    DraftModelStrategy,
-    DraftTree,
-    StaticTree,
-    TreeForm,
-    TreeSettings,
-    grades_of,
-    shape_of,
-)
+from .draft_model import DraftModelSettings, DraftModelStrategy
+from .draft_tree import GRADE_RATES, DraftTree, StaticTree, TreeForm, TreeSettings, grades_of, shape_of
 from .text_drafter import TextDrafter
 
 #: Share of the target's tokens that a draft model must have to draft through common tokens, since its texts then have the target's
@@ -107,6 +98,8 @@ class Speculative(DraftModelStrategy):
     name = "speculative"
     summary = "A smaller model of the same family drafts a chain or a tree of tokens."
     settings_class: ClassVar[type[Settings]] = SpeculativeSettings
+    auto_place = 50
+    auto_settings = {"length": 12}
     hints = {"num_assistant_tokens": "length", "num_assistant_tokens_schedule": "schedule"}
     on_device = True
     rests = True

@@ -14,7 +14,8 @@ from ..drafters import Drafter
 from ..settings import Table
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology, TreeTensors
-from .draft_model import DraftModelSettings, DraftModelStrategy, best_nodes, depth_bound
+from .draft_model import DraftModelSettings, DraftModelStrategy
+from .draft_tree import best_nodes, depth_bound
 
 #: Default size of the tree, root excluded, as in the paper.
 NODES = 36

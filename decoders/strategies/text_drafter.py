@@ -23,6 +23,8 @@ from ..drafters import ModulePasses, OtherVocabulary, cache_keyword
 from ..errors import UnsupportedError
 from ..strategy import Context, Draft, Sequences
 
+__all__ = ["TextDrafter"]
+
 #: Tokens at a text's end that are encoded again with new text, and tokens before them to find where both encodings meet.
 LOOKBEHIND, ANCHOR = 8, 8
 #: Most tokens of a prompt that one pass of the draft model reads.
@@ -113,13 +115,12 @@ class TranslatedText:
 
 
 class TextDrafter:
-    """A draft model in a call with another vocabulary.
+    """A draft model in a call that has another vocabulary than the target, which drafts through the text.
 
     Args:
+        context: of the call.
+        vocabularies: how the two correspond, as ``context.vocabulary_of(model)`` says; its model drafts.
         length: most of its own tokens per round.
-
-    Attributes:
-        passes: of the draft model so far.
     """
 
     def __init__(self, context: Context, vocabularies: OtherVocabulary, length: int) -> None:
@@ -137,10 +138,11 @@ class TextDrafter:
 
     @property
     def passes(self) -> int:
+        """Passes of the draft model so far."""
         return self.module.passes
 
     def draft(self, sequences: Sequences, length: int) -> Draft:
-        """A chain for every row, of `length` draft passes. Waits for the device once."""
+        """A chain ``[B, N]`` for every row, of `length` draft passes. Waits for the device once."""
         known = sequences.read()
         first = min(len(row.tokens) for row in self.rows)
         for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):

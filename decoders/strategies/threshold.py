@@ -17,7 +17,8 @@ from ..costs import StepLine, draft_budget
 from ..drafters import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
-from .draft_model import DraftModelStrategy, DraftTreeSettings, DynamicTree, require_coupled
+from .draft_model import DraftModelStrategy, DraftTreeSettings
+from .draft_tree import DynamicTree, require_coupled
 
 #: Most tokens of a draft without measured costs, and by measured costs.
 LENGTH, MOST_LENGTH = 16, 32

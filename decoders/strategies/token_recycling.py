@@ -14,7 +14,7 @@ from ..sampling import largest
 from ..settings import Settings
 from ..strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
 from ..tree import Topology
-from .draft_model import likely_paths
+from .draft_tree import likely_paths
 
 
 class TokenRecyclingSettings(Settings):

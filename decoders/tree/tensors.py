@@ -13,6 +13,7 @@ from torch import Tensor
 from ..common.devices import host_reads
 from ..errors import DraftError
 
+#: The parent of a root in lists of parents.
 NO_PARENT = -1
 #: Greatest number of nodes of a block, the root included: masks and attention grow with its square.
 MAX_NODES = 1024

@@ -79,7 +79,7 @@ class Topology:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether every path from the root is the block's first nodes, as in a chain: accepting one moves no cache slot."""
+        """Whether every path from the root is the block's first nodes, as in a chain: accepting it then moves no cache slot."""
         return all(parent in (NO_PARENT, node) for node, parent in enumerate(self.parents[1:]))
 
     def path_to(self, node: int) -> tuple[int, ...]:

@@ -411,3 +411,41 @@ def test_live_text_ends_with_everything_written(methods: list[Any], tokenizer: A
         console = Console(force_terminal=True, width=100, height=40, record=True, file=io.StringIO())
         show(console, method, work, tokenizer, "one", TEXTS[0][2], 6)
         assert method.name in console.export_text()
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_the_command_measures_both_turns_of_a_suite_greedily_and_drawn(tmp_path: Path) -> None:
+    two = {"category": "writing", "turns": ["Write a post.", "Shorten it."]}
+    one = {"question_id": 7, "category": "math_reasoning", "turns": ["What is 2 + 3?"]}
+    rows = [{**two, "question_id": 81}, {**two, "question_id": 82}, one]
+    (tmp_path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(
+        app, ["bench", "--no-compile", "-n", "4", "--baseline", "transformers", "-s", "prompt_lookup", "--suite", "spec-bench",
+              "--data", str(tmp_path), "--samples", "1", "--json", "-"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    names = result["run"]["questions"]
+    assert result["run"]["suite"] == "spec-bench" and names[-1] == "math_reasoning-7" and len(names) == 2
+    records = result["records"]
+    assert [(r["temperature"], r["method"], r["kind"]) for r in records] == [
+        (temperature, method, kind)
+        for temperature in (0.0, 1.0)
+        for method in ("transformers", "autoregressive", "prompt_lookup")
+        for kind in ("writing", "math_reasoning")
+    ]
+    assert [s["workload"] for s in records[0]["samples"]] == [names[0], f"{names[0]}, turn 2"]
+    ours = [r for r in records if r["method"] == "prompt_lookup"]
+    assert all(r["identical"] and r["plain_ratio"]["median"] > 0 and r["accepted_length"] >= 1 for r in ours)
+    assert [v["temperature"] for v in result["verdicts"]] == [0.0, 1.0]
+    tables = " ".join(done.stderr.split())
+    assert "1/1 answering first turns" in tables
+    assert tables.count("speed-up over plain decoding / tokens per step") == 2 and "T = 1" in tables
+    # Below each table the prompts of all categories and of each, here two turns and one; below all the machine.
+    lines = [line.split() for line in done.stderr.splitlines()]
+    assert [line[1:] for line in lines if line[:1] == ["prompts"]] == [["3", "2", "1"]] * 2
+    machine = result["machine"]
+    assert (
+        f"{machine['cpu']}, {machine['threads']} threads, device cpu" in tables
+        and f"torch {machine['torch']}" in tables
+    )

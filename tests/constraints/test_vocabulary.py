@@ -56,7 +56,7 @@ def test_canonical_tokens_spell_the_text(vocabulary: Vocabulary, text: str) -> N
     assert text.encode().startswith(vocabulary.spell(vocabulary.canonical(text.encode())))
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("backend", "name", "policy"),
     [(Table, "long forced parts", "canonical"), (Table, "long characters", "full"), (LLGuidance, "counted", "full")],

@@ -176,13 +176,13 @@ def test_what_was_accepted_on_another_branch_is_run_again_in_its_own_slots_for_t
     assert [invariance.branch_length(path, emitted) for emitted in ([4, 1, 2], [4, 3, 2], [1, 1, 4])] == [0, 2, 2]
     model = decoders.enable(tiny_model("llama").bfloat16())
     blocks: list[NodeBlock] = []
-    forward = Core.forward
+    plain = Core.forward_verify_commit
 
-    def spy(self: Core, block: NodeBlock, rows: Any) -> Any:
+    def spy(self: Core, draft: Any, block: NodeBlock, rows: Any) -> Any:
         blocks.append(block)
-        return forward(self, block, rows)
+        return plain(self, draft, block, rows)
 
-    monkeypatch.setattr(Core, "forward", spy)
+    monkeypatch.setattr(Core, "forward_verify_commit", spy)
     inputs, config = prompts(2, length=30), BY_TORCH if attends == "sdpa" else AS_IT_IS
     actual = write(model, inputs, "lookahead", decoders_config=config)
     again = [block.text.length for block in blocks[1:] if block.text.length]

@@ -14,14 +14,16 @@ from decoders.engine.model import mixed, self_check
 from decoders.engine.model.blocks import LeadingText, PassInput, PromptPiece, after_text
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
-from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.compiled.functions import compilations
+from decoders.engine.model.compiled.tiers import Tiers
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import ForwardResult, Target
 from decoders.report import Report
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES
 from decoders.tree import Topology, TreeTensors
+
+from ..turns import slow_but
 
 CPU = torch.device("cpu")
 SLOTS = 96
@@ -84,6 +86,10 @@ class Rows:
         return result
 
 
+#: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, slices of the mask.
+QUICK = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4")
+
+
 def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compiled=None) -> tuple[list, list]:
     """What a mixed pass computes and writes, and what two passes do."""
     other = copy.copy(rows)
@@ -102,13 +108,7 @@ def same_as_apart(rows: Rows, text: int, topology: Topology, count: int, compile
     return [ours.logits, ours.hidden, *rows.buffers.tensors], [theirs.logits, theirs.hidden, *other.buffers.tensors]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if place % 2 == 0 else pytest.mark.slow)
-        for place, n in enumerate(sorted(ARCHITECTURES))
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, ARCHITECTURES))
 def test_rows_and_piece_get_what_passes_of_their_own_give(name: str) -> None:
     target = target_of(tiny_model(name))
     # Not those with attention of their own in the place of transformers' function by name (in 5.17 more had it), nor one whose last
@@ -168,7 +168,7 @@ def test_one_graph_reads_any_number_of_tokens_beside_any_number_of_rows(name: st
 
 def test_a_pass_is_mixed_where_its_tier_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(tiny_model("llama"))
-    forward = ForwardPass(target)
+    forward = Tiers(target)
     report = Report(strategy="autoregressive")
     with forward.during(False, report):
         assert forward.mixes(2, single=True) and forward.mixes(2, single=False)

@@ -9,13 +9,13 @@ from decoders.engine.model.self_check import target_of
 from decoders.testing import RECURRENT, tiny_model
 from decoders.testing.models import ARCHITECTURES
 
+from ..turns import slow_but
+
 #: OPT calls a part of its decoder, Falcon-H1 reads a multiplier of it, Gemma 2 squeezes the logits.
 QUICK = ("llama", "opt", "gemma2", "falcon_h1")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*ARCHITECTURES, *RECURRENT)]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, (*ARCHITECTURES, *RECURRENT)))
 def test_head_gives_the_logits_of_the_model(name: str) -> None:
     model = tiny_model(name)
     if name == "falcon_h1":

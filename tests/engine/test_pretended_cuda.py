@@ -17,6 +17,7 @@ from decoders.testing import ARCHITECTURES, RECURRENT, tiny_draft, tiny_model
 from decoders.testing.tape import TapeRecorder
 
 from ..strategies import test_block_heads, test_dflash, test_eagle3
+from ..turns import slow_but
 from .pretended_cuda import MixedDevicesError, OnDevice, moved, pretended_cuda
 
 IDS = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4], [0, 0, 7, 8, 9, 7, 8, 9]])
@@ -113,10 +114,7 @@ def test_networks_write_the_tokens_of_the_cpu(cuda: TapeRecorder, target: Any, s
 QUICK = ("lfm2", "gemma3", "mixtral")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*ARCHITECTURES, *RECURRENT)],
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, (*ARCHITECTURES, *RECURRENT)))
 @pytest.mark.filterwarnings("ignore:a step could not be recorded")  # of models that make tensors of the host's data
 def test_architectures_write_the_tokens_of_the_cpu(cuda: TapeRecorder, name: str) -> None:
     options = dict(max_new_tokens=10, pad_token_id=0, do_sample=False)

@@ -47,7 +47,7 @@ def write(model: PreTrainedModel, settings: dict[str, Any], strategy: str = "aut
     return decode(model, prompts(2, length=30), strategy=strategy, **options)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "settings", [{"weights": "int8"}, {"weights": "int4", "kv_cache": "int8"}], ids=["int8", "int4 and cache"]
@@ -61,7 +61,7 @@ def test_strategies_write_the_tokens_of_plain_decoding(dtype: torch.dtype, setti
         assert torch.equal(write(model, settings, strategy, **extra).sequences, expected.sequences), strategy
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("settings", "used"),
     [
@@ -123,7 +123,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.in_turns(5)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("write_to", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("settings", [{"weights": "int8"}, {"weights": "int4"}, {"draft_weights": "int8"}], ids=str)
 def test_changed_weights_are_quantized_again(settings: dict[str, str], write_to: Callable) -> None:
@@ -398,7 +398,7 @@ def test_a_compiled_step_of_one_row_and_node_gets_a_graph_of_its_own(
     settings = {"weights": "int4", "compile": True}
     padded = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)
     engine = vars(model)["generate"].engine(RuntimeSettings.model_validate({"weights": "int4"}))
-    job = engine.forward_pass.kinds[PassKind(False, single_node=True)].job
+    job = engine.forward_pass.tiers.kinds[PassKind(False, single_node=True)].job
     assert padded.report.nodes >= 3 and job is not None and job.wait()
     block_sizes.clear()
     single = decode(model, prompts(1), "autoregressive", max_new_tokens=8, decoders_config=settings)

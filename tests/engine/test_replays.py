@@ -9,12 +9,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import decoders
 from decoders.common import devices
@@ -34,6 +35,7 @@ from decoders.engine.model.target import Target
 from decoders.hf import wrapper
 from decoders.report import Report
 from decoders.strategies import PromptLookup, Staged, Threshold
+from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
 from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.tape import TapeRecorder, host_read
@@ -306,6 +308,96 @@ def test_what_failed_to_be_recorded_once_is_recorded_a_little_later_and_reported
     assert again.unrecorded == "" and again.replayed_steps == again.steps
 
 
+class Counting(OnHost):
+    """Counts its steps on the device, and shows the count at the end."""
+
+    on_device = True
+    counted: ClassVar[list[int]] = [0]
+
+    def __init__(self, token: int = 5) -> None:
+        super().__init__()
+        self.token = token
+
+    def start(self, context: Any) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros(1, dtype=torch.int64)
+
+    def propose(self, state: torch.Tensor, sequences: Sequences) -> Draft:  # type: ignore[override]
+        return Draft.chain(torch.full_like(sequences.last, self.token).expand(-1, 2))
+
+    def observe(self, state: torch.Tensor, step: Step) -> None:  # type: ignore[override]
+        state.add_(1)
+
+    def finish(self, state: torch.Tensor) -> None:  # type: ignore[override]
+        self.counted[0] = int(state)
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["recorded by this call", "recorded by an earlier call"])
+def test_after_an_error_of_a_callback_the_call_has_the_state_and_the_counts_of_its_replays(
+    target: PreTrainedModel, earlier: int
+) -> None:
+    class Breaks(BaseStreamer):
+        left = 7
+
+        def put(self, value: torch.Tensor) -> None:
+            self.left -= 1
+            if not self.left:
+                raise ConnectionError("the client is gone")
+
+        def end(self) -> None: ...
+
+    strategy = Counting()
+    for _ in range(2 * earlier):
+        run(target, strategy, new=24)
+    with pytest.raises(ConnectionError) as caught:
+        run(target, strategy, new=24, streamer=Breaks())
+    report = caught.value.partial.report  # type: ignore[attr-defined]
+    assert report.steps > WARM_UP_STEPS and report.replayed_steps == report.steps - (not earlier) * WARM_UP_STEPS
+    assert strategy.counted[0] - report.steps in (0, 1)  # another one may be under way
+    assert run(target, strategy, new=24).replayed_steps
+
+
+def test_passes_of_a_recording_that_was_broken_off_are_not_counted(
+    target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def passes(after_the_body: bool) -> tuple[int, int]:
+        def broken_off(body: Any) -> Any:
+            if after_the_body:
+                record(body)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "record", broken_off)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                run(target, "speculative", new=24, assistant_model=tiny_model("llama", 1))
+        report = caught.value.partial.report  # type: ignore[attr-defined]
+        return report.steps, report.stages[0].passes
+
+    record = device.record
+    run(target, "autoregressive", new=1)  # reads the prompt
+    assert passes(after_the_body=True) == passes(after_the_body=False)
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["attributes", "parts"])
+def test_strategies_that_say_the_same_of_themselves_and_draft_otherwise_have_recordings_of_their_own(
+    target: PreTrainedModel, device: TapeRecorder, merged: bool
+) -> None:
+    def of(token: int) -> Strategy:
+        return Merged((Counting(token), PromptLookup())) if merged else Counting(token)
+
+    text, prompt = plain(1, 24)[0], prompts(1)["input_ids"].shape[1]
+    right = int(text[prompt + 12])
+    assert repr(of(right)) == repr(of(99))
+    drafted = {}
+    for token in (99, right):
+        fresh = decode(decoders.enable(tiny_model("llama")), prompts(1), of(token), max_new_tokens=24).report
+        drafted[token] = fresh.accepted
+        for _ in range(3):
+            report = run(target, of(token), new=24)
+        assert report.replayed_steps == report.steps and report.accepted == drafted[token]
+    recorded = device.recorded
+    assert drafted[99] != drafted[right] and run(target, of(99), new=24).replayed_steps and device.recorded == recorded
+
+
 def test_keys_and_values_are_moved_where_a_path_is_not_in_its_slots(
     target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,7 +638,7 @@ def test_a_part_is_replayed_in_the_tier_in_which_it_was_recorded(
     target: PreTrainedModel, device: TapeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward_pass, recordings, factor = target.generate.engine().forward_pass, Recordings(device), [2]
-    monkeypatch.setattr(forward_pass, "tier", lambda rows, plan=None: tiers.Tier(factor[0] == 3))
+    monkeypatch.setattr(forward_pass.tiers, "tier", lambda rows, plan=None: tiers.Tier(factor[0] == 3))
 
     def part() -> list[float]:
         return forward_pass.replayed(

@@ -19,7 +19,7 @@ from decoders.testing.tape import TapeRecorder
 
 from .pretended_cuda import OnDevice, moved, pretended_cuda
 
-#: What each option does to the texts of :func:`prompts` is in tests/generate/test_processors.py.
+#: What each option does to the texts of :func:`prompts` is in tests/hf/test_processors.py.
 OPTIONS: dict[str, dict[str, Any]] = {
     "repetition_penalty": dict(repetition_penalty=1.7),
     "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),

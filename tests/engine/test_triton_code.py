@@ -57,7 +57,7 @@ def chosen_from(logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, posi
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("positions", ["given", "index", "constant"])
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 def test_noise_is_the_same(positions, dynamic, tmp_path):
     def noise(keys: Tensor, given: Tensor) -> Tensor:
         index = {"given": given, "index": torch.arange(3).expand(2, 3), "constant": torch.full((2, 3), -2)}[positions]

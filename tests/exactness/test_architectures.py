@@ -1,14 +1,10 @@
 """Every design × every kind of draft: the tokens are transformers' own.
 
-One design of each kind meets every drafter, in turns alone and in a batch; the others two of them, and the rest in the slow run.
+Designs and drafters take turns, alone and in a batch; the rest is in the slow run.
 Texts are several windows (and chunks) long, prompts repeat themselves, and the prefill runs in small pieces.
 """
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +15,10 @@ from decoders.strategies import Autoregressive, Lookahead, PromptLookup
 from decoders.strategy import Strategy
 from decoders.testing import ARCHITECTURES, UNSUPPORTED, Replay, assert_same_tokens, decode, prompts, tiny_model
 
+from ..turns import slow_but
 from .references import EAGER, NEW, SAMPLING, enabled, plain, sampled
 
 COMPILED = {"compile": True, "prefill_chunk": 8}
-#: One with layers of two kinds. The plainest is traced in tests/generate; the most awkward ones, with experts and sinks, are slow.
-COMPILED_BY_DEFAULT = {("gemma3", 1)}
 DRAFTERS = ("autoregressive", "prompt_lookup", "prompt_lookup, 3 branches", "lookahead", "replay", "replay, 3 branches")
 #: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, chunks.
 REPRESENTATIVE = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4")
@@ -42,39 +37,10 @@ def drafter(kind: str, expected: torch.Tensor) -> Strategy:
     return Replay(texts=texts, branches=branches)
 
 
-def turn(name: str, turns: int) -> int:
-    return list(ARCHITECTURES).index(name) % turns
-
-
-def greedy_cases() -> Iterator[Any]:
-    """The other designs: a tree that is often right in a batch, and every second one alone with one of the other drafters."""
-    for name, rows, kind in itertools.product(ARCHITECTURES, (1, 4), DRAFTERS):
-        often = (
-            kind == "replay, 3 branches"
-            if rows == 4
-            else turn(name, 2) == 0 and kind == DRAFTERS[turn(name, len(DRAFTERS) - 1)]
-        )
-        # Trees that are often right meet the representatives alone and in a batch.
-        alternate = (
-            (REPRESENTATIVE.index(name) + DRAFTERS.index(kind)) % 2 == rows // 4 if name in REPRESENTATIVE else False
-        )
-        quick = often if name not in REPRESENTATIVE else alternate or kind == "replay, 3 branches"
-        case = f"{name}-{'alone' if rows == 1 else 'ragged batch'}-{kind}"
-        yield pytest.param(name, rows, kind, id=case, marks=() if quick else pytest.mark.slow)
-
-
-def sampled_cases() -> Iterator[Any]:
-    kinds = [k for k in DRAFTERS if k.endswith("branches") or k == "lookahead"]
-    for name, kind in itertools.product(ARCHITECTURES, kinds):
-        # What is drawn depends on the design through its logits alone, which the greedy calls compare.
-        other = list(ARCHITECTURES).index(name) % 3 == 0 and kind == kinds[turn(name, len(kinds))]
-        if name in REPRESENTATIVE:
-            other = (REPRESENTATIVE.index(name) + kinds.index(kind)) % 2 == 0
-        quick = other
-        yield pytest.param(name, kind, id=f"{name}-{kind}", marks=() if quick else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name, rows, kind", list(greedy_cases()))
+@pytest.mark.in_turns
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
     model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
     out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER)
@@ -84,7 +50,10 @@ def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
         assert 1 < out.report.mean_accepted_length < 7
 
 
-@pytest.mark.parametrize("name, kind", list(sampled_cases()))
+# What is drawn depends on the design through its logits alone, which the greedy calls compare.
+@pytest.mark.in_turns
+@pytest.mark.parametrize("kind", ["prompt_lookup, 3 branches", "lookahead", "replay, 3 branches"])
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, ARCHITECTURES))
 def test_sampled_tokens_depend_on_the_seed_alone(name, kind):
     model, inputs, expected = enabled(name), prompts(4), sampled(name, 4)
     out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
@@ -100,9 +69,7 @@ def test_sampling_is_not_greedy_and_follows_the_seed():
     assert not torch.equal(sampled("llama", 4), other.sequences)
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2")), "gemma3"]
-)
+@pytest.mark.parametrize("name", slow_but(["gemma3"], ["llama", "gpt2", "gemma3"]))
 def test_prompt_lookup_is_accepted_on_these_texts(name):
     model, inputs = enabled(name), prompts(4)
     out = decode(model, inputs, PromptLookup(branches=3), max_new_tokens=120, decoders_config=EAGER)
@@ -112,16 +79,11 @@ def test_prompt_lookup_is_accepted_on_these_texts(name):
     assert out.report.steps < 120
 
 
-COMPILED_CASES = [
-    pytest.param(name, rows, marks=() if (name, rows) in COMPILED_BY_DEFAULT else pytest.mark.slow, id=f"{name}-{rows}")
-    for name in ARCHITECTURES
-    for rows in (1, 4)
-]
-
-
+# One with layers of two kinds. The plainest is traced in tests/engine; the most awkward ones, with experts and sinks, are slow.
 # The compiler itself warns about deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(("name", "rows"), COMPILED_CASES)
+@pytest.mark.parametrize("rows", slow_but([1], [1, 4]))
+@pytest.mark.parametrize("name", slow_but(["gemma3"], ARCHITECTURES))
 def test_compiled_loop_gives_the_same_tokens_and_compiles_once(name, rows, traced_or_compiled):
     model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
     decoders.release(model)  # what the other way has compiled

@@ -23,6 +23,8 @@ from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
 from decoders.strategy import Strategy
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
+from ..turns import slow_but
+
 VOCAB = 12
 ROWS, MANY = 1500, 6000
 PROMPT = torch.tensor([[3, 5, 7, 3, 5]])
@@ -114,11 +116,8 @@ def draw(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "verifier, kind, rows",
-    [pytest.param(*case, ROWS, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
-    + [pytest.param(*case, MANY, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize("rows", slow_but([ROWS], [ROWS, MANY]))
+@pytest.mark.parametrize("verifier, kind", slow_but(QUICK, CASES))
 def test_three_tokens_follow_the_target(model, draft, verifier, kind, rows):
     out = draw(model, (CHAINS | TREES)[kind], verifier, draft, num_return_sequences=rows)
     first, second, third = out.sequences[:, PROMPT.shape[1] :].T
@@ -161,10 +160,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(model, kind):
             assert report.steps == 1
 
 
-@pytest.mark.parametrize(
-    "verifier, kind",
-    [pytest.param(v, k, marks=() if (v, k) in QUICK[::3] else pytest.mark.slow) for v, k in CASES],
-)
+@pytest.mark.parametrize("verifier, kind", slow_but(QUICK[:1], CASES))
 def test_the_same_seed_gives_the_same_tokens_and_another_does_not(model, draft, verifier, kind):
     strategy = (CHAINS | TREES)[kind]
     first, second, other = (
@@ -174,16 +170,8 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(model, draft, 
     assert torch.equal(first, second) and not torch.equal(first, other)
 
 
-@pytest.mark.parametrize(
-    "verifier, rows",
-    [
-        ("tree_rejection", 4),
-        *(
-            pytest.param(v, r, marks=pytest.mark.slow)
-            for v, r in (("rejection", 1), ("rejection", 4), ("block", 1), ("block", 4), ("tree_rejection", 1))
-        ),
-    ],
-)
+@pytest.mark.parametrize("rows", slow_but([4], [1, 4]))
+@pytest.mark.parametrize("verifier", slow_but(["tree_rejection"], ["rejection", "block", "tree_rejection"]))
 def test_greedy_tokens_are_the_same_under_every_verifier(verifier, rows):
     target, near = decoders.enable(tiny_model("llama")), tiny_draft("llama")
     expected = decode(target, prompts(rows), max_new_tokens=14).sequences

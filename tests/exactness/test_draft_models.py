@@ -10,9 +10,8 @@ representative has either a draft that is often right or itself as its draft, in
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from decoders.strategy import Strategy
 from decoders.testing import ARCHITECTURES, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
 from decoders.testing.models import Architecture
 
+from ..turns import slow_but
 from .references import EAGER, SAMPLING, enabled
 
 NEW = 15
@@ -37,17 +37,6 @@ STRATEGIES: dict[str, Strategy] = {
 NAMES = list(ARCHITECTURES)
 #: One of each kind: full attention, sliding window with soft caps, learnt positions, latent attention, sinks, chunks.
 REPRESENTATIVE = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "llama4")
-
-
-def cases(kinds: Iterable[str], turn: int) -> Iterator[Any]:
-    """Every representative with every fourth of `kinds`; of the others every fourth, from twice `turn` on, with one."""
-    kinds = list(kinds)
-    for place, name in enumerate(NAMES):
-        for number, kind in enumerate(kinds):
-            quick = place % 4 == 2 * turn and (number - place // 4) % len(kinds) == 0
-            if name in REPRESENTATIVE:
-                quick = (REPRESENTATIVE.index(name) + number) % min(4, len(kinds)) == 0
-            yield pytest.param(name, kind, id=f"{name}-{kind}", marks=() if quick else pytest.mark.slow)
 
 
 def calls(name: str, kind: str, *every: tuple[int, bool]) -> Sequence[tuple[int, bool]]:
@@ -91,7 +80,9 @@ def assert_exact(name: str, kind: str, draft: PreTrainedModel, rows: int, sample
     return out.report
 
 
-@pytest.mark.parametrize("name, kind", list(cases(STRATEGIES, 0)))
+@pytest.mark.in_turns
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, NAMES))
 def test_a_draft_that_is_often_right(name, kind):
     turn = (NAMES.index(name) + list(STRATEGIES).index(kind)) % 2 == 0
     for rows, sample in calls(name, kind, (4, turn), (1, not turn)):
@@ -100,7 +91,9 @@ def test_a_draft_that_is_often_right(name, kind):
         assert report.steps < NEW
 
 
-@pytest.mark.parametrize("name, kind", list(cases(["chain", "static tree"], 1)))
+@pytest.mark.in_turns
+@pytest.mark.parametrize("kind", ["chain", "static tree"])
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, NAMES))
 def test_the_target_as_its_own_draft_is_always_right(name, kind):
     for rows, sample in calls(name, kind, (4, False), (4, True)):
         report = assert_exact(name, kind, enabled(name), rows, sample)
@@ -109,9 +102,7 @@ def test_the_target_as_its_own_draft_is_always_right(name, kind):
             assert report.acceptance_rate == 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", slow_but(["llama"], NAMES))
 def test_the_target_as_its_own_staged_draft_is_always_right_when_greedy(name):
     strategy = Staged(stage="prompt_lookup", children=1, length=4, passes=4)
     out = decode(
@@ -121,7 +112,7 @@ def test_the_target_as_its_own_staged_draft_is_always_right_when_greedy(name):
     assert out.report.accepted_lengths == [0, 0, 0, 0, 4 * NEW // 5]
 
 
-@pytest.mark.in_turns(5)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_a_stranger_as_draft_changes_no_token_of_any_strategy(name, kind):

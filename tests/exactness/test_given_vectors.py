@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -26,11 +25,13 @@ from decoders.testing import (
 )
 from decoders.testing.models import VOCAB
 
+from ..turns import slow_but
 from .references import EAGER, NEW, SAMPLING, enabled, plain
 
 QUICK = ("llama", "gemma3", "gpt2", "lfm2")
 #: They look tokens up beside their embedding, keep masks of another size, or transformers gives them no vectors itself.
 NOT_GIVEN = {"gemma4", "gpt_neo", "bamba", "falcon_h1", "nemotron_h", "zamba2", "zamba"}
+NAMES = [name for name in (*ARCHITECTURES, *RECURRENT) if name not in NOT_GIVEN]
 
 
 def vectors(model: PreTrainedModel, rows: int, noise: float = 0.3) -> dict[str, Tensor]:
@@ -42,9 +43,7 @@ def vectors(model: PreTrainedModel, rows: int, noise: float = 0.3) -> dict[str, 
     return {"inputs_embeds": exact + off.to(exact), "attention_mask": inputs["attention_mask"]}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in (*ARCHITECTURES, *RECURRENT) if n not in NOT_GIVEN]
-)  # fmt: skip
+@pytest.mark.parametrize("name", slow_but(QUICK, NAMES))
 def test_the_tokens_are_those_of_transformers_with_the_same_vectors(name: str) -> None:
     model, options = enabled(name), dict(max_new_tokens=NEW)
     given, named = vectors(model, 3), {"input_ids": prompts(3)["input_ids"]}
@@ -66,11 +65,9 @@ def test_the_tokens_are_those_of_transformers_with_the_same_vectors(name: str) -
 TURNS = ("prompt_lookup", "lookahead", "suffix", "ngram", "autoregressive")
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [pytest.param(name, strategy, marks=() if name in QUICK else pytest.mark.slow)
-     for name, strategy in zip((n for n in (*ARCHITECTURES, *RECURRENT) if n not in NOT_GIVEN), itertools.cycle(TURNS))],
-)  # fmt: skip
+@pytest.mark.in_turns
+@pytest.mark.parametrize("strategy", TURNS)
+@pytest.mark.parametrize("name", slow_but(QUICK, NAMES))
 def test_a_prompt_is_decoded_as_its_embeddings_are(name: str, strategy: str) -> None:
     model = enabled(name)
     model.generate.forget()

@@ -120,7 +120,7 @@ def test_a_text_for_each_schema(strategy):
 
 
 def test_a_text_for_every_third_schema():
-    # Merged drafts hold the grammar's own; staged ones meet grammars in tests/generate.
+    # Merged drafts hold the grammar's own; staged ones meet grammars in tests/hf.
     assert written("grammar+prompt_lookup", 1, compile=False, every=3) == plain(3) and sum(plain(3).values()) >= 9
 
 

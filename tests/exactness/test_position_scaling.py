@@ -40,7 +40,7 @@ def build(kind: str):
     return decoders.enable(Architecture(name, MappingProxyType(base | own))())
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("new", [ORIGINAL - LENGTH, 36], ids=["up to the original length", "beyond it"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", ROPE)

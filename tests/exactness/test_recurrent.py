@@ -6,8 +6,6 @@ a text one token by token, a short convolution. Prefill runs in small pieces.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from decoders.strategy import Strategy
 from decoders.testing import RECURRENT, Replay, assert_same_tokens, decode, prompts, tiny_draft, tiny_model
 from decoders.tree import Topology
 
+from ..turns import slow_but
 from .references import EAGER, NEW, SAMPLING, enabled, plain, sampled
 
 QUICK = ("qwen3_next", "jamba", "lfm2")
@@ -44,15 +43,14 @@ def drafter(kind: str, expected: torch.Tensor) -> Strategy:
     return replay(expected, 3 if "3 branches" in kind else 1)
 
 
-def cases(quick: str) -> Iterator[Any]:
-    """Three designs in a batch with one kind of draft; the rest is slow."""
-    for name, rows, kind in itertools.product(RECURRENT, (1, 4), KINDS):
-        marks = () if name in QUICK and rows == 4 and kind == quick else pytest.mark.slow
-        case = f"{name}-{'alone' if rows == 1 else 'ragged batch'}-{kind}"
-        yield pytest.param(name, rows, kind, id=case, marks=marks)
+def every_kind(test: Any) -> Any:
+    """Few designs take turns with the kinds of drafts; the other designs are slow."""
+    for name, values in (("kind", KINDS), ("rows", (1, 4)), ("name", slow_but(QUICK, RECURRENT))):
+        test = pytest.mark.parametrize(name, values)(test)
+    return pytest.mark.in_turns(test)
 
 
-@pytest.mark.parametrize("name, rows, kind", list(cases(quick="lookahead")))
+@every_kind
 def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
     model, inputs, expected = enabled(name), prompts(rows), plain(name, rows)
     out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER)
@@ -61,7 +59,7 @@ def test_greedy_tokens_are_those_of_transformers(name, rows, kind):
         assert out.report.accepted > NEW * rows // 2  # the drafts were put to the test
 
 
-@pytest.mark.parametrize("name, rows, kind", list(cases(quick="replay, 3 branches")))
+@every_kind
 def test_sampled_tokens_depend_on_the_seed_alone(name, rows, kind):
     model, inputs, expected = enabled(name), prompts(rows), sampled(name, rows)
     out = decode(model, inputs, drafter(kind, expected), max_new_tokens=NEW, decoders_config=EAGER, **SAMPLING)
@@ -126,9 +124,7 @@ def test_a_stop_token_inside_of_a_draft_leaves_no_state_that_has_seen_more():
     assert_same_tokens(model, {"input_ids": continued}, want, got, "continued")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == QUICK[1] else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
-)
+@pytest.mark.parametrize("name", slow_but([QUICK[1]], RECURRENT))
 def test_rows_that_wait_for_others_have_states_no_further_than_their_text(name):
     class Never(StoppingCriteria):
         """Sees whole batches, so that all rows go as far as the slowest."""

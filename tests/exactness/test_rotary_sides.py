@@ -63,6 +63,7 @@ def texts(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lengths", [(20,), (24, 13), (40,), (33, 11), (60, 33)])
 @pytest.mark.parametrize("name", DESIGNS)
 def test_on_one_side_tokens_are_those_of_transformers(name: str, lengths: tuple[int, ...]) -> None:

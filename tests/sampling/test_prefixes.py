@@ -133,6 +133,27 @@ def test_biased_sequences(block, sequences, biases):
     check(block, [[hf.SequenceBiasLogitsProcessor(biased)], [hf.SequenceBiasLogitsProcessor({(2,): 1.5})]])
 
 
+@given(blocks(), st.lists(st.integers(-2, VOCAB + 3), min_size=1), st.integers(0, 3))
+def test_of_suppressed_tokens_those_that_the_model_lacks_change_nothing(block, tokens, place):
+    check(block, [[hf.SuppressTokensLogitsProcessor(tokens)], [hf.SuppressTokensLogitsProcessor([2])]])
+    at = [hf.SuppressTokensAtBeginLogitsProcessor(own, PADDED + place) for own in (tokens, [VOCAB])]
+    check(block, [[own] for own in at])
+
+
+@pytest.mark.parametrize("lacks", [-1, VOCAB, VOCAB + 5])
+@pytest.mark.parametrize("place", ["alone", "in front", "last"])
+def test_other_processors_of_tokens_that_the_model_lacks_stay_transformers_own(lacks: int, place: str) -> None:
+    sequence = {"alone": [lacks], "in front": [lacks, 2], "last": [2, lacks]}[place]
+    each: list[LogitsProcessor] = [hf.ForcedBOSTokenLogitsProcessor(lacks)]
+    if lacks >= 0:  # they refuse those below 0 themselves
+        each += [hf.ForcedEOSTokenLogitsProcessor(9, sequence), hf.NoBadWordsLogitsProcessor([sequence], [])]
+        each.append(hf.SequenceBiasLogitsProcessor({tuple(sequence): 1.5}))
+    prompts = PaddedPrompts(torch.tensor([[1, 2]]), None, VOCAB)
+    for processor in each:
+        given = LogitsProcessorList([processor])
+        assert plan_sampling(given, prompts, GenerationConfig(), ())[3] is given, processor
+
+
 @given(blocks(), st.lists(token, min_size=1), st.lists(token, min_size=1), st.integers(0, 3))
 def test_tokens_that_are_suppressed_or_forced_at_one_place(block, one, other, place):
     for kind in (

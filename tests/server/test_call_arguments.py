@@ -74,7 +74,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(("name", "schema", "arguments", "allowed"), CASES, ids=lambda value: ascii(value)[:40])
 def test_arguments_that_are_allowed_are_read_back(

@@ -36,6 +36,7 @@ from decoders.server.grammars import Calling
 from decoders.server.reasoning import Reasoning
 from decoders.server.refusals import Refusal
 
+from ..turns import slow_but
 from .test_chat import ASKED, ROUTE, post
 
 
@@ -231,7 +232,7 @@ def drawn(matcher: Any, size: int, seed: int, tokens: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_all_arguments_of_a_schema_can_be_written(name: str, special: bool, tokenizer_of: Callable[..., Any]) -> None:
@@ -252,6 +253,7 @@ def test_all_arguments_of_a_schema_can_be_written(name: str, special: bool, toke
         assert json.loads(call.arguments) == arguments and call.complete
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(("special", "several"), [(True, True), (False, False)])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_that_are_written_are_read_by_the_rules_of_the_format(
@@ -403,9 +405,7 @@ def test_calls_of_the_history_have_an_object(name: str, arguments: Any, tokenize
         conversations.prompt([message], [], {})
 
 
-@pytest.mark.parametrize(
-    "name", ["harmony", "qwen3-coder", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek-v3", "gemma4"))]
-)
+@pytest.mark.parametrize("name", slow_but(["harmony"], ["harmony", "qwen3-coder", "deepseek-v3", "gemma4"]))
 def test_a_server_speaks_a_format(name: str, served: Any, service_of: Any, stream: Any, tokenizer_of: Any) -> None:
     calls, marks, _ = PUBLISHED[name]
     harmony = name == "harmony"

@@ -310,7 +310,7 @@ NESTED = {
 }  # fmt: skip
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("backend", ["table", "llguidance"])
 @pytest.mark.parametrize("prefix, suffix", [("<call>\n", "\n</call>"), ("", ""), ('{"tool_calls": [', "]}")])
 @pytest.mark.parametrize("format", [None, "object", "place", "regex"])

@@ -46,7 +46,7 @@ def service_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, s
     return Service(model, tokenizer, name="tiny", strategy=strategy, limits=limits, config=EAGER, **options)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("values", [UNFIT, DRAFTING, UNFIT | DRAFTING], ids=["unfit", "drafting", "both"])
 @pytest.mark.parametrize("strategy", ["prompt_lookup", "suffix"])
 def test_requests_of_any_strategy_are_answered(

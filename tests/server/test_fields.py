@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from ..turns import slow_but
+
 pytest.importorskip("fastapi")
 
 COMPLETE, CHAT, RESPOND = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -110,7 +112,7 @@ def failures(client: Any, chosen: list[tuple[tuple[Any, ...], str, bytes]], rout
     return wrong
 
 
-@pytest.mark.parametrize("route", [COMPLETE, CHAT])
+@pytest.mark.parametrize("route", slow_but([CHAT], [COMPLETE, CHAT]))
 def test_extreme_values_of_plain_fields_are_answered_or_refused(client: Any, route: str, caplog: Any) -> None:
     plain = {name: value for name, value in BODIES[route].items() if not isinstance(value, dict | list)}
     if route == CHAT:

@@ -114,7 +114,7 @@ def comparable(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", ["completions", "chat", "responses"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     asked=st.sampled_from(["", "think", "harmony"]).flatmap(lambda style: st.tuples(st.just(style), st.lists(
         st.lists(st.sampled_from(HARMONY if style == "harmony" else PARTS), max_size=6).map("".join), min_size=1, max_size=2))),

@@ -108,6 +108,7 @@ def test_what_nobody_waits_for_is_killed(workshop: Workshop, wait_until: Any) ->
     assert not workshop.known(wanted(ENDLESS))
 
 
+@pytest.mark.slow  # two processes import the package; .ci/run runs it
 def test_another_process_is_begun_where_one_was_killed(workshop: Workshop, caplog: Any) -> None:
     workshop.begin()
     assert workshop._process is not None

@@ -5,7 +5,7 @@ that some draft tokens are right.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,38 +34,11 @@ needs_mtp = pytest.mark.skipif(
 
 #: What settings change in every strategy.
 OF_SETTINGS = ("check_class", "check_settings")
-#: What is drafted, and the tokens that come of it: every strategy gets one of them, in turns.
-OF_DRAFTS = ("check_drafts", "check_sampling_equals_autoregressive")
 
 
-def of_strategies(strategies: Sequence[Strategy]) -> list[Any]:
-    """Cases ``strategy, check``, in which strategies take turns.
-
-    Each gets the checks of its settings, one of its drafts and every tenth of the others; the rest is slow. So each check is made
-    of a tenth of the strategies.
-    """
-    return _in_turns(strategies, 10, lambda turn: OF_DRAFTS[turn % 2 :][:1])
-
-
-def of_variants(strategies: Sequence[Strategy]) -> list[Any]:
-    """The same for strategies that are there with other settings, too, or as parts of others: every 24th check, and one of the
-    drafts of every fourth strategy, the first one among them.
-    """
-    return _in_turns(strategies, 24, lambda turn: OF_DRAFTS[turn // 4 % 2 :][: turn % 4 == 0])
-
-
-def _in_turns(strategies: Sequence[Strategy], turns: int, drafts: Callable[[int], tuple[str, ...]]) -> list[Any]:
-    """drafts: which of :data:`OF_DRAFTS` the strategy of a place gets. turns: of how many other checks it gets one."""
-    cases = []
-    for turn, strategy in enumerate(strategies):
-        for place, check in enumerate(checks_for(strategy)):
-            # Passes of a draft model are replayed as nothing else is.
-            replayed = strategy.needs_assistant and turns == 10 and check.__name__ == "check_on_device"
-            always = replayed or check.__name__ in (*OF_SETTINGS, *drafts(turn))
-            cases.append(
-                _case(strategy, check, always or (check.__name__ not in OF_DRAFTS and (turn + place) % turns == 0))
-            )
-    return cases
+def cases(*strategies: Strategy) -> list[Any]:
+    """Cases ``strategy, check`` for a test that is drawn in turns: every strategy, and every check that it has."""
+    return [_case(strategy, check, True) for strategy in strategies for check in checks_for(strategy)]
 
 
 def of_shapes(quick: dict[Strategy, Sequence[str]]) -> list[Any]:

@@ -187,7 +187,7 @@ def test_drafters_that_are_never_right_cost_three_percent_at_most(world: World, 
         assert sum(drafted for _, drafted in steps[20:]) <= 0.05 * len(steps)
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("chance", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize("milliseconds", [FLAT, STEEP], ids=["flat", "steep"])
 def test_it_finds_the_drafter_that_is_right_and_its_length(

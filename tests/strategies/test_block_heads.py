@@ -25,7 +25,7 @@ from decoders.heads.block_heads import BlockHead, HeadFields, HeadScores, PathSe
 from decoders.heads.dflash import DFlashNetwork
 from decoders.heads.dflash_files import HEADS, load_draft_model, read_config
 from decoders.strategies import DFlash, PromptLookup
-from decoders.strategies.draft_model import GRADES, likely_paths
+from decoders.strategies.draft_tree import GRADES, likely_paths
 from decoders.strategies.merged import Merged
 from decoders.testing import Replay, checks_for, decode, prompts
 from decoders.testing.checks import check_on_device
@@ -37,6 +37,7 @@ from decoders.testing.models import VOCAB
 from decoders.testing.spy import Spy
 from decoders.testing.toy_grammar import TokenAutomaton
 
+from ..turns import slow_but
 from .conftest import paths_of
 from .test_dflash import BLOCK, MASK, SHAPE, WINDOW, H, target
 
@@ -516,6 +517,7 @@ def test_long_contexts_are_seen_whole_or_through_a_window(name: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_every_node_of_a_tree_is_what_the_equations_say_after_its_path(name: str, tree: str) -> None:
@@ -557,7 +559,7 @@ def test_a_head_conforms(name: str, shape: dict[str, Any], check: Check) -> None
     check_alone(check, Conditions(models=(target(),)), DFlash(draft_model=written(name), **shape))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(list(VARIANTS)[:3], VARIANTS))
 def test_a_head_under_grammars_alone_and_merged_writes_what_plain_decoding_writes(name: str) -> None:
     """In ragged rows, greedily alone and drawn merged; heads take turns with the shapes of drafts."""
     model, inputs, stops = target(), prompts(3), [5, 9]

@@ -101,7 +101,7 @@ def test_rows_that_have_all_ended_say_nothing(clock):
     assert [step(clock, c, 0.001, 0.01, nodes, 0) for nodes in (3, 4, 5, 6, 7)] == [None] * 5
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("tree", ["none", "dynamic"])
 @pytest.mark.parametrize(
     "draw", [{}, dict(do_sample=True, seed=5, temperature=0.8, top_k=40)], ids=["greedy", "sampled"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decoders.engine.model.compiled.functions import CompiledFunction, compilations
-from decoders.strategies.draft_model import best_nodes, depth_bound
+from decoders.strategies.draft_tree import best_nodes, depth_bound
 from decoders.strategies.staged import path_with_leaves
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -11,11 +11,13 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from decoders.heads.medusa import DEFAULT_TREE
 from decoders.registry import registry
 from decoders.settings import Settings
 from decoders.strategies import (
     EarlyExit,
     Lookahead,
+    Medusa,
     Ngram,
     PromptLookup,
     Speculative,
@@ -31,11 +33,11 @@ from decoders.testing.conditions import Conditions
 from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
-from .conftest import of_strategies, of_variants
+from .conftest import cases, random_heads
 
 #: Strategies that draft as "speculative" does, and differ in where a draft ends and whose layers write it.
 ALIKE = ("threshold", "early_exit")
-#: Medusa, MTP, EAGLE-3 and DFlash need heads, layers and networks, and are tested with some in files of their own.
+#: Medusa, with heads, is among the variants; MTP, EAGLE-3 and DFlash are tested with networks in files of their own.
 BUILT_IN = [
     e.cls
     for e in registry().strategies().values()
@@ -61,15 +63,21 @@ VARIANTS = [
     Suffix(alpha=16, nodes=6, occurrences=2, remember=0),
     TokenRecycling(k=2, tree=((0,), (1,), (0, 0)), prompt_logits=True),
     Replay(),
+    Merged([PromptLookup(length=3, branches=2), Replay(length=2)]),
+    Medusa(heads=random_heads()),
+    Medusa(heads=random_heads(), tree=DEFAULT_TREE, nodes=5),
+    Merged([PromptLookup(length=3), Medusa(heads=random_heads(), nodes=30)]),
 ]
 
 
-@pytest.mark.parametrize("strategy, check", of_strategies([SHORT.get(cls.name) or cls() for cls in BUILT_IN]))
+@pytest.mark.in_turns
+@pytest.mark.parametrize("strategy, check", cases(*(SHORT.get(cls.name) or cls() for cls in BUILT_IN)))
 def test_strategy_conforms(strategy, check):
     check_alone(check, Conditions(), strategy)
 
 
-@pytest.mark.parametrize("strategy, check", of_variants(VARIANTS))
+@pytest.mark.in_turns
+@pytest.mark.parametrize("strategy, check", cases(*VARIANTS))
 def test_variant_conforms(strategy, check):
     check_alone(check, Conditions(), strategy)
 
@@ -84,18 +92,6 @@ def test_strategy_conforms_with_as_many_passes_as_by_default(strategy, check):
 @parametrize_with_checks([*BUILT_IN, *VARIANTS], thorough=True)
 def test_strategy_conforms_in_every_combination(strategy, check):
     check(strategy)
-
-
-@pytest.mark.parametrize(
-    "strategy, check",
-    [
-        case
-        for case in of_strategies([Merged([PromptLookup(length=3, branches=2), Replay(length=2)])])
-        if "check_class" not in case.id
-    ],
-)
-def test_merged_strategies_conform(strategy, check):
-    check_alone(check, Conditions(), strategy)
 
 
 class Good(Strategy):

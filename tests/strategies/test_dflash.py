@@ -29,6 +29,7 @@ from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import VOCAB, Architecture
 from decoders.testing.spy import Spy
 
+from ..turns import slow_but
 from .conftest import of_shapes, paths_of
 
 H, BLOCK, MASK, WINDOW = 32, 6, 3, 14
@@ -131,13 +132,9 @@ class Ints(list):
 
 @pytest.mark.parametrize(
     "kind, compile",
-    [
-        ("sliding", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("authors", False), ("transformers", False), ("sliding", True))
-        ),
-    ],
+    slow_but(
+        [("sliding", False)], [("sliding", False), ("authors", False), ("transformers", False), ("sliding", True)]
+    ),
 )
 def test_drafts_are_those_of_transformers(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, spy = target(), prompts(2), Spy(DFlash(draft_model=written(kind)))

@@ -24,6 +24,8 @@ from decoders.strategy import Strategy
 from decoders.testing import Replay, assert_same_tokens, decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.models import ARCHITECTURES, VOCAB, Architecture
 
+from ..turns import slow_but
+
 EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 KINDS: dict[str, Strategy] = {
@@ -41,11 +43,7 @@ KINDS: dict[str, Strategy] = {
 
 def every_kind(quick: str) -> pytest.MarkDecorator:
     """All kinds, one of them in the quick run: tests take turns."""
-    cases = [
-        pytest.param(strategy, id=kind, marks=() if kind == quick else pytest.mark.slow)
-        for kind, strategy in KINDS.items()
-    ]
-    return pytest.mark.parametrize("strategy", cases)
+    return pytest.mark.parametrize("strategy", slow_but([KINDS[quick]], KINDS.values()), ids=list(KINDS))
 
 
 def llama(seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -139,7 +137,7 @@ def test_heads_padded_to_another_size(target, strategy, vocab):
     assert report.accepted > 0
 
 
-@pytest.mark.in_turns(5)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("vocab", [pytest.param(112, marks=pytest.mark.slow), 160])
 @pytest.mark.parametrize(
     "verifier, strategy",

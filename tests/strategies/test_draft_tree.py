@@ -14,7 +14,7 @@ from torch import Tensor
 from decoders.drafters import Expansion
 from decoders.errors import DraftError
 from decoders.strategies import Speculative
-from decoders.strategies.draft_model import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
+from decoders.strategies.draft_tree import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
 from decoders.testing import Spy, decode, prompts
 from decoders.testing.spy import inspect_tree
 from decoders.tree import Topology, TreeTensors
@@ -196,7 +196,7 @@ def test_what_does_not_count_is_no_draft_token():
     assert tokens[0].tolist() == [5, -1, 7, -1] and (kept[tokens == -1] == float("-inf")).all()
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_every_level_says_what_a_plain_forward_over_the_nodes_own_path_says(target, monkeypatch, tree, name):

@@ -28,6 +28,7 @@ from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import VOCAB, Architecture
 from decoders.testing.spy import Spy
 
+from ..turns import slow_but
 from .conftest import of_shapes, paths_of
 
 H, HEADS, KV, WIDE = 32, 4, 2, 48
@@ -257,7 +258,7 @@ def by_the_paper(model: Any, text: Tensor, name: str, length: int) -> list[int]:
 QUICK = ("3.1, each layer normed", "parallel, two layers, normed", "windowed", "EAGLE-4")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in NEWER])
+@pytest.mark.parametrize("name", slow_but(QUICK, NEWER))
 def test_newer_heads_draft_what_their_equations_say(name: str) -> None:
     model, inputs, spy = target(), prompts(3), Spy(Eagle3(head=newer(name), tree="none", length=4))
     out = decode(model, inputs, spy, max_new_tokens=8, decoders_config={"prefill_chunk": 7})
@@ -271,10 +272,7 @@ def test_newer_heads_draft_what_their_equations_say(name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, compile",
-    [
-        ("authors", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("speculators", False), ("authors", True))),
-    ],
+    slow_but([("authors", False)], [("authors", False), ("speculators", False), ("authors", True)]),
 )
 def test_chains_are_those_of_the_papers_equations(kind: str, compile: bool) -> None:
     model, inputs, spy = target(), prompts(3), Spy(Eagle3(head=written(kind), tree="none", length=3))

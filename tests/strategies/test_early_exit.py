@@ -19,7 +19,7 @@ EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neo", "deepseek_v3"])
 def test_tokens_are_those_of_the_whole_model(name: str, tree: str) -> None:
@@ -75,7 +75,7 @@ class Watched(EarlyExit):
         return draft
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("tree", ["none", "static", "dynamic"])
 @pytest.mark.parametrize("loop", [{}, {"kv_cache": "int8"}, {"prefill_chunk": 512}], ids=str)
 def test_drafts_stand_in_the_targets_slots_and_what_is_committed_stays(tree: str, loop: dict) -> None:

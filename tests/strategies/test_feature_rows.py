@@ -14,7 +14,7 @@ from decoders.strategies.merged import Merged
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Strategy
 from decoders.testing.models import VOCAB
 
-from ..serving.test_rows_that_stay import counting
+from ..scheduling.test_rows_that_stay import counting
 from . import test_dflash, test_eagle3
 from .conftest import needs_mtp
 

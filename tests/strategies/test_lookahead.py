@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -175,17 +172,11 @@ def shape_of(strategy: Lookahead) -> str:
     return f"W{s.window} N{s.ngram} G{s.candidates}"
 
 
-def every_step() -> Iterator[Any]:
-    """Every shape with one of the models, in turns alone and in a batch, greedy and sampled; the rest is slow."""
-    for (m, name), (s, shape), (d, sampling), (r, rows) in itertools.product(
-        enumerate(["llama", "gpt2"]), enumerate(SHAPES), enumerate([{}, SAMPLING]), enumerate([1, 3])
-    ):
-        case = f"{name}-{shape_of(shape)}-{('greedy', 'sampled')[d]}-{('alone', 'ragged batch')[r]}"
-        quick = (s // 2 + d) % 2 == m and r == d == s % 2
-        yield pytest.param(name, shape, sampling, rows, id=case, marks=() if quick else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name, shape, sampling, rows", list(every_step()))
+@pytest.mark.in_turns
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_of)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_every_step_is_that_of_plain_python(name, shape, sampling, rows):
     model, inputs, strategy = enabled(name), prompts(rows), Recorded(shape.settings)
     out = decode(model, inputs, strategy, max_new_tokens=NEW, decoders_config=EAGER, **sampling)

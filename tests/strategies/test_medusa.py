@@ -14,12 +14,10 @@ from decoders.strategies import Medusa, PromptLookup
 from decoders.strategies.medusa import budgeted, without_gaps
 from decoders.strategies.merged import Merged
 from decoders.testing import prompts, tiny_model
-from decoders.testing.conditions import Conditions
 from decoders.testing.exactness import assert_same_tokens, decode, reference
-from decoders.testing.kit import check_alone
 from decoders.tree import Topology
 
-from .conftest import WIDE, of_strategies, of_variants, random_heads
+from .conftest import WIDE, random_heads
 
 EAGER = {"decoders_config": {"compile": False}}
 DESIGNS = ("llama", "gemma2", "gpt2", "opt", "phi", "deepseek_v3")
@@ -30,29 +28,7 @@ def medusa(**settings) -> Medusa:
     return Medusa(heads=random_heads(), **settings)
 
 
-@pytest.mark.parametrize("strategy, check", of_strategies([medusa()]))
-def test_medusa_conforms(strategy, check):
-    check_alone(check, Conditions(), strategy)
-
-
-@pytest.mark.parametrize("strategy, check", of_variants([medusa(tree=DEFAULT_TREE, nodes=5)]))
-def test_medusa_conforms_with_another_tree(strategy, check):
-    check_alone(check, Conditions(), strategy)
-
-
-@pytest.mark.parametrize(
-    "strategy, check",
-    [
-        case
-        for case in of_variants([Merged([PromptLookup(length=3), medusa(nodes=30)])])
-        if "check_class" not in case.id
-    ],
-)
-def test_medusa_conforms_beside_another_drafter(strategy, check):
-    check(strategy)
-
-
-@pytest.mark.in_turns(8)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_tokens_are_those_of_plain_decoding(design, rows):

@@ -17,6 +17,8 @@ from decoders.testing import Replay, assert_same_tokens, decode, prompts
 from decoders.testing.company import check_rests
 from decoders.testing.conditions import Conditions
 
+from ..turns import slow_but
+
 EAGER = {"compile": False, "prefill_chunk": 8}
 SAMPLING = dict(do_sample=True, seed=5, temperature=0.8, top_k=40)
 
@@ -35,14 +37,9 @@ def assert_exact(
 MERGED = ["speculative+prompt_lookup", "prompt_lookup+speculative", "threshold+prompt_lookup", "speculative+threshold"]
 
 
-@pytest.mark.parametrize(
-    "rows, strategy",
-    [
-        pytest.param(rows, strategy, marks=() if turn == (3 if rows == 1 else 0) else pytest.mark.slow)
-        for rows in (1, 4)
-        for turn, strategy in enumerate(MERGED)
-    ],
-)
+@pytest.mark.in_turns
+@pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.parametrize("strategy", slow_but([MERGED[0], MERGED[3]], MERGED))
 def test_merged_drafters_write_what_plain_decoding_writes(target, near, strategy, rows):
     assert_exact(target, near, strategy, prompts(rows), new=32)
 
@@ -55,7 +52,7 @@ def replay(model: PreTrainedModel, inputs: dict[str, Tensor], sample: bool, **op
     return Replay(texts=tuple(tuple(row[s:].tolist()) for row, s in zip(out, start, strict=True)), **options)
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("tree", ["none", "static"])

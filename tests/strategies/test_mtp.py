@@ -24,6 +24,7 @@ from decoders.testing.kit import Check, check_alone
 from decoders.testing.models import WINDOW, Architecture
 from decoders.testing.spy import Spy
 
+from ..turns import slow_but
 from .conftest import of_shapes, paths_of
 
 modeling = pytest.importorskip("transformers.modeling_layers")
@@ -214,9 +215,7 @@ def test_layers_of_another_dtype_are_converted_and_written_to_as_they_change() -
     assert tokens_and_drafts(model)[1] != first
 
 
-@pytest.mark.parametrize(
-    "design", [pytest.param(n, marks=[pytest.mark.slow] * (place % 2)) for place, n in enumerate(DESIGNS)]
-)
+@pytest.mark.parametrize("design", slow_but(["llama"], DESIGNS))
 def test_every_design_converts_its_layers(design: str) -> None:
     model = with_layers.__wrapped__(design)
     use_mtp_layers(model, vars(model)[ATTRIBUTE].to(torch.bfloat16))

@@ -23,6 +23,7 @@ from decoders.strategy import Strategy
 from decoders.testing import RECURRENT, Replay, assert_same_tokens, decode, prompts, tiny_model
 from decoders.testing.models import Architecture
 
+from ..turns import slow_but
 from . import test_dflash, test_eagle1
 from .conftest import needs_mtp, random_heads
 from .test_eagle3 import written
@@ -33,11 +34,6 @@ SAMPLING: dict[str, Any] = dict(do_sample=True, seed=5, temperature=0.8, top_k=4
 QUICK = ("granitemoehybrid", "lfm2")
 LOW_LAYERS = test_dflash.Names(mask_token_id=test_dflash.MASK, target_layer_ids=(0, 1))
 DRAFTERS = ("eagle3 chain", "eagle3 tree", "medusa", "merged")
-QUICK_CASES = (
-    ("qwen3_next", "eagle3 tree"),
-    ("granitemoehybrid", "medusa"),
-    ("lfm2", "merged"),
-)
 
 
 @functools.cache
@@ -57,13 +53,14 @@ def drafter(kind: str) -> Strategy:
 
 def cases() -> list[Any]:
     return [
-        pytest.param(name, kind, marks=() if (name, kind) in QUICK_CASES else pytest.mark.slow)
+        pytest.param(name, kind, marks=() if name in QUICK else pytest.mark.slow)
         for name in RECURRENT
         for kind in DRAFTERS
         if not (name == "zamba2" and kind.startswith("eagle3"))  # layers of two classes
     ]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name, kind", cases())
 def test_heads_draft_for_recurrent_targets(name: str, kind: str) -> None:
     model, inputs = enabled(name), prompts(3)
@@ -74,7 +71,7 @@ def test_heads_draft_for_recurrent_targets(name: str, kind: str) -> None:
         assert out.report.drafted > 0
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT])
+@pytest.mark.parametrize("name", slow_but(QUICK[:1], RECURRENT))
 def test_grammars_guide_recurrent_targets(name: str, byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(["<end>"], eos_token="<end>")
     model = decoders.enable(tiny_model(name), tokenizer)
@@ -85,7 +82,7 @@ def test_grammars_guide_recurrent_targets(name: str, byte_tokenizer: Any) -> Non
         assert decode(model, inputs, strategy, **options).sequences.tolist() == plain.sequences.tolist()
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT])
+@pytest.mark.parametrize("name", slow_but(QUICK[:1], RECURRENT))
 def test_bfloat16_tokens_are_those_of_plain_decoding_up_to_rounding(name: str) -> None:
     """At every place the token is plain decoding's, or one whose logit is as high but for rounding."""
     model = decoders.enable(tiny_model(name).to(torch.bfloat16))

@@ -134,7 +134,7 @@ def test_a_stage_with_a_model_reads_what_others_got_accepted(target):
     assert sum(out.report.accepted_lengths[6:]) > 2, "the other drafter was often right for longer"
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("children", [1, 4])
 @pytest.mark.parametrize("sample", [False, True])
 def test_figures_of_a_stage_add_up(looping, children, sample):

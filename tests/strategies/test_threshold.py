@@ -165,7 +165,7 @@ class Waiting(Threshold):
         return Threshold._kept(products, floor)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("draw", [{}, SAMPLING], ids=["greedy", "sampled"])
 def test_looking_once_gives_the_same_tokens(target, near, rows, draw):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from decoders import enable, forget
 from decoders.strategies import TokenRecycling
-from decoders.strategies.draft_model import likely_paths
+from decoders.strategies.draft_tree import likely_paths
 from decoders.strategies.token_recycling import FOLLOWED, SUREST, fill, filled, follow, learn, learn_listed, levels_of
 from decoders.testing import prompts, tiny_model
 from decoders.tree import Topology

@@ -99,7 +99,7 @@ class Admission:
     def mixes(self) -> bool:
         """Whether steps read pieces of prompts in their own passes (chunked prefill), so that no row waits for a prefill."""
         batch = self.batch
-        return not batch.request.strategy.reads_prompt and batch.forward_pass.mixes(
+        return not batch.request.strategy.reads_prompt and batch.forward_pass.tiers.mixes(
             self._rows, single=batch.blocks.single
         )
 
@@ -117,7 +117,7 @@ class Admission:
             for each in seats:
                 self.was_read(each, spent, count * len(seats))
             if not self.batch.request.strategy.reads_prompt:
-                self.batch.forward_pass.book_mixed(spent, self._rows, single=self.batch.blocks.single)
+                self.batch.forward_pass.tiers.book_mixed(spent, self._rows, single=self.batch.blocks.single)
 
     def _pass(self, seats: list[Seat]) -> None:
         """One pass over the next chunk of several prompts in adjacent places."""

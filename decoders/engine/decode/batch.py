@@ -31,7 +31,7 @@ from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .request import Request, RequestOutput, empty_report
 from .rows import Rows, check_tree, raise_faults
-from .rules import decider
+from .rules import rule_of
 from .session import Session
 from .verify import NOTHING_LEFT
 
@@ -54,7 +54,7 @@ class Batch:
         longest: most tokens that a row can have, prompt included.
         noise_keys: ``[B]`` int64, the noise key of each row.
         guide: tracks the rows' positions in their grammars; None where no row has one.
-        decide: forward, verification and commit of a block.
+        core: forward, verification and commit of a block.
         pending: committed tokens that the next step runs once more in front of the root.
         prompt_left: how many of these are the end of the prompts, not prefilled yet.
         where: the current phase, for notes on errors.
@@ -70,7 +70,7 @@ class Batch:
     session: Session
     longest: int
     noise_keys: Tensor
-    decide: Callable[[Draft, NodeBlock, Rows], StepOutput]
+    core: Core
 
     def __init__(self, engine: Engine, request: Request, capacity: int | None = None) -> None:
         self.engine, self.request = engine, request
@@ -164,8 +164,10 @@ class Batch:
         self.noise_keys = self.rows.sampling.keys.clone()
         self.guide = self._guide(sources)
         if not same:
-            core = Core(self.forward_pass, request.plan)
-            self.decide = decider(core, request, self.verifier, self.members, self.shared, self.session.recordings)
+            # A strategy may keep what it is shown, and the next replay would overwrite that.
+            copy = request.strategy.observes
+            rule = rule_of(self.forward_pass, request, self.verifier, self.members, self.shared)
+            self.core = Core.of(self.forward_pass, request.plan, rule, self.session.recordings, copy=copy)
         self.fit_blocks()
 
     def _guide(self, sources: Sequence[int]) -> Guide | None:
@@ -183,7 +185,7 @@ class Batch:
 
     def fit_blocks(self) -> None:
         """Sets how blocks are padded, by the tier of the next pass. Node budgets depend on it, so it comes before `start`."""
-        self.forward_pass.fit(self.blocks, self.row_count)
+        self.forward_pass.tiers.fit(self.blocks, self.row_count)
 
     def block_of(self, draft: Draft) -> NodeBlock:
         """The draft, checked and padded to a block."""

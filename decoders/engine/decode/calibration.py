@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median_low
 
@@ -22,15 +21,16 @@ from ...tree import Topology
 from ..model import torch_compat
 from ..model.blocks import NodeBlock
 from ..model.buckets import row_bucket
+from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.tiers import Compile, PassKind
 from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import Core, StepPass
+from .core import Core
 from .rows import no_sampling
+from .rules import CoupledRule
 from .sessions import Sessions
-from .step import Parts, forward_verify_commit
 
 #: Nodes of a block, the root included: 0, 1, 2, 4, … draft tokens.
 NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
@@ -89,7 +89,7 @@ class Calibrator:
         line: fitted to the steps of calls without a curve.
     """
 
-    def __init__(self, forward_pass: StepPass, sessions: Sessions) -> None:
+    def __init__(self, forward_pass: ForwardPass, sessions: Sessions) -> None:
         self.forward_pass, self.sessions, self.target = forward_pass, sessions, forward_pass.target
         self._curve: CostCurve | None = None
         self._read: set[Path | None] = set()
@@ -160,16 +160,16 @@ class Calibrator:
 
     def _runs_single(self, rows: int, compile: Compile) -> bool:
         """Whether a plain step of a call has one node per row now."""
-        with self.forward_pass.during(compile, Report("calibration")):
-            return self.forward_pass.runs_single(rows)
+        with self.forward_pass.tiers.during(compile, Report("calibration")):
+            return self.forward_pass.tiers.runs_single(rows)
 
     def _compiled(self, rows: Sequence[int], compile: Compile) -> bool:
-        return bool(compile) and (compile is True or self.forward_pass.may_take(PassKind(max(rows) > 1)))
+        return bool(compile) and (compile is True or self.forward_pass.tiers.may_take(PassKind(max(rows) > 1)))
 
 
 @torch.no_grad()
 def measure(
-    forward_pass: StepPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
+    forward_pass: ForwardPass, sessions: Sessions, rows: int, context: int, nodes: Sequence[int], compile: Compile, end: float,
     repeats: int,
 ) -> list[CostPoint]:  # fmt: skip
     """Median seconds of steps of a greedy call, a point per size. Stops at `end` (by the target's ``ranks.clock``, without time for
@@ -182,21 +182,20 @@ def measure(
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock
     rows = row_bucket(rows, target.static)
-    context = min(context, (target.max_positions or context + max(nodes)) - max(nodes))
+    context = min(context, (target.lengths.most or context + max(nodes)) - max(nodes))
     context = max(context, 1)
     prompts = [torch.zeros(context, dtype=torch.int64, device=device)] * rows
     sampling = no_sampling(rows, device)
     report = Report("calibration")
     points: list[CostPoint] = []
     with (
-        forward_pass.during(compile, report),
+        forward_pass.tiers.during(compile, report),
         sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
     ):
         session = opened.session
-        forward_pass.fit(session.blocks, rows)
-        core = Core(forward_pass, SamplingPlan())
-        nothing = Draft.nothing(rows, device)
-        step = partial(forward_verify_commit, Parts(core.forward, core.choose, core.commit), nothing)
+        forward_pass.tiers.fit(session.blocks, rows)
+        plan, nothing = SamplingPlan(), Draft.nothing(rows, device)
+        core = Core.of(forward_pass, plan, CoupledRule(forward_pass, plan), session.recordings, copy=False)
         sizes = list(dict.fromkeys(session.blocks.size(n) for n in sorted(nodes)))
         session.reserve(context + max(sizes))
 
@@ -207,9 +206,7 @@ def measure(
             session.rows.length.fill_(context)
             session.rows.finished.fill_(False)
             begun = clock()
-            out = core.replayed(
-                "step", step, block, session.rows, session.recordings, copy=False, in_place=nothing.in_place
-            )
+            out = core.forward_verify_commit(nothing, block, session.rows)
             if (states := session.rows.buffers.states) is not None:
                 states.commit(out.path, out.summary[0], session.rows.length)
             out.read(session.lists)  # waits for the device, as a call does

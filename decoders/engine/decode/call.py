@@ -92,7 +92,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     strategy, timings = request.strategy, batch.report.timings
     batch.members.append((output, 0))
     longest = max(batch.lengths) + request.new_tokens
-    stack.enter_context(batch.forward_pass.during(request.runtime.compile, batch.report))
+    stack.enter_context(batch.forward_pass.tiers.during(request.runtime.compile, batch.report))
     sampling = sampling_of([request], batch.width, target.device)
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
@@ -242,15 +242,16 @@ class StepRecording:
         counts = counts_of(proposer.drafters)
         for each in counts:
             each.recording()
-        recorded = self.recordings.record(
-            key, RecordedCapacity(batch.width, nodes, room), self.inputs, lambda: step(proposer, batch, recording=True)
-        )
-        self._failed = recorded is None
-        if self._key != key:  # something was compiled while the step was recorded
-            self.recordings.drop(key)
-            recorded = None
-        for each in counts:
-            each.recorded(recorded is not None)
+        recorded, capacity = None, RecordedCapacity(batch.width, nodes, room)
+        try:
+            recorded = self.recordings.record(key, capacity, self.inputs, lambda: step(proposer, batch, recording=True))
+            self._failed = recorded is None
+            if self._key != key:  # something was compiled while the step was recorded
+                self.recordings.drop(key)
+                recorded = None
+        finally:
+            for each in counts:
+                each.recorded(recorded is not None)
         return recorded
 
     def _constants(self) -> tuple:
@@ -271,27 +272,28 @@ class StepRecording:
         batch, report = self.batch, self.batch.report
         begun, first = time.perf_counter(), report.steps
         compiled, last = key[-1][0].compiled, begun
-        for summary, new in recorded.steps(lambda: self._key == key):
-            outcome = Outcome.of(summary, new, batch.row_count)
-            batch.check_drawn(outcome)
-            batch.deliver(None, outcome)
-            now = time.perf_counter()
-            if not first and report.steps == 1:
-                report.time_to_first_token = report.timings.call + now - begun
-            self.proposer.book_replay(now - last)
-            last = now
-            if all(batch.finished):
-                break
-        steps = report.steps - first
-        report.replayed_steps += steps
-        report.compiled_steps += steps * compiled
-        batch.forward_pass.compiled_passes += steps * compiled
-        report.nodes = max(report.nodes, recorded.capacity.nodes)
-        if recorded.inputs is not self.inputs:
-            with self.recordings.recorder.active():
-                recorded.inputs.give_back(self.inputs.root, self.recordings.recorder.copy)
-        for own, like in zip(
-            counts_of(self.proposer.drafters), counts_of(recorded.inputs.root["drafters"]), strict=True
-        ):
-            own.replayed(like, steps)
-        report.timings.core += time.perf_counter() - begun
+        try:
+            for summary, new in recorded.steps(lambda: self._key == key):
+                outcome = Outcome.of(summary, new, batch.row_count)
+                batch.check_drawn(outcome)
+                batch.deliver(None, outcome)
+                now = time.perf_counter()
+                if not first and report.steps == 1:
+                    report.time_to_first_token = report.timings.call + now - begun
+                self.proposer.book_replay(now - last)
+                last = now
+                if all(batch.finished):
+                    break
+        finally:  # a callback may have raised: the strategy is finished with its state, and the report shown, all the same
+            steps = report.steps - first
+            report.replayed_steps += steps
+            report.compiled_steps += steps * compiled
+            batch.forward_pass.compiled_passes += steps * compiled
+            report.nodes = max(report.nodes, recorded.capacity.nodes)
+            if recorded.inputs is not self.inputs:
+                with self.recordings.recorder.active():
+                    recorded.inputs.give_back(self.inputs.root, self.recordings.recorder.copy)
+            counted = counts_of(recorded.inputs.root["drafters"])
+            for own, like in zip(counts_of(self.proposer.drafters), counted, strict=True):
+                own.replayed(like, steps)
+            report.timings.core += time.perf_counter() - begun

@@ -1,10 +1,10 @@
-"""What a step computes: forward over a block of nodes, verify, commit, each uncompiled at once and compiled as soon as that pays."""
+"""What a step computes: forward over a block of nodes, verify, commit; uncompiled at once, compiled or replayed once that pays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..model.cache import move_slots
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction, kind_of
 from ..model.compiled.regions import EXAMPLE_SLOTS, copied_whole
+from ..model.compiled.tiers import Beside, Tiers
 from ..model.recordings import Recordings
 from ..model.target import ForwardResult, Target
 from .rows import Rows
@@ -97,63 +98,55 @@ class StepOutput:
         return lines, rest[:rows], rest[rows:]
 
 
-class Core:
-    """Forward + verify + commit for one target and one sampling plan.
+class Rule(Protocol):
+    """Decides which nodes of a block are accepted (:mod:`~decoders.engine.decode.rules`)."""
 
-    Args:
-        run: the target's passes.
-    """
+    @property
+    def on_device(self) -> bool:
+        """Whether it never needs the host, so that a device records it together with the pass."""
+        ...
 
-    def __init__(self, run: StepPass, plan: SamplingPlan) -> None:
-        self.run, self.target, self.plan = run, run.target, plan
-
-    def key(self, method: str) -> tuple:
-        """What a recording of `method` depends on, besides the model."""
-        return (self.target.layers,) if method == "forward" else (self.plan, self.target.layers)
-
-    def replayed(
-        self, method: str, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows,
-        recordings: Recordings | None, *, copy: bool, in_place: bool = False,
-    ) -> Any:  # fmt: skip
-        """``function(block, rows)``, as a replay once it has been recorded for blocks of this size.
-
-        Args:
-            method: what recordings of `function` are known by: ``step`` or ``forward``.
-            recordings: of the session of the rows; None where nothing can be recorded.
-            copy: whether the result is to outlive the next replay.
-            in_place: whether `function` leaves out what :meth:`commit` leaves out then.
-        """
-        if block.text.length or block.piece is not None or block.root is not None:
-            return function(block, rows)
-
-        def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
-            return function(NodeBlock(draft_tokens, tree, block.view, masks), rows)
-
-        key = method, self.key(method), rows.place, len(block.view), in_place
-        given = block.draft_tokens, block.tree, block.masks
-        return self.run.replayed(recordings, key, run, given, len(rows.length), self.plan, copy=copy)
-
-    def forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
-        """The block's nodes ``[B, N]`` and the target's results for them."""
-        base = rows.length - 1
-        nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
-        tokens, begin, tree = nodes, base, block.tree
-        if count := block.text.length:
-            begin = base - count
-            positions = begin[:, None] + torch.arange(count, device=base.device)
-            tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
-            tree = after_text(count, tree)
-        return nodes, self.run(
-            PassInput(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
-        )
-
-    def choose(
+    def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """Draws the target's token after every node: accepted is what matches."""
-        positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
-        prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
-        return Verified(*self.run.draw(forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
+        """What is accepted of the `draft` that `block` was made of; None for a draft of a draft model.
+
+        Args:
+            nodes: ``[B, N]``, the block's.
+            forwarded: the target's results for them.
+        """
+        ...
+
+
+class Core:
+    """The device's part of a step: the pass of one model over a block, a rule that verifies it, and the commitment of what is accepted.
+
+    Attributes:
+        forward_pass: the model's.
+        functions: of the model's steps.
+        rule: verifies.
+        plan: what runs on the logits.
+    """
+
+    def __init__(self, forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule) -> None:
+        self.forward_pass, self.target, self.plan, self.rule = forward_pass, forward_pass.target, plan, rule
+        self.functions = StepFunctions.of(forward_pass)
+
+    @staticmethod
+    def of(
+        forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule, recordings: Recordings | None, *, copy: bool
+    ) -> Core:  # fmt: skip
+        """A core, or a :class:`RecordedCore` where there are `recordings`. copy: as of that."""
+        if recordings is None:
+            return Core(forward_pass, plan, rule)
+        return RecordedCore(forward_pass, plan, rule, recordings, copy=copy)
+
+    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+        """The target's pass over a block, which of its nodes are accepted, and what becomes of the rows."""
+        nodes, given = input_of(block, rows)
+        forwarded = self.forward_pass(given)
+        verified = self.rule.verify(draft, block, nodes, forwarded, rows)
+        return self.commit(nodes, block.tree, rows, forwarded, verified, draft.in_place)
 
     def commit(
         self, nodes: Tensor, tree: TreeTensors, rows: Rows, result: ForwardResult, verified: Verified, in_place: bool = False
@@ -167,7 +160,7 @@ class Core:
         rewritten = (rows.tokens, rows.length, rows.limit, rows.finished, stop_tokens)
         chosen = verified.chosen
         if verified.acceptance is None and verified.most is None:
-            path, new, summary = self.run.settle(nodes, chosen, tree, *rewritten)
+            path, new, summary = self.functions.settle(self.forward_pass.tiers, nodes, chosen, tree, *rewritten)
         else:
             acceptance = verified.acceptance or follow_matches(nodes, chosen, tree)
             path = acceptance.path
@@ -179,29 +172,97 @@ class Core:
         )
 
 
-class StepPass(ForwardPass):
-    """The forward pass of one model, with the draw of tokens and the acceptance of a path."""
+class RecordedCore(Core):
+    """A core on a device that records: for blocks of a recorded size it replays everything, or the pass if the rule needs the host.
+
+    Args:
+        recordings: of the session of the rows.
+        copy: whether results are to outlive the next replay.
+    """
+
+    def __init__(
+        self, forward_pass: ForwardPass, plan: SamplingPlan, rule: Rule, recordings: Recordings, *, copy: bool
+    ) -> None:
+        super().__init__(forward_pass, plan, rule)
+        self.recordings, self.copy = recordings, copy
+
+    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+        """As :meth:`Core.forward_verify_commit`, with what the host reads in one tensor."""
+        if self.rule.on_device:
+            plain = super().forward_verify_commit
+            key = "step", self.plan, self.target.layers, draft.in_place
+            return self._replayed(key, lambda block, rows: plain(draft, block, rows).packed(), block, rows)
+        nodes, forwarded = self._replayed(
+            ("forward", self.target.layers), self._forward, replace(block, masks=None), rows
+        )
+        verified = self.rule.verify(draft, block, nodes, forwarded, rows)
+        return self.commit(nodes, block.tree, rows, forwarded, verified, draft.in_place).packed()
+
+    def _forward(self, block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
+        nodes, given = input_of(block, rows)
+        return nodes, self.forward_pass(given)
+
+    def _replayed(
+        self, key: tuple, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows
+    ) -> Any:  # fmt: skip
+        """``function(block, rows)``, or a replay of it. key: what it depends on besides the model and its arguments."""
+        if block.text.length or block.piece is not None or block.root is not None:
+            return function(block, rows)
+
+        def run(draft_tokens: Tensor, tree: TreeTensors, masks: Masks | None) -> Any:
+            return function(NodeBlock(draft_tokens, tree, block.view, masks), rows)
+
+        key = *key, rows.place, len(block.view)
+        given = block.draft_tokens, block.tree, block.masks
+        return self.forward_pass.replayed(self.recordings, key, run, given, len(rows.length), self.plan, copy=self.copy)
+
+
+def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
+    """The block's nodes ``[B, N]``, and the input of the pass over them and the text in front of them."""
+    base = rows.length - 1
+    nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
+    tokens, begin, tree = nodes, base, block.tree
+    if count := block.text.length:
+        begin = base - count
+        positions = begin[:, None] + torch.arange(count, device=base.device)
+        tokens = torch.cat([rows.tokens.gather(1, positions.clamp(min=0)), nodes], dim=1)
+        tree = after_text(count, tree)
+    return nodes, PassInput(tokens, begin, tree, rows.buffers, block.view, block.text, block.piece, block.root)
+
+
+class StepFunctions(Beside):
+    """The draw of tokens and the acceptance of a path, each compiled or not, as the tiers of a pass say."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    @staticmethod
+    def of(forward_pass: ForwardPass) -> StepFunctions:
+        """Those of a forward pass, made once."""
+        tiers = forward_pass.tiers
+        if not isinstance(tiers.beside, StepFunctions):
+            tiers.beside = StepFunctions()
+        return tiers.beside
 
     def forget(self) -> None:
-        super().forget()
         self._settle = CompiledFunction(settle)
         self._draws: dict[SamplingPlan, TieredFunction] = {}
 
     def settle(
-        self, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
+        self, tiers: Tiers, nodes: Tensor, chosen: Tensor, tree: TreeTensors, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`decoders.engine.decode.verify.settle` in the tier of the passes."""
-        if self.runs_compiled(len(nodes) > 1):
+        if tiers.runs_compiled(len(nodes) > 1):
             return self._settle(nodes, chosen, _laid_out(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
-    def compiling_beside(self) -> Callable[[int, int], object]:
-        compiled, target = self._settle, self.target
+    def compiling(self, target: Target) -> Callable[[int, int], object]:
+        compiled = self._settle
         return lambda rows, count: compiled(*_settle_examples(target, rows, count))
 
     def draw(
-        self, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor, masks: Masks | None = None,
-        prefixes: Prefixes | None = None,
+        self, tiers: Tiers, logits: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor,
+        masks: Masks | None = None, prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """:func:`decoders.engine.decode.verify.draw_tokens`.
 
@@ -209,16 +270,16 @@ class StepPass(ForwardPass):
         passes are.
         """
         arguments = logits, plan, inputs, positions, masks, prefixes
-        if not self.target.static or not self.mode:
+        if not tiers.target.static or not tiers.mode:
             return draw_tokens(*arguments)
         if plan not in self._draws:
-            self._draws[plan] = TieredFunction(draw_tokens, CompiledFunction(draw_tokens), self.worth_compiling)
+            self._draws[plan] = TieredFunction(draw_tokens, CompiledFunction(draw_tokens), tiers.worth_compiling)
         draw, kind = self._draws[plan], kind_of(arguments)
-        if self.mode is True:
-            return draw.now(kind, arguments, self.report.waited)
-        return draw(*arguments) if self.allows((plan, kind)) else draw.uncompiled(kind, *arguments)
+        if tiers.mode is True:
+            return draw.now(kind, arguments, tiers.report.waited)
+        return draw(*arguments) if tiers.allows((plan, kind)) else draw.uncompiled(kind, *arguments)
 
-    def draws_ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
+    def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
         chosen = [(own, draw) for own, draw in self._draws.items() if plan is None or own == plan]
         return frozenset((own, kind) for own, draw in chosen for kind in draw.ready)
 

@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...strategy import PromptChunk, Strategy
+from ...strategy import PromptChunk
 from ..model.buckets import row_bucket, slots_for
 from .admission import Admission, Seat
 from .batch import Batch
@@ -89,7 +88,7 @@ class Lane:
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
-        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.outdated(
+        return any(drafter.outdated for drafter in self.proposer.drafters) or batch.forward_pass.tiers.outdated(
             self._tiers, mode, batch.request.plan, joined=self.capacity > 1
         )
 
@@ -104,7 +103,7 @@ class Lane:
         assert len(request.prompts) == 1 and self.free > 0
         if not self.seats:
             mode, joined = self.template.runtime.compile, self.capacity > 1
-            self._tiers = self.batch.forward_pass.steady_tiers(mode, joined=joined)
+            self._tiers = self.batch.forward_pass.tiers.steady_tiers(mode, joined=joined)
         if self._weights is not self.engine.target.weights:  # kept texts were computed with other weights
             self._weights = self.engine.target.weights
             self.pool.forget()
@@ -121,9 +120,9 @@ class Lane:
         """
         with self._running():
             if self.template.runtime.compile is True and not self.proposer.arranged:
-                self.batch.forward_pass.compile_for(self.capacity, self.batch.report)
+                self.batch.forward_pass.tiers.compile_for(self.capacity, self.batch.report)
             if self.capacity > 1:
-                self.batch.forward_pass.compile_both()
+                self.batch.forward_pass.tiers.compile_both()
             # Decided once per step: separate passes read the prompts, or the step does.
             mixes = self.admission.mixes
             if not mixes:
@@ -161,7 +160,7 @@ class Lane:
         batch = self.batch
         with (
             self.engine.decoding(self.template.side),
-            batch.forward_pass.during(self.template.runtime.compile, batch.report, self._tiers),
+            batch.forward_pass.tiers.during(self.template.runtime.compile, batch.report, self._tiers),
         ):
             yield
 
@@ -305,28 +304,8 @@ def share_steps(one: Request, other: Request) -> bool:
     """Whether two requests on the same engine can share steps."""
     return (
         one.kind.shared == other.kind.shared
-        and same_strategy(one.strategy, other.strategy)  # its settings, and whatever else it was made with
         and one.memory_salt == other.memory_salt
         # The first grammar restarts the strategy, which would have to read all texts again if it reads prompts.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
-        and one.assistant_model is other.assistant_model and one.tokenizer is other.tokenizer
+        and one.models.assistant_model is other.models.assistant_model and one.models.tokenizer is other.models.tokenizer
     )  # fmt: skip
-
-
-def same_strategy(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies have the same class and settings, and so do the strategies inside them."""
-    if one is other:
-        return True
-    own, others = vars(one), vars(other)
-    return type(one) is type(other) and own.keys() == others.keys() and all(_same(own[k], others[k]) for k in own)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Strategy) and isinstance(other, Strategy):
-        return same_strategy(one, other)
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    try:
-        return one is other or bool(one == other)
-    except Exception:  # values that cannot be compared (tensors) count as different
-        return False

@@ -104,7 +104,7 @@ class PromptReader:
     @property
     def own_forward(self) -> OwnForward:
         """The model's own forward pass, which reads prompts with images or sounds."""
-        return self.batch.engine.own_forward(self.batch.request.model, self.batch.target)
+        return self.batch.engine.own_forward(self.batch.request.models.model, self.batch.target)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
         """Reads a chunk of the prompts and passes it to the strategy. tokens: ``[B, N]`` from slots `begin` ``[B]`` on."""

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...constraints import CompiledGrammar
 from ...costs.curve import default_folder
-from ...report import ObservedCall, Observer, Report, TracedStep, Written
-from ...sampling.prefixes import OperationSequences
+from ...report import ObservedCall, Report, TracedStep, Written
 from ...sampling.processors import SamplingPlan
 from ...settings import RuntimeSettings
 from ...strategy import Draft, Strategy
@@ -24,26 +23,11 @@ from ..model.given import GivenPrompts
 from ..model.own_forward import MultimodalInputs
 from ..model.ranks import ALONE, Ranks
 from ..model.target import Target
+from .asked import Models, Returned, Sampling, Stopping
 from .core import StepOutput
-from .criteria import Criteria, CriteriaRun, Outcome, PaddedRows, Processors
+from .criteria import CriteriaRun, Outcome, PaddedRows, Processors
 from .kind import StepKind, kind_of
 from .prefix_cache import KeptText
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ...drafters import OtherVocabulary
-    from .engine import Engine
-
-
-class DraftModels(Protocol):
-    """The draft models that a call may use, as model objects or paths."""
-
-    def engine_of(self, model: PreTrainedModel | str) -> Engine:
-        """The engine of a draft model, with the target's vocabulary."""
-
-    def vocabulary_of(self, model: PreTrainedModel | str) -> OtherVocabulary | None:
-        """See :attr:`decoders.context.Context.vocabulary_of`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +35,7 @@ class Request:
     """A checked call. All rooms below ``hf`` read a call's arguments here.
 
     Attributes:
-        model, tokenizer, assistant_model: the user's, for strategies; the last two may be None.
-        draft_models: the draft models that the strategy may open.
+        models: the models that its strategy may use.
         strategy: proposes drafts.
         resolve: creates a strategy from a registry name and settings, for strategies that are composed of others.
         origin: distribution and version of the strategy, for notes on errors.
@@ -61,18 +44,12 @@ class Request:
         prompts: a 1-D int64 tensor per row, without padding; -1 at positions without a token id, whose keys and values are `given`.
         padded_prompt: ``[B, P]`` as the user passed it.
         new_tokens: greatest number of tokens to generate per row.
-        stop_tokens: end-of-sequence ids.
-        pad_token: fills ended rows.
+        stopping: what ends a row before that.
         plan: the operations on logits inside the step; ``masked`` if a row has a grammar.
-        values, sequences: the values of the plan's operations (see :class:`SamplingPlan`), and their biased token sequences.
-        seed: seed of the noise.
+        sampling: the values of the plan's operations, and the seed.
         processors: processors on the host, if the plan cannot express them.
-        criteria: stopping criteria on the host.
         grammars: per row, None for rows without a grammar; empty if no row has a grammar.
-        keep_logits: whether to return the logits of generated tokens.
-        top_logprobs: keeps the log-probability of every token and of this many likeliest tokens; None: none.
-        on_step: called after every step with the new tokens of every row, all tokens of every row, and which rows have ended.
-        observers: called at the start, after every step, and at the end.
+        returned: results besides tokens, and who is told of each step.
         salts: cache salts per row; empty for "" everywhere. Rows with different salts share neither keys and values nor memories of
             strategies.
         given: beginnings of the prompts that are embeddings, or the caller's cache.
@@ -81,10 +58,7 @@ class Request:
         begun: ``time.perf_counter()`` at the call of ``generate``; None in a scheduler, which does not time preparation.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    assistant_model: PreTrainedModel | None
-    draft_models: DraftModels
+    models: Models
     strategy: Strategy
     resolve: Callable[..., Strategy]
     origin: str
@@ -93,19 +67,12 @@ class Request:
     prompts: list[Tensor]
     padded_prompt: Tensor
     new_tokens: int
-    stop_tokens: tuple[int, ...]
-    pad_token: int
+    stopping: Stopping
     plan: SamplingPlan
-    values: tuple[float, ...]
-    seed: int
-    sequences: OperationSequences = ()
+    sampling: Sampling
     processors: Processors | None = None
-    criteria: Criteria | None = None
     grammars: Sequence[CompiledGrammar | None] = ()
-    keep_logits: bool = False
-    top_logprobs: int | None = None
-    on_step: Callable[[list[list[int]], list[list[int]], list[bool]], None] | None = None
-    observers: tuple[Observer, ...] = ()
+    returned: Returned = Returned()
     salts: tuple[str, ...] = ()
     given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
@@ -161,8 +128,8 @@ def empty_report(request: Request, target: Target) -> Report:
         verifier=verifier.name, verifier_settings=verifier.settings_in_force(),
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
-        same_bits=target.invariance.holds if target.invariance is not None else None,
-        checked=target.checked, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
+        same_bits=target.checks.invariance.holds if target.checks.invariance is not None else None,
+        checked=target.checks.day, weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip
 
 
@@ -205,18 +172,18 @@ class RequestOutput:
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
         self.drafters: list[list[str]] = [[] for _ in range(rows)]
         traced: list[list[TracedStep]] = [[] for _ in range(rows)]
-        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.tokenizer)
+        report.written = Written(request.prompts, self.generated, self.drafters, traced, request.models.tokenizer)
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(rows)]
         self.finished = [request.new_tokens == 0] * rows
-        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.pad_token)
+        self.padded_rows = PaddedRows(request.padded_prompt, self.generated, request.stopping.pad_token)
         self.criteria: CriteriaRun | None = None
-        if request.criteria is not None:
+        if request.stopping.criteria is not None:
             kept = self.scores if request.plan.keep_scores else None
-            self.criteria = CriteriaRun(request.criteria, self.padded_rows, kept, ranks)
+            self.criteria = CriteriaRun(request.stopping.criteria, self.padded_rows, kept, ranks)
         self.error: Exception | None = None
         self._closed = False
         self._observed = ObservedCall(
-            request.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
+            request.models.model, request.strategy.name, list(self.lengths), request.new_tokens, request.plan.sample
         )
         self._tell_observers("start")
 
@@ -265,13 +232,13 @@ class RequestOutput:
                 histogram = report.accepted_lengths
                 histogram.extend([0] * (count - len(histogram)))
                 histogram[count - 1] += 1
-            if out is not None and request.keep_logits:
+            if out is not None and request.returned.logits:
                 self.logits[row] += out.logits[first + row, out.path[first + row, :count]].unbind(0)
             if out is not None and out.scores is not None:
                 self.scores[row] += out.scores[first + row, out.path[first + row, :count]].unbind(0)
-            if out is not None and request.top_logprobs is not None:
+            if out is not None and request.returned.top_logprobs is not None:
                 logits = out.logits[first + row, out.path[first + row, :count]]
-                self.logprobs[row] += logprobs_of(tokens, logits, request.top_logprobs)
+                self.logprobs[row] += logprobs_of(tokens, logits, request.returned.top_logprobs)
             accepted = min(outcome.accepted[row], count)
             drafters = outcome.drafters[row] if outcome.drafters else [request.strategy.name] * accepted
             self.drafters[row] += [*drafters[:accepted], *[""] * (count - accepted)]
@@ -306,8 +273,8 @@ class RequestOutput:
     def tell(self, new: list[list[int]]) -> None:
         """Passes the new tokens of a step to observers and streamer."""
         self._tell_observers("step", lambda: ([list(row) for row in new],))  # a copy for each observer
-        if self.request.on_step is not None:
-            self.request.on_step(new, self.generated, self.finished)
+        if self.request.returned.on_step is not None:
+            self.request.returned.on_step(new, self.generated, self.finished)
 
     def close(self, error: BaseException | None = None) -> None:
         """Calls the observers' `end` once. error: the error that ended the request, if any."""
@@ -317,7 +284,7 @@ class RequestOutput:
 
     def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
         """Calls a method of every observer; its exceptions become warnings."""
-        for observer in self.request.observers:
+        for observer in self.request.returned.observers:
             try:
                 getattr(observer, method)(self._observed, *told())
             except Exception as error:

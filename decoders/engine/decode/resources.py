@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...common.devices import accelerator
 from ...costs.steps import StepCosts
 from ...strategy import Context, Strategy, no_memory
 from .batch import Batch
@@ -48,9 +48,10 @@ class CallResources:
     def context(self) -> Context:
         """The strategy's present :class:`Context`."""
         batch, request, target = self.batch, self.batch.request, self.batch.target
+        models = request.models
         context = Context(
-            model=request.model, tokenizer=request.tokenizer, assistant_model=request.assistant_model,
-            strategy=request.resolve, vocabulary_of=request.draft_models.vocabulary_of, plan=request.plan,
+            model=models.model, tokenizer=models.tokenizer, assistant_model=models.assistant_model,
+            strategy=request.resolve, vocabulary_of=models.draft_models.vocabulary_of, plan=request.plan,
             new_tokens=None if batch.shared else request.new_tokens,
             memory=self._memory_of if request.runtime.memory else no_memory,
             texts=batch.engine.texts,
@@ -58,7 +59,7 @@ class CallResources:
             sampling=batch.rows.sampling, guide=batch.guide, coupled=batch.verifier is None,
             device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,
             clock=target.ranks.clock, compile=batch.compiler(batch.engine), head=batch.engine.head,
-            first_layers=partial(batch.engine.first_layers, request.model), module=self._module, costs=self._costs,
+            first_layers=partial(batch.engine.first_layers, models.model), module=self._module, costs=self._costs,
         )  # fmt: skip
         return replace(context, draft=context_draft(batch, batch, self._stack, context, self.drafters))
 
@@ -125,9 +126,9 @@ class CallResources:
 
     @property
     def peak_memory(self) -> int:
-        """The call's peak memory in bytes; on a CPU the size of its caches, which never shrink."""
+        """The call's peak memory in bytes; on devices other than CUDA and XPU the size of its caches, which never shrink."""
         device = self.batch.target.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
+        if (module := accelerator(device)) is not None:
+            return module.max_memory_allocated(device)
         own = self.batch.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
         return own + sum(drafter.nbytes for drafter in self.drafters)

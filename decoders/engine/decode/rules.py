@@ -1,10 +1,10 @@
-"""Three ways to verify a block: by the target's choices (:meth:`Core.choose`), by a verifier, or by processors on the host."""
+"""Three rules that verify a block: the target's own choices, a verifier, or processors on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,18 +16,35 @@ from ...strategy import Draft
 from ...tree import Topology
 from ...verifiers.verifier import Block, Verifier, check_outcomes
 from ..model.blocks import NodeBlock
-from ..model.recordings import Recordings
+from ..model.compiled.forward_pass import ForwardPass
 from ..model.target import ForwardResult
-from .core import Core, StepOutput
+from .core import Rule, StepFunctions
 from .criteria import NOT_REACHED, choose_along_path
 from .request import Request, RequestOutput
 from .rows import Fault, Rows
-from .step import Parts, forward_verify_commit
 from .verify import Verified, draw
 
 
 @dataclass(frozen=True)
-class Judging:
+class CoupledRule:
+    """Draws the target's token after every node: accepted is what matches. The built-in rule."""
+
+    forward_pass: ForwardPass
+    plan: SamplingPlan
+    on_device: ClassVar[bool] = True
+
+    def verify(
+        self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
+    ) -> Verified:
+        """The target's token after each node; what matches it is found when it is committed."""
+        positions = rows.length[:, None] - rows.prompt_length[:, None] + block.tree.offsets
+        prefixes = rows.prefixes(nodes, block.tree, block.view) if self.plan.reads_text else None
+        draw, tiers = StepFunctions.of(self.forward_pass).draw, self.forward_pass.tiers
+        return Verified(*draw(tiers, forwarded.logits, self.plan, rows.sampling, positions, block.masks, prefixes))
+
+
+@dataclass(frozen=True)
+class VerifierRule:
     """Draws the accepted path from a verifier's outcome distribution; the rows' noise keys must be fresh in this step.
 
     Attributes:
@@ -37,8 +54,13 @@ class Judging:
     verifier: Verifier
     plan: SamplingPlan
     strategy: str
+    on_device: ClassVar[bool] = False
 
-    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verified:
+    def verify(
+        self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
+    ) -> Verified:
+        """The path drawn from the verifier's outcomes."""
+        assert draft is not None
         verifier, shape = self.verifier, draft.topology
         if not verifier.trees and shape != Topology.chain(draft.tokens.shape[1]):
             raise UnsupportedError(
@@ -96,7 +118,7 @@ class Judging:
 
 
 @dataclass(frozen=True)
-class Processing:
+class HostRule:
     """Walks down the target's choices with logits processors that need the host, each request by itself.
 
     Attributes:
@@ -108,8 +130,12 @@ class Processing:
     plan: SamplingPlan
     members: Sequence[tuple[RequestOutput, int]]
     shared: bool
+    on_device: ClassVar[bool] = False
 
-    def __call__(self, draft: Draft, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows) -> Verified:
+    def verify(
+        self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
+    ) -> Verified:
+        """The target's choices along each row's path."""
         tree, plan = block.tree, self.plan
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
@@ -132,39 +158,20 @@ class Processing:
         return Verified(chosen, scores, most=most)
 
 
-def decider(
-    core: Core, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]],
-    shared: bool, recordings: Recordings | None,
-) -> Callable[[Draft, NodeBlock, Rows], StepOutput]:  # fmt: skip
-    """:func:`forward_verify_commit` for a batch. Where a device records, the whole function or its forward pass is replayed.
+def rule_of(
+    forward_pass: ForwardPass, request: Request, verifier: Verifier | None, members: Sequence[tuple[RequestOutput, int]], shared: bool
+) -> Rule:  # fmt: skip
+    """The rule that verifies the blocks of a batch.
 
     Args:
         verifier: None where the built-in rule decides.
-        members, shared: as of :class:`Processing`.
-        recordings: of the session of the rows; None where nothing can be recorded.
+        members, shared: as of :class:`HostRule`.
     """
-    built_in = verifier is None and request.processors is None
     if verifier is not None:
-        parts = Parts(core.forward, Judging(verifier, request.plan, request.strategy.name), core.commit)
-    else:
-        parts = Parts(core.forward, core.choose if built_in else Processing(request.plan, members, shared), core.commit)
-    if recordings is None:
-        return partial(forward_verify_commit, parts)
-    copy = request.strategy.observes  # a strategy may keep what it is shown, and the next replay would overwrite that
-
-    def whole(draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        step = partial(packed_step, parts, draft)
-        return core.replayed("step", step, block, rows, recordings, copy=copy, in_place=draft.in_place)
-
-    def forward(block: NodeBlock, rows: Rows) -> tuple[Tensor, ForwardResult]:
-        return core.replayed("forward", core.forward, replace(block, masks=None), rows, recordings, copy=copy)
-
-    return whole if built_in else partial(packed_step, replace(parts, forward=forward))
-
-
-def packed_step(parts: Parts, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-    """:func:`forward_verify_commit` for a device whose results are read by one copy."""
-    return forward_verify_commit(parts, draft, block, rows).packed()
+        return VerifierRule(verifier, request.plan, request.strategy.name)
+    if request.processors is not None:
+        return HostRule(request.plan, members, shared)
+    return CoupledRule(forward_pass, request.plan)
 
 
 def one_hot(tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:

@@ -6,20 +6,13 @@ draft model has its steps made by it as well (:mod:`~decoders.engine.decode.draf
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from ...strategy import Draft
-from ...tree import TreeTensors
 from ..model.blocks import NodeBlock
-from ..model.target import ForwardResult
 from .core import StepOutput
 from .criteria import Outcome
 from .rows import Rows
-from .verify import Verified
 
 
 def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
@@ -37,8 +30,8 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     clock.proposed()
     block = batch.mask(draft, block)
     clock.masked()
-    # forward_verify_commit, or the one launch that a device has recorded of it
-    out = batch.decide(draft, block, batch.rows)
+    # The target's pass, which of the nodes are accepted, and what becomes of the rows.
+    out = batch.core.forward_verify_commit(draft, block, batch.rows)
     # Here the host learns what was accepted, and stopping criteria may take some of it back.
     outcome = None if recording else batch.read(draft, block, out)
     clock.read(draft, block, outcome)
@@ -55,28 +48,6 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     return out
 
 
-def forward_verify_commit(parts: Parts, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-    """The target's pass over a block, which of its nodes are accepted, and what becomes of the rows."""
-    nodes, forwarded = parts.forward(block, rows)
-    verified = parts.verify(draft, block, nodes, forwarded, rows)
-    return parts.commit(nodes, block.tree, rows, forwarded, verified, draft.in_place)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of :func:`forward_verify_commit`, chosen once for the steps of a batch (:mod:`~decoders.engine.decode.rules`).
-
-    Attributes:
-        forward: returns the nodes ``[B, N]`` of a block and the target's results for them.
-        verify: decides which nodes are accepted.
-        commit: moves the accepted path's keys and values into place, if they are not there, and appends its tokens.
-    """
-
-    forward: Callable[[NodeBlock, Rows], tuple[Tensor, ForwardResult]]
-    verify: Callable[[Draft, NodeBlock, Tensor, ForwardResult, Rows], Verified]
-    commit: Callable[[Tensor, TreeTensors, Rows, ForwardResult, Verified, bool], StepOutput]
-
-
 class Proposes(Protocol):
     """Drafts tokens for rows, and is shown what became of them (:class:`~decoders.engine.decode.proposer.Proposer`)."""
 
@@ -86,15 +57,21 @@ class Proposes(Protocol):
         ...
 
 
+class Computes(Protocol):
+    """The device's part of a step (:class:`~decoders.engine.decode.core.Core`)."""
+
+    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+        """The pass over a block, which of its nodes are accepted, and what becomes of the rows."""
+        ...
+
+
 class Verifies(Protocol):
     """Rows whose drafts can be verified: a target's (:class:`~decoders.engine.decode.batch.Batch`) or a draft model's."""
 
     @property
     def rows(self) -> Rows: ...
     @property
-    def decide(self) -> Callable[[Draft, NodeBlock, Rows], StepOutput]:
-        """:func:`forward_verify_commit`, or what a device has recorded of it."""
-        ...
+    def core(self) -> Computes: ...
 
     def block_of(self, draft: Draft) -> NodeBlock:
         """The draft, checked and padded to a block."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ...common.devices import host_reads
-from .kernels import cpu
+from .kernels import cpu, moves
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class CacheBuffers:
         key_scales, value_scales: ``[B, heads, L, 1]``, a scale per head and slot. Empty if not quantized.
         states: the recurrent states of every layer, if there are any.
         shifts: ``[B]`` int64, position minus slot of a row's next token, which images make different. None for text-only models.
+        places: addresses of the tensors (:func:`~decoders.engine.model.kernels.moves.places_of`), if a kernel moves slots.
     """
 
     keys: list[Tensor]
@@ -105,9 +106,14 @@ class CacheBuffers:
     value_scales: list[Tensor] = field(default_factory=list)
     states: RowStates | None = None
     shifts: Tensor | None = None
+    places: Tensor | None = None
 
     @staticmethod
-    def allocate(layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False) -> CacheBuffers:
+    def allocate(
+        layout: list[LayerSpec], rows: int, slots: int, shifted: bool = False, by_kernel: bool = False
+    ) -> CacheBuffers:
+        """Empty ones. by_kernel: whether a kernel of ours moves slots."""
+
         def buffers(sizes: list[tuple[int, int]], scales: bool = False) -> list[Tensor]:
             tensors = []
             for (heads, dim), spec in zip(sizes, layout, strict=True):
@@ -120,7 +126,12 @@ class CacheBuffers:
         keys, values = [(s.key_heads, s.key_dim) for s in layout], [(s.value_heads, s.value_dim) for s in layout]
         states = RowStates.allocate([spec.states for spec in layout], rows) if any(s.states for s in layout) else None
         shifts = torch.zeros(rows, dtype=torch.int64, device=layout[0].device) if shifted else None
-        return CacheBuffers(buffers(keys), buffers(values), buffers(keys, True), buffers(values, True), states, shifts)
+        parts = buffers(keys), buffers(values), buffers(keys, True), buffers(values, True)
+        return CacheBuffers(*parts, states, shifts).placed(by_kernel)
+
+    def placed(self, by_kernel: bool) -> CacheBuffers:
+        """The same with :attr:`places` if they are wanted. Not within a recording: they come from the host."""
+        return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -142,7 +153,7 @@ class CacheBuffers:
             wide[:, :, : buffer.shape[2]] = buffer
             return wide
 
-        return self._each(wider, self.states, self.shifts)
+        return self._each(wider, self.states, self.shifts).placed(self.places is not None)
 
     def of_row(self, row: int, count: int) -> CacheBuffers:
         """A copy of a row: its first `count` slots and its states."""
@@ -154,7 +165,8 @@ class CacheBuffers:
         """Views of the rows from `begin` to `end`."""
         states = self.states.of_rows(begin, end) if self.states is not None else None
         shifts = self.shifts[begin:end] if self.shifts is not None else None
-        return self._each(lambda tensor: tensor[begin:end], states, shifts)
+        own = self._each(lambda tensor: tensor[begin:end], states, shifts)
+        return own if begin else replace(own, places=self.places)
 
     def gathered(self, rows: Tensor) -> CacheBuffers:
         """Copies of `rows` ``[B]`` int64, for drafters, which have no recurrent states."""
@@ -164,7 +176,8 @@ class CacheBuffers:
     def first_layers(self, count: int) -> CacheBuffers:
         """The tensors of the first `count` layers."""
         keys, values = self.keys[:count], self.values[:count]
-        return CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
+        own = CacheBuffers(keys, values, self.key_scales[:count], self.value_scales[:count], shifts=self.shifts)
+        return own.placed(self.places is not None)
 
     def copy_row(self, row: int, source: CacheBuffers, source_row: int, count: int) -> None:
         """Copies the first `count` slots, the states and the shift of a row of `source` to `row`."""
@@ -355,8 +368,13 @@ def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
 def move_slots(buffers: CacheBuffers, base: Tensor, path: Tensor) -> None:
     """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n`` in every layer; all reads come before all writes.
 
-    base: ``[B]``, path: ``[B, N]``, int64.
+    Args:
+        base: ``[B]`` int64.
+        path: ``[B, N]`` int64; a kernel of ours relies on it that nodes ascend, or are in place.
     """
+    if buffers.places is not None:
+        moves.move_in_one_launch(buffers.places, base, path, buffers.tensors)
+        return
     index = torch.arange(path.shape[1], device=path.device)
     if host_reads(path):  # on a GPU, reading it would sync
         moved = (path != index).any(0).nonzero()

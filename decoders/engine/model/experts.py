@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.devices import in_64_bits
 from ...common.transformers_compat import experts_of, gated, register_experts, set_experts
 from .torch_compat import own_parameters
 
@@ -40,8 +41,9 @@ def _expert_product(x: Tensor, experts: Tensor, matrices: Tensor, transposed: bo
     if rows * count <= MOST_PRODUCTS:
         every = torch.bmm(x.expand(count, *x.shape), matrices)  # [E, S, O]
         return every[experts, torch.arange(rows, device=x.device)]
-    order = experts.argsort(stable=True)
-    groups = x[order].split(torch.bincount(experts, minlength=count).tolist())
+    chosen = in_64_bits(experts)
+    order = chosen.argsort(stable=True).to(x.device)
+    groups = x[order].split(torch.bincount(chosen, minlength=count).tolist())
     out = x.new_empty(rows, matrices.shape[2])
     out[order] = torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
     return out
@@ -81,7 +83,7 @@ register_experts(NAME, forward)
 def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's grouped product runs on `device` without waiting for it; always on the CPU."""
     if device.type != "cuda":
-        return True
+        return device.type == "cpu"
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 

@@ -116,6 +116,26 @@ class LayerStates:
         return note
 
 
+class Taps:
+    """What is kept of a private tree's passes besides logits.
+
+    Attributes:
+        head: the input of its head.
+        layers: indices of the decoder layers whose outputs are kept.
+        states: their outputs; None without any.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
+        self.head, self.layers = HeadInputs(model.get_output_embeddings()), layers
+        self.states = LayerStates(model, layers) if layers else None
+
+    def unwatch(self, model: PreTrainedModel) -> None:
+        """Removes the hooks from a copy of the tree."""
+        self.head.unwatch(model.get_output_embeddings())
+        if self.states is not None:
+            self.states.unwatch(model)
+
+
 class OutputHead:
     """The output head of a private model, with everything that the model applies to logits after it.
 

@@ -31,7 +31,8 @@ from ...tree import Topology
 from .blocks import PassInput
 from .buckets import low_precision, node_bucket, slot_bucket, view_bucket
 from .cache import CacheBuffers
-from .target import Invariance, Target
+from .facts import Invariance
+from .target import Target
 
 
 def branch_length(path: Tensor, emitted: list[int]) -> int:
@@ -83,9 +84,9 @@ class _Text:
         self._view_of = slot_bucket if target.static else view_bucket
         slots = self._view_of(length + 64) + 512
         generator = torch.Generator().manual_seed(0)
-        self._tokens = torch.randint(0, target.embeddings, (1, length + 8), generator=generator, device="cpu").to(
-            target.device
-        )
+        self._tokens = torch.randint(
+            0, target.vocabulary.embeddings, (1, length + 8), generator=generator, device="cpu"
+        ).to(target.device)
         self._slots = torch.arange(slots, device=target.device)
 
     def read(self, *chunks: int, rows: int = 1) -> CacheBuffers:
@@ -106,7 +107,7 @@ class _Text:
         target, length, device = self.target, self.length, self.target.device
         if padded:
             tree = tree.padded(node_bucket(len(tree), target.static, self._multiple))
-        nodes = torch.arange(len(tree), device=device)[None] % target.embeddings
+        nodes = torch.arange(len(tree), device=device)[None] % target.vocabulary.embeddings
         nodes[0, path] = self._tokens[0, length : length + len(path)]
         base = torch.full((rows,), length, device=device)
         view = self._slots[: self._view_of(length + len(tree) + spare)]
@@ -136,7 +137,7 @@ def _at_once(target: Target, length: int) -> Invariance | None:
 
 def _takes_single(target: Target) -> bool:
     """Whether a block of one node may have the same bits: in low precision, with this package's attention or products."""
-    ours = target.attends == "cpu" or target.quantized.layers or target.few_rows
+    ours = target.attends == "cpu" or target.products.quantized.layers or target.products.few_rows
     return bool(ours) and target.dtype != torch.float32
 
 

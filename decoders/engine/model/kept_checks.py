@@ -30,8 +30,9 @@ from ...common.files import cache_folder, write_whole
 from ...common.transformers_compat import NO_PART_OF_NETWORK, OF_TRAINING, attention_of, is_of_training
 from ...common.version import __version__
 from .attention import configs_within
+from .facts import Invariance
 from .kernels import cpu
-from .target import Invariance, Target
+from .target import Target
 from .torch_compat import float32_precision, hooks_everywhere, hooks_of, instructions
 from .weights.twin import INTERNAL, OF_GENERATION, OURS, PLAIN
 
@@ -45,7 +46,13 @@ _LEFT_OUT = INTERNAL | OF_GENERATION | OF_TRAINING
 
 @dataclass(frozen=True)
 class KeptCheck:
-    """A passed check: its ISO date, and the :attr:`Target.longest` and :attr:`Target.invariance` that it found."""
+    """The result of a check that passed.
+
+    Attributes:
+        day: ISO date of the check.
+        longest: see :attr:`~decoders.engine.model.facts.Checks.longest`.
+        invariance: see :attr:`~decoders.engine.model.facts.Checks.invariance`.
+    """
 
     day: str
     longest: int | None

@@ -28,14 +28,14 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
     text = causal_block(1, count, device)
     views = view.shape[0], piece.view.shape[0]
     if target.attends == "sdpa":
-        decoded = build_mask(target.kinds, base, tree.offsets, tree.visible, views[0], target.dtype)
-        read = build_mask(target.kinds, piece.start, text.offsets, text.visible, views[1], target.dtype)
-        decoded, read = (repeat_for_group(mask, target.group) for mask in (decoded, read))
+        decoded = build_mask(target.attending.kinds, base, tree.offsets, tree.visible, views[0], target.dtype)
+        read = build_mask(target.attending.kinds, piece.start, text.offsets, text.visible, views[1], target.dtype)
+        decoded, read = (repeat_for_group(mask, target.attending.group) for mask in (decoded, read))
     else:
         decoded, read = pack_mask(base, tree.offsets, tree.visible), pack_mask(piece.start, text.offsets, None)
     mask = torch.cat([mask.transpose(0, 1).flatten(1) for mask in (decoded, read)], dim=1)[None, :, None]
     masks = (rows, 1, *decoded.shape[2:]), (1, 1, *read.shape[2:])
-    tell_shape(mask, MixedShape(target.group, rows=rows, nodes=n, views=views, masks=masks))
+    tell_shape(mask, MixedShape(target.attending.group, rows=rows, nodes=n, views=views, masks=masks))
     stretch = piece.start[:, None] + text.offsets
     slots = torch.cat([(base[:, None] + torch.arange(n, device=device)).reshape(1, -1), stretch], dim=1)
     places, shifts = base[:, None] + tree.offsets, piece.buffers.shifts

@@ -161,7 +161,7 @@ class OwnForward:
         """Raises UnsupportedError if ``token_type_ids`` of zeros change the design's logits."""
         if self._ignores_zeros or "token_type_ids" not in inspect.signature(type(self.model).forward).parameters:
             return
-        tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.embeddings
+        tokens = torch.arange(1, 3, device=self.target.device)[None] % self.target.vocabulary.embeddings
         typed = {"token_type_ids": torch.zeros_like(tokens)}
         try:
             plain, zeros = (self.model(input_ids=tokens, use_cache=False, **given).logits for given in ({}, typed))
@@ -180,7 +180,7 @@ class OwnForward:
         """Compares a pass over tokens with a pass over their embeddings, and raises UnsupportedError if the design reads more of a
         token than its embedding. Recurrent layers read a prompt's last vector and the drafts in one pass, all as embeddings.
         """
-        tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.embeddings
+        tokens = torch.arange(1, 5, device=self.target.device)[None] % self.target.vocabulary.embeddings
         try:
             named = self.model(input_ids=tokens, use_cache=False).logits.float()
             read = self.model(inputs_embeds=self.target.embed(tokens), use_cache=False).logits.float()

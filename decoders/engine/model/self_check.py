@@ -26,7 +26,7 @@ from ...tree import Topology
 from . import kept_checks, mixed, own_masks, rope
 from .blocks import PassInput, PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
-from .cache import CacheBuffers, LayerSpec
+from .cache import CacheBuffers, LayerSpec, move_slots
 from .invariance import brief_check
 from .kept_checks import KeptCheck
 from .kernels import attention as kernel
@@ -71,12 +71,10 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
         else:
             target = _checked(model, *last)  # raises for faults of the model itself
         if rejected is not None:
-            target.rejected = (
-                f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
-            )
+            rejected = f"attention is {target.attends}, exact_products {target.precision.exact_products}: {rejected}"
+            target.checks = replace(target.checks, rejected=rejected)
             warnings.warn(
-                f"a kernel of this package does not work here and was replaced by PyTorch's: {target.rejected}",
-                stacklevel=2,
+                f"a kernel of this package does not work here and was replaced by PyTorch's: {rejected}", stacklevel=2
             )
         return target
 
@@ -86,24 +84,25 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     started = time.perf_counter()
     if target.device.type == "cuda" and not interpreted():
         count = compile_kernels(partial(_passes_of_calls, target.sibling()))
-        target.kernel_seconds = time.perf_counter() - started
-        if target.kernel_seconds > NOTEWORTHY:
-            _log.info("compiled the kernels of %d kinds of calls in %.1f s", count, target.kernel_seconds)
+        target.checks = replace(target.checks, kernel_seconds=time.perf_counter() - started)
+        if target.checks.kernel_seconds > NOTEWORTHY:
+            _log.info("compiled the kernels of %d kinds of calls in %.1f s", count, target.checks.kernel_seconds)
     started = time.perf_counter()
     key = kept_checks.key_of(target, model)
     passed = kept_checks.find(key) if key is not None else None
-    if passed is not None:
-        target.longest, target.invariance = passed.longest, passed.invariance
-    else:
-        target.longest = check_tree_logits(target, model)
-        target.invariance = brief_check(target)
-        passed = KeptCheck(date.today().isoformat(), target.longest, target.invariance)
-        if key is not None and (target.invariance is None or target.invariance.holds):
+    if passed is None:
+        longest = check_tree_logits(target, model)
+        check_moves(target)
+        invariance = brief_check(target)
+        passed = KeptCheck(date.today().isoformat(), longest, invariance)
+        if key is not None and (invariance is None or invariance.holds):
             kept_checks.keep(key, passed)
-    target.checked = passed.day
-    target.check_seconds = time.perf_counter() - started
-    if target.check_seconds > NOTEWORTHY:
-        _log.info("checked %s against its own passes in %.1f s", type(model).__name__, target.check_seconds)
+    target.checks = replace(
+        target.checks, day=passed.day, longest=passed.longest, invariance=passed.invariance,
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    if target.checks.seconds > NOTEWORTHY:
+        _log.info("checked %s against its own passes in %.1f s", type(model).__name__, target.checks.seconds)
     return target
 
 
@@ -150,19 +149,23 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
     """
     reference = share_weights(model)  # in evaluation mode, whatever the mode of the user's model
     rope.with_own_tables(reference)
-    quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.groups)
+    quantize(reference, target.precision.weights, reference.get_output_embeddings(), groups=target.products.groups)
     layout = [replace(spec, quantized=False) for spec in target.layout]  # a cache in the model's own precision
     sizes = ON_CPU if target.device.type == "cpu" else ON_CUDA
-    sizes = sizes.within(target.max_positions)
+    sizes = sizes.within(target.lengths.most)
     if target.recurrent:  # rows of different lengths would be read one by one
         sizes = replace(sizes, texts=sizes.texts[-1:])
-    if target.counted and target.counted.harmless < sizes.texts[0]:  # longer texts are possible in a single row only
+    if (
+        target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]
+    ):  # longer texts are possible in a single row only
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
         difference, longest = _difference(target, reference, layout, sizes), None
         if difference and not _follows_its_config(reference, target, sizes):
             difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
-            longest = min((reach for kind in target.kinds if (reach := kind.window or kind.chunk)), default=None)
+            longest = min(
+                (reach for kind in target.attending.kinds if (reach := kind.window or kind.chunk)), default=None
+            )
     if difference:
         raise UnsupportedError(
             f"{type(model).__name__}: {difference}, so strategies would not be exact. Call generate without strategy=."
@@ -196,7 +199,10 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
 def _texts(target: Target, sizes: Sizes) -> list[Tensor]:
     """Pseudo-random token ids: each row's text and its continuation by the longest branch."""
     ids = (torch.arange(len(sizes.texts) * 1000, device=target.device) * 37 + 11) % 97 + 3
-    return [ids[row * 1000 :][: count + LONGEST_BRANCH] % target.embeddings for row, count in enumerate(sizes.texts)]
+    return [
+        ids[row * 1000 :][: count + LONGEST_BRANCH] % target.vocabulary.embeddings
+        for row, count in enumerate(sizes.texts)
+    ]
 
 
 def _plain_logits(reference: PreTrainedModel, texts: list[Tensor]) -> list[Tensor]:
@@ -230,17 +236,41 @@ def _tree_logits(
     for branches, length in sizes.trees:
         tree = Topology.branches(branches, length)
         path = [0, *range(len(tree) - length, len(tree))]
-        nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.embeddings
+        nodes = (torch.arange(rows * len(tree), device=device).view(rows, -1) * 5) % target.vocabulary.embeddings
         for row, (text, count) in enumerate(zip(ids, sizes.texts, strict=True)):
             nodes[row, path] = text[count - 1 : count + length]
         inputs = target.inputs(nodes, base, tree.tensors(rows, device), buffers, view)
         yield len(tree), target.results(inputs, torch.tensor(path, device=device)).logits
 
 
+def check_moves(target: Target) -> None:
+    """Raises UnsupportedError if a kernel of ours moves slots, and moves them to other places than plain copies do."""
+    buffers = target.buffers(2, 64)
+    if buffers.places is None:
+        return
+    for tensor in buffers.tensors:
+        tensor.copy_((torch.arange(tensor.numel(), device=target.device) * 31 % 113).view(tensor.shape))
+    plain, results = replace(buffers, places=None).enlarged(64), []
+    for own in (buffers, plain):
+        _move_some(own, target.device)
+        results.append(own.tensors)
+    if not all(map(torch.equal, *results)):
+        raise UnsupportedError("keys and values of accepted tokens are moved to wrong places")
+
+
+def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
+    rows = len(buffers.keys[0])
+    path = torch.arange(20, device=device).repeat(rows, 1)
+    path[0, 1:7] += 12
+    path[-1, 2:5] += 2
+    move_slots(buffers, torch.arange(rows, device=device) * 9 + 3, path)
+
+
 @torch.no_grad()
 def _passes_of_calls(twin: Target) -> None:
     """Runs the passes of a check, and with one row, to compile kernels. twin: a private copy, because modules may keep results."""
-    sizes = ON_CUDA.within(twin.max_positions)
+    _move_some(twin.buffers(2, 64), twin.device)
+    sizes = ON_CUDA.within(twin.lengths.most)
     for rows in (1, 2):
         own = replace(sizes, texts=sizes.texts[:rows])
         list(_tree_logits(twin, twin.layout, _texts(twin, own), own))
@@ -255,7 +285,7 @@ def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> 
     """Limits windows and chunks of `target` and `reference` to `sizes.reach` inside. `reference` and its config are private."""
     reach, config = sizes.reach, reference.config.get_text_config(decoder=True)
     usual = {name: value for name in REACHES if isinstance(value := config_value(config, name), int) and value > reach}
-    kinds = target.kinds
+    kinds = target.attending.kinds
     try:
         for name in usual:
             setattr(config, name, reach)
@@ -284,7 +314,7 @@ def can_mix(target: Target) -> bool:
     """
     if target.static or target.attends == "triton" or target.recurrent or target.precision.cache is not None:
         return False
-    device, vocab = target.device, min(target.vocab_size, target.embeddings)
+    device, vocab = target.device, min(target.vocab_size, target.vocabulary.embeddings)
     prompts = torch.arange(3, 39, device=device).view(3, 12) % vocab
     rows, start = CacheBuffers.allocate(target.layout, 3, 32), torch.zeros(3, dtype=torch.int64, device=device)
     view, base = torch.arange(16, device=device), torch.tensor([8, 4], device=device)

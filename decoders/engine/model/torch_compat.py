@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: Dynamo's errors if it cannot compile; there is no public class.
@@ -27,13 +28,6 @@ COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 # The processor.
-
-
-def computes_bfloat16() -> bool:
-    """Whether this processor has instructions for bfloat16."""
-    if torch.cpu._is_avx512_supported():
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return _onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _onednn() -> bool:

@@ -33,7 +33,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("inputs", [96, 530])  # one stretch, and two
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 def test_a_gated_activation_follows_both_products(inputs: int, with_bias: bool, gate_first: bool, kind: int) -> None:
     x, pair = random(2, 40, inputs), [random(128, inputs, seed=i) * 0.1 for i in (1, 2)]
     biases = [random(128, seed=i) for i in (3, 4)] if with_bias else []
@@ -56,7 +56,7 @@ def test_a_gated_activation_of_a_long_text_follows_torchs_products() -> None:
 @pytest.mark.parametrize("before", [None, "llama", "gemma"])
 @pytest.mark.parametrize("after", [None, "llama", "gemma"])
 @pytest.mark.parametrize("rows", [20, 130])
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 def test_a_residual_and_norms_follow_a_product(rows: int, after: str | None, before: str | None) -> None:
     x, matrix, residual, bias = random(rows, 530), random(72, 530, seed=1), random(rows, 72, seed=2), random(72, seed=3)
     weights = random(2, 72, seed=4)
@@ -88,7 +88,7 @@ def half_turned(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "nodes", "dtype"), [(2, 5, torch.float32), (1, 3, torch.bfloat16), (1, 130, torch.float32)]
 )
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
     rows: int, nodes: int, dtype: torch.dtype, formula: str | None
 ) -> None:
@@ -122,3 +122,19 @@ def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
     assert traced is not None and torch.equal(traced[0], query)
     assert torch.equal(traced[1], keys[row, :, slots].transpose(1, 2))
     assert torch.equal(traced[2], values[row, :, slots].transpose(1, 2))
+
+
+def test_of_no_rows_nothing_is_computed() -> None:
+    x, matrices = random(0, 3, 96), [random(size, 96, seed=size) for size in (128, 64, 64)]
+    cos, keys = random(1, 3, 32), random(0, 2, 160, 32)
+    given = x, matrices, [], (Norm(), Norm()), cos, cos, torch.zeros(0, 3, dtype=torch.int64), keys, keys.clone()
+    rotated = epilogues.linear_rotated(*given)
+    assert rotated is not None and rotated[0].shape == (0, 3, 4, 32)
+    traced = torch.compile(epilogues.linear_rotated, backend="eager", fullgraph=True)(*given)
+    assert traced is not None and traced[1].shape == (0, 2, 3, 32)  # type: ignore[union-attr]
+    gated = epilogues.gated_linear(x, matrices[1:], [], 0, True)
+    assert gated is not None and gated.shape == (0, 3, 64)
+    sums = epilogues.linear_to_residual(
+        x, matrices[1], None, random(0, 3, 64), Norm(), Norm(random(64), *FORMULAS["llama"])
+    )
+    assert sums is not None and [len(each) for each in sums] == [0, 0]

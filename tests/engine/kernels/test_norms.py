@@ -38,7 +38,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_norm_is_known_by_what_it_computes_and_computed_likewise(name: str, dtype: torch.dtype) -> None:

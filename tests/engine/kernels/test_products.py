@@ -94,7 +94,7 @@ def test_a_row_has_the_same_bits_however_many_there_are(rows: int, first: int, i
     assert torch.equal(few_rows_linear(x[part], matrix, bias), whole[part])
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 128), (128, 64, 64)])
 def test_several_matrices_are_one_product_in_which_a_row_has_the_same_bits(

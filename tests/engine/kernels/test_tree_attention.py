@@ -17,6 +17,8 @@ from decoders.engine.model.kernels import interpreted
 from decoders.engine.model.kernels.attention import attend, pack_mask, split_count
 from decoders.tree import Topology, TreeTensors
 
+from ...turns import slow_but
+
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton's interpreter is off: a GPU is here, or no Triton")
 
@@ -115,12 +117,9 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
-)
-def test_a_block_attends_as_plain_attention_does(case: dict[str, Any]) -> None:
-    check(**case)
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
+def test_a_block_attends_as_plain_attention_does(name: str) -> None:
+    check(**CASES[name])
 
 
 @pytest.mark.parametrize("kind", [LayerKind(), LayerKind(window=70)], ids=["all", "window"])

@@ -13,9 +13,11 @@ from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
+from ...model.compiled.forward_pass import ForwardPass
 from ...model.target import ForwardResult
-from ..core import Core, StepOutput, StepPass
+from ..core import Core, StepOutput
 from ..rows import Rows
+from ..rules import CoupledRule
 
 
 class DraftCore(Core):
@@ -33,13 +35,14 @@ class DraftCore(Core):
     Grammar masks, where rows have grammars, are given to every pass: one for each node that gets a continuation.
     """
 
-    def __init__(self, run: StepPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
-        super().__init__(run, plan)
+    def __init__(self, forward_pass: ForwardPass, plan: SamplingPlan, vocab: int, children: int = 1) -> None:
+        super().__init__(forward_pass, plan, CoupledRule(forward_pass, plan))
         target = self.target
         self.vocab, self.padding = min(vocab, target.vocab_size), max(vocab - target.vocab_size, 0)
         self.children = min(children, self.vocab)
 
     def key(self, method: str) -> tuple:
+        """What a recording of `method` depends on, besides the model."""
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
     def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
@@ -65,12 +68,12 @@ class DraftCore(Core):
         base = rows.length - 1 - u
         nodes = torch.cat([self._tail(rows, pending), draft_tokens], dim=1)
         block = after_text(u, tree)
-        result = self.run(PassInput(nodes, base, block, rows.buffers, view))
+        result = self.forward_pass(PassInput(nodes, base, block, rows.buffers, view))
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
         own, positions = nodes[:, u:], (rows.length - rows.prompt_length)[:, None] + tree.offsets
         prefixes = rows.prefixes(own, tree, view) if self.plan.reads_text else None
         expansion = self._expanded(cut.logits, rows, positions, masks, prefixes)
-        verified = self.choose(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
+        verified = self.rule.verify(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
         return self.commit(own, tree, rows, cut, verified), expansion
 
     def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
@@ -86,7 +89,7 @@ class DraftCore(Core):
 
         Operations that read the text are left out, as the tokens of the others are not at hand.
         """
-        result = self.run(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
+        result = self.forward_pass(PassInput(nodes, rows.length - 1, tree, rows.buffers, view))
         positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets[:, -nodes.shape[1] :]
         return self._expanded(result.logits[..., : self.vocab], rows, positions, masks)
 
@@ -129,7 +132,7 @@ class DraftCore(Core):
             nodes = torch.nn.functional.pad(nodes, (0, size - root - 1), value=-1)
         block = causal_block(nodes.shape[0], nodes.shape[1], nodes.device)
         base = rows.length - 1 - root
-        result = self.run(PassInput(nodes, base, block, rows.buffers, view))
+        result = self.forward_pass(PassInput(nodes, base, block, rows.buffers, view))
         last = slice(root, root + 1)
         return ForwardResult(result.logits[:, last, : self.vocab], result.hidden[:, last])
 

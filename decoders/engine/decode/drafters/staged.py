@@ -18,6 +18,7 @@ from ...model.blocks import NodeBlock
 from ..batch import Batch
 from ..core import StepOutput
 from ..criteria import Outcome
+from ..kind import Made
 from ..rows import Rows, untouched
 from ..step import Clock, step
 from .drafter import ModelDrafter
@@ -75,8 +76,7 @@ class StagedDrafter(ModelDrafter):
             self.stage.state = self.strategy.rebatch(self.stage.state, index, inner)
 
     def static_parts(self) -> dict[str, Any]:
-        stage = type(self.strategy), repr(self.strategy), self.stage.state
-        return super().static_parts() | dict(stage=stage)
+        return super().static_parts() | dict(stage=(Made(self.strategy), self.stage.state))
 
     def _start(self, outer: Context) -> None:
         context = self._context(outer)
@@ -92,7 +92,7 @@ class StagedDrafter(ModelDrafter):
     def _context(self, outer: Context) -> Context:
         """The strategy's context, in which this model is the target."""
         context = replace(
-            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.level,
+            outer, slots=self.rows.slots, vocab_size=self.vocab_size, level=self.counts.level,
             compile=self.batch.compiler(self.engine), sequences=self.session.view(self.reach)[1], guide=self.guide,
             costs=no_costs, memory=no_memory, texts=None, decoder_layers=0,
         )  # fmt: skip
@@ -141,7 +141,11 @@ class DraftStage:
         # Replacements apply to the target's tokens: the draft model's vocabulary may lack them.
         return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
 
-    def decide(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
+    @property
+    def core(self) -> DraftStage:
+        return self
+
+    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
         """:meth:`DraftCore.advance`, which runs pending tokens in front of the block and expands its nodes."""
         pending = self.drafter.counts.range(self.drafter.reach)
         out, self.expansion = self.drafter.run(

@@ -239,5 +239,6 @@ def guide_of(
     static: whether sizes are static; by default as usual on `device`.
     """
     static = devices.static_shapes(device) if static is None else static
-    on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if static else None
+    possible = static and devices.has_64_bits(device)
+    on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if possible else None
     return on_device if on_device is not None else HostGuide.of(grammars, vocabulary, device)

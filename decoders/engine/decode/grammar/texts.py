@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....common.devices import pins
 from ....constraints import CompiledGrammar, LazyMasks, Tabulated, mask_words, unpack
 from ....sampling.processors import Replacements
 
@@ -102,8 +103,8 @@ class MaskTable:
             return None
         if self.device.type != "cpu":  # packed masks are an eighth of the bytes to transfer
             words = self.words[torch.tensor(rows)]  # nested lists would be an index per dimension
-            words = words.pin_memory() if self.device.type == "cuda" else words
-            return unpack(words.to(self.device, non_blocking=True), self.vocabulary)
+            words = words.pin_memory() if pins(self.device) else words
+            return unpack(words.to(self.device, non_blocking=pins(self.device)), self.vocabulary)
         flat = [row for some in rows for row in some]
         open_rows = self._open.places(flat) if self.used == self.fixed else None
         if open_rows is None:

@@ -61,7 +61,8 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
-        _library.impl(name, _without_bfloat16(function, schema.count("!")), "CPU")
+        computes = not schema.endswith("-> ()")  # what has no result copies numbers of any type
+        _library.impl(name, _without_bfloat16(function, schema.count("!")) if computes else function, "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Any], getattr(torch.ops.decoders, name).default)
 

@@ -207,18 +207,17 @@ def added_to_residual(
 
 def rotated_to_cache(
     parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
-    keys: Tensor, values: Tensor, batch: int, dtype: torch.dtype,
+    keys: Tensor, values: Tensor, size: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes keys and values ``[B, h, L, d]`` to `slots`, or to the first slots, and returns queries, ``[B, N, H, d]``."""
+    """Writes keys and values ``[B, h, L, d]`` to `slots`, or to the first slots, and returns queries ``[B, N, H, d]``. size: B, N."""
     (stretches, rows, outputs), (_, key_heads, _, width) = parts.shape, keys.shape
-    nodes = rows // batch
     heads = outputs // width - 2 * key_heads
-    query = parts.new_empty((batch, nodes, heads, width), dtype=dtype)
+    query = parts.new_empty((*size, heads, width), dtype=dtype)
     first, normed = norms[0], norms[0].weight is not None
     weights = (norm.weight if normed else query for norm in norms)
     _rotate_to_cache[(rows, heads + 2 * key_heads)](
         parts, *_three(biases, parts), *weights, cos, sin, sin if slots is None else slots, query, keys, values,
-        rows, nodes, keys.shape[2], 0 if len(cos) == 1 else cos.stride(0), first.epsilon, *keys.stride()[:3], *values.stride()[:3],
+        rows, size[1], keys.shape[2], 0 if len(cos) == 1 else cos.stride(0), first.epsilon, *keys.stride()[:3], *values.stride()[:3],
         HEADS=heads, KEY_HEADS=key_heads, D=width, WIDTH=max(triton.next_power_of_2(width), 16), STRETCHES=stretches,
         BIAS=bool(biases), NORM=normed, ONE_ADDED=first.one_added, ROUNDED=first.rounded_first, CACHE=slots is not None,
         num_warps=1, enable_fp_fusion=True,

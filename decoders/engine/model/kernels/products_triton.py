@@ -207,7 +207,7 @@ def linear_to_cache(
     parts, missing = parts_of(x, matrices, biases)
     slots = None if slots is None else slots.contiguous()
     return rotated_to_cache(
-        parts, missing, norms, cos.contiguous(), sin.contiguous(), slots, keys, values, len(x), x.dtype
+        parts, missing, norms, cos.contiguous(), sin.contiguous(), slots, keys, values, x.shape[:2], x.dtype
     )
 
 

@@ -34,7 +34,7 @@ def write(model: PreTrainedModel, folder: Path, number_format: str) -> None:
 
     Raises:
         UnknownNameError: no such number format.
-        ExportError: see :func:`~decoders.bench.gguf_files.check_exportable`.
+        ExportError: see :func:`~decoders_lab.gguf_files.check_exportable`.
     """
     import openvino as ov
 

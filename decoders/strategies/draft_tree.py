@@ -1,0 +1,372 @@
+"""Draft trees: their settings, their shapes, and how a drafter that continues nodes fills them.
+
+Letters: ``B`` rows, ``Q`` nodes that are continued, ``C`` continuations of each, ``N`` nodes of a tree, the root included, ``M``
+nodes found, ``W`` nodes of a level that are continued, ``L`` nodes of a path.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..costs import draft_budget
+from ..drafters import Expansion
+from ..errors import UnsupportedError
+from ..sampling import in_64_bits
+from ..settings import Settings
+from ..strategy import Context, Draft
+from ..tree import Topology, TreeTensors
+
+__all__ = [
+    "GRADES", "GRADE_RATES", "Beam", "Children", "DraftTree", "DynamicTree", "Expands", "NodeBudget", "StaticTree", "TREE_NODES",
+    "TreeForm", "TreeSettings", "best_nodes", "depth_bound", "grades_of", "levels_of", "likely_paths", "require_coupled", "shape_of",
+]  # fmt: skip
+
+#: Probabilities at which the grade of a draft token goes up by one, and the usual rate at which tokens of each grade are right.
+GRADES = (0.3, 0.6, 0.9, 0.98)
+GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
+
+#: Default nodes of a tree without measured costs, root excluded.
+TREE_NODES = 24
+
+#: Assumed probabilities that the target's token is the draft's best, second best … token, for the shape of the default tree
+#: (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
+RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
+
+# Settings of strategies with trees; each strategy has its own defaults.
+TreeForm = Annotated[
+    Literal["none", "static", "dynamic"],
+    Field(
+        description="none: a chain. static: a tree of one shape. dynamic: the likeliest nodes, chosen in every step."
+    ),
+]
+NodeBudget = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=256,
+        description="Node budget of a tree, root excluded. None: what the measured costs of a step allow, 24 where none are known.",
+    ),
+]
+Children = Annotated[int, Field(ge=1, le=32, description="Most continuations of a node of a tree.")]
+Beam = Annotated[int, Field(ge=1, le=32, description="Nodes of a dynamic tree that are continued per level.")]
+
+
+class TreeSettings(Settings):
+    """Settings of strategies whose drafts may be trees that are expanded level by level; add ``tree: TreeForm`` with a default."""
+
+    nodes: NodeBudget = None
+    children: int = Field(4, ge=2, le=32, description="Most continuations of a node of a tree.")
+    beam: Beam = 4
+
+
+def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
+    """The `nodes` likeliest paths of at most `depth` ranks below `children`, in Medusa's notation, the likeliest first.
+
+    The probability of each rank is assumed to be that of :data:`RANK_SHARES`.
+    """
+    shares = RANK_SHARES[:children]
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(shares)]
+    heapq.heapify(waiting)
+    chosen: list[tuple[int, ...]] = []
+    while waiting and len(chosen) < nodes:
+        share, path = heapq.heappop(waiting)
+        chosen.append(path)
+        if len(path) < depth:
+            for rank, own in enumerate(shares):
+                heapq.heappush(waiting, (share * own, (*path, rank)))
+    return tuple(chosen)
+
+
+class Expands(Protocol):
+    """What fills a tree: a :class:`~decoders.drafters.Drafter`, or a network that reads the target's hidden states."""
+
+    def root(self) -> Expansion:
+        """The best continuations of every row's last token. ``Q`` is 1."""
+
+    def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
+        """The best continuations of `nodes` ``[B, Q]``, the last ``Q`` of `tree`."""
+
+
+class DraftTree(ABC):
+    """The shape of drafts, or the rule that chooses it. Their tokens are graded, see :func:`grades_of`.
+
+    Attributes:
+        depth: levels.
+        ahead: most slots that a draft model writes behind a row.
+        children: continuations per node that it asks for.
+        least_children: continuations per node that it needs.
+    """
+
+    depth: int
+    ahead: int
+    children: int
+    least_children: int
+
+    @abstractmethod
+    def draft(self, drafter: Expands) -> Draft:
+        """A tree of draft tokens for every row, ``[B, N-1]``, from one call of ``root`` and one of ``expand`` per further level."""
+
+    @abstractmethod
+    def of_rows(self, rows: int, device: torch.device) -> DraftTree:
+        """The tree for a batch of `rows` rows, for :meth:`decoders.Strategy.rebatch`."""
+
+
+class StaticTree(DraftTree):
+    """A tree of one shape: every level's inner nodes are run in one pass of the draft model.
+
+    The shape does not depend on the draws, so it suits every verifier.
+
+    Args:
+        paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
+        self.paths = paths
+        self.topology, picks = Topology.from_paths(paths)
+        self.children = self.least_children = max(rank for _, rank in picks) + 1
+        self.depth = self.topology.max_depth
+        self.ahead = len(self.topology)
+        parents, offsets = self.topology.parents, self.topology.offsets
+        inner = [0, *sorted(set(parents[1:]) - {0})]  # in order of depth, like the nodes
+        inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
+        self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
+        for depth in range(self.depth):
+            frontier = [node for node in inner if offsets[node] == depth]
+            children = [node for node in range(1, len(self.topology)) if offsets[node] == depth + 1]
+            run = inner_tree.head(sum(offsets[node] <= depth for node in inner)).tensors(rows, device)
+            where = [frontier.index(parents[node]) for node in children]
+            ranks = [picks[node - 1][1] for node in children]
+            expanded, above, taken = (torch.tensor(x, device=device) for x in (frontier, where, ranks))
+            self._levels.append((expanded, above, taken, run))
+
+    def of_rows(self, rows: int, device: torch.device) -> StaticTree:
+        return StaticTree(self.paths, rows, device)
+
+    def draft(self, drafter: Expands) -> Draft:
+        """Fills the tree for every row, level by level."""
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        weights: list[Tensor] = []
+        for depth, (frontier, where, ranks, run) in enumerate(self._levels):
+            if depth == 0:
+                expansion = drafter.root()
+            else:
+                expansion = drafter.expand(torch.cat(tokens, dim=1)[:, frontier - 1], run)
+            tokens.append(expansion.tokens[:, where, ranks])
+            weights.append(expansion.weights[:, where, ranks])
+            if expansion.scores is not None:
+                scores.append(expansion.scores[:, where])
+        return Draft(
+            torch.cat(tokens, dim=1), self.topology, torch.cat(scores, dim=1) if scores else None,
+            grades=grades_of(torch.cat(weights, dim=1)),
+        )  # fmt: skip
+
+
+class DynamicTree(DraftTree):
+    """The best nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024,
+    "EAGLE-2"): each pass expands a beam of the likeliest nodes of the deepest level, at the end the likeliest of all are
+    kept. Rows get trees of different shape.
+
+    When sampling, the probability of a node is that of ``softmax(log q + noise)`` with the target's noise: the target's token is
+    most often the draft's best *perturbed* one. The choice of nodes depends on the draws, which biases rejection rules, so it is
+    for the coupled verifier only.
+
+    Args:
+        depth: levels.
+        beam: nodes expanded per level.
+        nodes: budget of the tree, root excluded.
+        children: most continuations per node; fewer for a smaller vocabulary.
+        compile: see :class:`~decoders.strategy.Context`.
+    """
+
+    least_children = 1
+
+    def __init__(
+        self, depth: int, beam: int, nodes: int, children: int, compile: Callable[[Callable], Callable]
+    ) -> None:
+        self.depth, self.beam, self.nodes, self.children = depth, beam, nodes, children
+        self.ahead = beam * depth + 1
+        self._bound = depth_bound(depth)
+        self._frontier, self._expanded, self._best = compile(frontier), compile(expanded), compile(best_nodes)
+
+    def of_rows(self, rows: int, device: torch.device) -> DynamicTree:
+        return self
+
+    def draft(self, drafter: Expands) -> Draft:
+        """Expands trees for all rows."""
+        return self.weighted(drafter)[0]
+
+    def weighted(self, drafter: Expands, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
+        """The same, with the probability of each node.
+
+        Args:
+            floor: ``[B]``, log-probability below which a node is not continued. With one, expansion ends when no row has
+                a node to continue (the host reads the device once per level).
+
+        Returns:
+            the draft and the cumulative log-probability of its nodes, ``[B, N-1]``.
+        """
+        expansion = drafter.root()
+        tokens, weights = expansion.tokens[:, 0], expansion.weights[:, 0]
+        nowhere = torch.zeros_like(tokens)
+        level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
+        levels, count = [level], tokens.shape[1]
+        # The root. Not slices: Dynamo (torch 2.13) fails on guards about the strides of one.
+        parents, offsets = nowhere.new_zeros(len(nowhere), 1), nowhere.new_zeros(len(nowhere), 1)
+        visible = torch.ones_like(offsets[:, :, None], dtype=torch.bool)
+        for _ in range(1, self.depth):
+            if floor is not None and not bool((level[1] >= floor[:, None]).any()):
+                break
+            width = min(self.beam, level[0].shape[1])
+            nodes, reached, chosen, parents, offsets, visible = self._frontier(
+                level[0], level[1], level[3], parents, offsets, visible, floor, width
+            )
+            # All of these nodes are candidates, so visibility equals ancestry.
+            expansion = drafter.expand(nodes, TreeTensors(parents, offsets, visible, visible))
+            start = count - level[0].shape[1]
+            level = self._expanded(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
+            levels.append(level)
+            count += level[0].shape[1]
+        tokens, weights, above, _ = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
+        shape = TreeTensors(*tree)
+        above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
+        # If no continuation of a node counts, the node itself does not count either.
+        own = (weights - above).nan_to_num(nan=float("-inf"))
+        return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
+
+
+def grades_of(weights: Tensor) -> Tensor:
+    """Grades 0 … 4 of draft tokens, int64, by their log-probabilities given the token before, float32 of the same shape.
+
+    :data:`GRADE_RATES` has the usual rate of each grade, for :attr:`decoders.Strategy.grade_rates`.
+    """
+    return sum(((weights > math.log(bound)).long() for bound in GRADES), torch.zeros_like(weights, dtype=torch.int64))
+
+
+def require_coupled(context: Context, strategy: str) -> None:
+    """Refuses a call without the coupled verifier, for a strategy of this name whose drafts have a shape that depends on the draws.
+
+    Raises:
+        UnsupportedError: the call has another verifier, for which such drafts would not be exact.
+    """
+    if not context.coupled:
+        raise UnsupportedError(
+            f"{strategy}: a tree whose nodes are chosen by what was drawn is exact with the coupled verifier only; take a "
+            "static tree, or verifier='coupled'"
+        )
+
+
+def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
+    """The depth of a draft whose every level is a pass of the drafting network: `chosen` by the user if given, else `otherwise`, and
+    then at most as many levels as the measured costs of a step allow draft tokens.
+    """
+    return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
+
+
+def shape_of(
+    strategy: str, tree: str, depth: int, children: int, nodes: int | None, beam: int, context: Context
+) -> DraftTree:
+    """The tree for a setting: a chain (``"none"``), a tree of one shape (``"static"``), or one chosen in every step (``"dynamic"``).
+
+    Args:
+        strategy: name of the strategy, for the error.
+        tree: one of :data:`TreeForm`.
+        depth: levels of the tree.
+        children: most continuations of a node.
+        nodes: budget of a tree, root excluded; None: what the measured costs of a step allow.
+        beam: nodes of a dynamic tree that are continued per level.
+        context: of the call.
+
+    Raises:
+        UnsupportedError: a dynamic tree without the coupled verifier.
+    """
+    nodes = draft_budget(context.costs, nodes, TREE_NODES)
+    if tree == "dynamic":
+        require_coupled(context, strategy)
+        return DynamicTree(depth, beam, nodes, children, context.compile)
+    paths = [(0,) * (level + 1) for level in range(depth)] if tree == "none" else likely_paths(depth, children, nodes)
+    return StaticTree(paths, context.rows, context.device)
+
+
+def depth_bound(depth: int) -> int:
+    """`depth`, a number of levels, rounded up for :func:`best_nodes`, which unrolls it: a graph for each depth would be too many for
+    Dynamo.
+    """
+    return (1 << depth.bit_length()) - 1 | 31
+
+
+def frontier(
+    tokens: Tensor, weights: Tensor, places: Tensor, parents: Tensor, offsets: Tensor, visible: Tensor, floor: Tensor | None,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `width` likeliest nodes of a level, appended to the nodes that the draft model has run.
+
+    Args:
+        tokens, weights, places: ``[B, n]``, the level.
+        parents, offsets: ``[B, K]``, visible: ``[B, K, K]``, nodes run.
+
+    Returns:
+        tokens ``[B, W]``, cumulative log-probabilities ``[B, W]``, indices in the level ``[B, W]``, and parents, offsets
+        and visible of the ``K + W`` nodes.
+    """
+    if floor is not None:
+        weights = weights.masked_fill(weights < floor[:, None], float("-inf"))
+    best = weights.topk(width)
+    place = places.gather(1, best.indices)
+    rows, k = offsets.shape
+    inherited = visible.gather(1, place[:, :, None].expand(-1, -1, k))
+    own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+    below = torch.cat([inherited, own], dim=2)
+    return (
+        tokens.gather(1, best.indices), best.values, best.indices,
+        torch.cat([parents, place], dim=1),
+        torch.cat([offsets, offsets.gather(1, place) + 1], dim=1),
+        torch.cat([torch.nn.functional.pad(visible, (0, width)), below], dim=1),
+    )  # fmt: skip
+
+
+def expanded(
+    tokens: Tensor, weights: Tensor, reached: Tensor, parents: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The next level: all continuations ``[B, W, C]`` of a frontier whose nodes are the last ``W`` that were run."""
+    width, children = tokens.shape[1:]
+    places = torch.arange(width, device=tokens.device) + offsets.shape[1] - width
+    places = places[None, :, None].expand(tokens.shape[0], -1, children).contiguous()
+    return (
+        tokens.flatten(1), (reached[..., None] + weights).flatten(1),
+        parents[..., None].expand(-1, -1, children).flatten(1), places.flatten(1),
+    )  # fmt: skip
+
+
+def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
+    """The `nodes` likeliest of all ``M`` nodes found.
+
+    Args:
+        depth: how deep they are at most, of :func:`depth_bound`.
+        tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for absent nodes; parents
+            come before their children, -1 is the root.
+
+    Returns:
+        tokens and weights ``[B, nodes]`` (token -1 for absent nodes), then the fields of :class:`TreeTensors`.
+    """
+    # Stable, unlike topk: parents must come before their children also among equally likely nodes.
+    order = in_64_bits(weights).sort(dim=1, descending=True, stable=True).indices
+    chosen = order[:, :nodes].sort(1).values.to(weights.device)
+    place = torch.full_like(parents, -1).scatter(
+        1, chosen, torch.arange(1, nodes + 1, device=tokens.device).expand_as(chosen)
+    )
+    above = parents.gather(1, chosen)
+    within = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
+    tree = TreeTensors.from_parents(torch.nn.functional.pad(within, (1, 0), value=-1), depth)
+    weights = weights.gather(1, chosen)
+    tokens = torch.where(weights > float("-inf"), tokens.gather(1, chosen), -1)
+    return tokens, weights, tree.parents, tree.offsets, tree.visible, tree.ancestors
