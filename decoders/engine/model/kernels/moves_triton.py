@@ -29,9 +29,9 @@ def _move(first_slot, words, begin, path, nodes, slots, NODES: tl.constexpr, WOR
 
 
 @triton.jit(do_not_specialize=["nodes", "slots"])
-def _move_slots(
-    places, base, path, nodes, slots, WORD: tl.constexpr, SMALL: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def _move_slots(  # type: ignore[no-untyped-def]
+    places, base, path, nodes, slots, WORD: tl.constexpr, SMALL: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """One head of one row, or some words of its slots."""
     place, row = places + tl.program_id(0) * 3, tl.program_id(1).to(tl.int64)
     begin, own = tl.load(base + row), path + row * nodes
