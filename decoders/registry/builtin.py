@@ -39,5 +39,5 @@ def decoders_grammars() -> Mapping[str, Callable[[], Any]]:
 
 
 @hookimpl
-def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:
-    return {**constraints.TYPES}
+def decoders_grammar_types() -> Mapping[str, Callable[[Any], Any]]:
+    return constraints.TYPES
