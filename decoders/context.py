@@ -79,7 +79,7 @@ class Context:
             :func:`decoders.release` drop all. With the setting ``memory=False``, and for a draft model's strategies, every call
             gets a new object.
         texts: the texts given to :func:`decoders.remember`, for all calls and strategies, in a
-            :class:`~decoders.strategies.suffix_index.TextMemory`; None without texts, and for a draft model's strategies.
+            :class:`~decoders.text_memory.TextMemory`; None without texts, and for a draft model's strategies.
         embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, without later scaling (Gemma-2's factor).
         head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32, with
             a soft cap or scale after the head.
