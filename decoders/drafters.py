@@ -215,7 +215,9 @@ class DraftVocabulary:
             ids = named if ids is None else ids
         if ids is not None and not len(ids):
             raise UnsupportedError("t2d names no token of the target")
-        if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= size or len(in_64_bits(ids).unique()) < len(ids)):
+        if ids is not None and (
+            int(ids.min()) < 0 or int(ids.max()) >= size or len(in_64_bits(ids).unique()) < len(ids)
+        ):
             raise UnsupportedError(f"a draft vocabulary names tokens outside of 0 … {size - 1}, or one twice")
         return DraftVocabulary(size, ids)
 

@@ -107,7 +107,9 @@ def device() -> Iterator[Finding]:
     used = "cuda" if "cuda" in there else "cpu"
     yield Finding("device", "ok", f"{used}: {there[used]}")
     for kind in there.keys() - TRIED:
-        yield Finding("device", "note", f"{kind}: {there[kind]}. Nothing has run on one yet: --device {kind} tries it, uncompiled")
+        yield Finding(
+            "device", "note", f"{kind}: {there[kind]}. Nothing has run on one yet: --device {kind} tries it, uncompiled"
+        )
     number, waits = torch.get_num_threads(), waiting_share(0.1)
     threads = f"{number} (torch.set_num_threads, OMP_NUM_THREADS)"
     if number > 1 and waits > WAITING:
