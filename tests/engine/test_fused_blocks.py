@@ -125,7 +125,8 @@ class Positioned(modeling_llama.LlamaAttention):
         return super().forward(hidden_states * far.to(hidden_states.dtype), *given, **options)
 
 
-@pytest.mark.parametrize("kind", slow_but([Bounded], [Positioned, Bounded]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Positioned, Bounded])
 def test_attention_that_computes_more_for_other_texts_is_left_alone(kind: type) -> None:
     model = made("llama")
     model.model.layers[0].self_attn.__class__ = kind

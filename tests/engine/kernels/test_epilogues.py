@@ -86,7 +86,7 @@ def half_turned(x: Tensor) -> Tensor:
     return torch.cat([-second, first], -1)
 
 
-@pytest.mark.parametrize("formula", [None, *FORMULAS])
+@pytest.mark.parametrize("formula", slow_but([None, "gemma"], [None, *FORMULAS]))
 @pytest.mark.parametrize(
     ("rows", "nodes", "dtype"),
     slow_but(SHORT := [(2, 5, torch.float32), (1, 3, torch.bfloat16)], [*SHORT, (1, 130, torch.float32)]),

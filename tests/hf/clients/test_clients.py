@@ -392,7 +392,7 @@ def test_soft_prompts_that_depend_on_more_are_refused(plain: PreTrainedModel) ->
     peft = pytest.importorskip("peft")
     several = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2)
     model = decoders.enable(peft.get_peft_model(copy.deepcopy(plain), several).eval())
-    with pytest.raises(UnsupportedError, match="MULTITASK_PROMPT_TUNING of PEFT decides by more"):
+    with pytest.raises(UnsupportedError, match="MULTITASK_PROMPT_TUNING of PEFT is not supported"):
         model.generate(**prompts(), **OURS)
     wrapped = peft.get_peft_model(plain, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     decoders.enable(plain)
